@@ -40,6 +40,8 @@ def tables(results: Row) -> str:
     """Markdown of all parts that were measured."""
     parts = {
         "recovery": _recovery,
+        "in_place": _in_place,
+        "restart": _restart,
         "host_faults": _host_faults,
         "patience": _patience,
         "step_time": _step_time,
@@ -76,6 +78,37 @@ def _recovery(rows: Sequence[Row]) -> Iterator[str]:
             f"| {row['median_step_ms']:.1f} ms | **{row['recovery_median_ms']:.0f} ms** "
             f"| {row['recovery_worst_ms']:.0f} ms | {row['join_pause_median_ms']:.0f} ms "
             f"| {row['join_pause_worst_ms']:.0f} ms |"
+        )
+    yield ""
+
+
+def _in_place(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## A worker of an unchanged script is killed"
+    yield "A script of torchrun with `DistributedSampler` and DDP, 0.025 M parameters, under"
+    yield "[`farandole run --in-place`](scripts-of-torchrun.md). `kill -9` of a random worker, each time after the last"
+    yield "one's replacement has joined; until the *slowest* survivor has applied a step among those that are left."
+    yield ""
+    yield "| workers | kills | median step | median | worst |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        yield (
+            f"| {row['workers']} | {row['kills']} | {row['median_step_ms']:.1f} ms "
+            f"| **{row['recovery_median_ms']:.0f} ms** | {row['recovery_worst_ms']:.0f} ms |"
+        )
+    yield ""
+
+
+def _restart(rows: Sequence[Row]) -> Iterator[str]:
+    yield "The same script as a static job with `--max-restarts`, restarted as a whole, in turns with torchrun:"
+    yield "from the `kill -9` of one worker to the first step of all workers of the next attempt."
+    yield ""
+    yield "| launcher | workers | times | median | best | worst |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        name = "`farandole torchrun`" if row["launcher"] == "farandole" else "torchrun"
+        yield (
+            f"| {name} | {row['workers']} | {len(row['seconds'])} | **{row['median_s']:.2f} s** "
+            f"| {row['best_s']:.2f} s | {row['worst_s']:.2f} s |"
         )
     yield ""
 

@@ -31,6 +31,7 @@ from benchmarks import (
     recovery,
     report,
     step_time,
+    unchanged_scripts,
 )
 from benchmarks.jobs import DEFAULT_TRANSPORTS, ROOT, TRANSPORTS
 from benchmarks.models import TASKS
@@ -47,6 +48,8 @@ def main() -> None:
     options = _parse()
     parts: dict[str, Callable[[], list[dict[str, Any]] | dict[str, Any]]] = {
         "recovery": lambda: recovery_table(options.kills, options.seed),
+        "in-place": lambda: unchanged_scripts.recovery_table(options.kills, options.seed),
+        "restart": lambda: unchanged_scripts.restart_table(options.times),
         "host-faults": lambda: host_faults.table(options.times, budget_s=0.3),
         "patience": lambda: patience.measure(options.minutes),
         "step-time": lambda: step_time.table(
@@ -83,6 +86,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [
         "recovery",
+        "in-place",
+        "restart",
         *_ON_A_LAB,
         "step-time",
         "small-batches",
@@ -110,7 +115,7 @@ def _parse() -> argparse.Namespace:
         "--kills", type=int, default=20, help="in each row of the recovery table; of the large model a third"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
-    parser.add_argument("--times", type=int, default=6, help="that each fault of a host is measured")
+    parser.add_argument("--times", type=int, default=6, help="that each fault of a host, and each restart, is measured")
     parser.add_argument("--minutes", type=float, default=1.0, help="of the job that nothing happens to (patience)")
     parser.add_argument("--output", type=Path, default=RESULTS / "latest.json", help="the picture goes beside it")
     parser.add_argument("--publish", action="store_true", help="also into results/N-cores.json and docs/")

@@ -293,6 +293,23 @@ class TrainingFinished(Event):
 
 
 @dataclass(frozen=True)
+class JobBecameStatic(Event):
+    """The script does something that cannot follow the membership. All workers have left the elastic function, in the
+    middle of the script, and train on as a static job."""
+
+    number: int
+    workers: tuple[str, ...]
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"{self.reason}; this job is static from here on, with {count(len(self.workers), 'worker')}: when a worker "
+            f"is lost, the job ends, or starts again as a whole with --max-restarts"
+        )
+
+
+@dataclass(frozen=True)
 class TrainingCutShort(Event):
     """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised.
 

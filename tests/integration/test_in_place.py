@@ -19,6 +19,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "script_of_torchrun.py"
 UNSUITABLE = ROOT / "tests" / "scripts" / "unsuitable_script.py"
+LOOPS = ROOT / "tests" / "scripts" / "loops_of_torchrun.py"
 DEADLINE_S = 120.0
 
 Entry = dict[str, Any]
@@ -66,26 +67,26 @@ class Job:
             time.sleep(0.005)
         return logs
 
-    def wait(self) -> Logs:
-        """Wait for the end of the job, which must be a success."""
-        assert self._process.wait(max(1.0, self._deadline_s - time.monotonic())) == 0, self.output()
+    def wait(self, exit_code: int = 0) -> Logs:
+        """Wait for the end of the job, which must be a success unless another exit code is expected."""
+        assert self._process.wait(max(1.0, self._deadline_s - time.monotonic())) == exit_code, self.output()
         return self.logs()
 
     def output(self) -> str:
         return (self.folder / "output").read_text()
 
 
-def in_place(folder: Path, workers: int, *words: str, flags: str = "") -> Job:
+def in_place(folder: Path, workers: int, *words: str, flags: str = "", script: Path = SCRIPT) -> Job:
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "farandole", "run", "-np", str(workers), "--in-place", *flags.split()]
     ledger = ["--sample-ledger", str(folder / "ledger")]
-    return Job(folder, [*command, *ledger, sys.executable, str(SCRIPT), "--folder", str(folder), *words])
+    return Job(folder, [*command, *ledger, sys.executable, str(script), "--folder", str(folder), *words])
 
 
-def torchrun(folder: Path, workers: int, *words: str) -> Job:
+def torchrun(folder: Path, workers: int, *words: str, script: Path = SCRIPT) -> Job:
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    return Job(folder, [*command, str(SCRIPT), "--folder", str(folder), *words])
+    return Job(folder, [*command, str(script), "--folder", str(folder), *words])
 
 
 def entries(log: list[Entry], at: str) -> list[Entry]:
@@ -188,10 +189,17 @@ def without(logs: Logs, killed: int) -> list[list[Entry]]:
 
 
 def test_a_newcomer_passes_over_what_is_done_and_joins(tmp_path: Path, undisturbed: Path) -> None:
-    with in_place(tmp_path / "job", 3, *WORDS, "--pause", "0.3") as job:
+    hold, events = tmp_path / "hold", tmp_path / "events.jsonl"
+    hold.touch()
+    words = ("--pause", "0.05", "--hold", str(hold))
+    with in_place(tmp_path / "job", 3, *WORDS, *words, flags=f"--events {events}") as job:
         logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
         killed = sorted(logs)[1]
         os.kill(killed, signal.SIGKILL)
+        job.wait_until(lambda _: "Recovered" in events.read_text())
+        hold.write_text(" ".join(map(str, logs.keys() - {killed})))
+        job.wait_until(lambda _: "w3 joins" in events.read_text())
+        hold.write_text("")
         logs = job.wait()
         output = job.output()
     newcomer = max(logs)
@@ -275,3 +283,131 @@ def test_a_worker_that_is_to_leave_does_so_between_two_steps(tmp_path: Path, und
     check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - {left})
     assert "Traceback" not in output
     assert "Exception ignored" not in output
+
+
+SECOND = "the script iterates for training over a second DataLoader (loops_of_torchrun.py:"
+COUNTS = "next() of the training loader is in a loop that counts its batches"
+
+
+@pytest.mark.parametrize(
+    ("loop", "reason"),
+    [
+        ("two_phases", SECOND),
+        ("alternating", SECOND),
+        ("zipped", SECOND),
+        ("by_turns", SECOND),
+        ("counted", COUNTS),
+        ("accumulated", COUNTS),
+        ("looked_through", "the script takes a batch of its training loader before the last one is trained"),
+        ("cycled", "SGD.step() with samples that come from no batch of the first training loader"),
+    ],
+)
+def test_a_script_that_turns_out_not_to_qualify_goes_on_as_under_torchrun(
+    tmp_path: Path, loop: str, reason: str
+) -> None:
+    digests = []
+    for launch in (torchrun, in_place):
+        with launch(tmp_path / launch.__name__, 2, loop, script=LOOPS) as job:
+            digests.append({end["digest"] for end in ends(job.wait()).values()})
+            output = job.output()
+    assert len(digests[0]) == 1
+    assert digests[0] == digests[1], output
+    assert output.count("this job is static from here on, with 2 workers") == 1
+    assert "loops_of_torchrun.py:" in output
+    assert reason in output
+
+
+def of_table(logs: Logs, table: int, epoch: int) -> list[Entry]:
+    return [
+        each
+        for log in logs.values()
+        for each in entries(log, "batch")
+        if (each["table"], each["epoch"]) == (table, epoch)
+    ]
+
+
+def test_after_a_kill_it_goes_on_with_the_workers_that_are_left(tmp_path: Path) -> None:
+    with in_place(tmp_path, 3, "two_phases", "--pause", "0.1", flags="--restarts 0", script=LOOPS) as job:
+        logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 2 for log in logs.values()) == 3)
+        killed = sorted(logs)[1]
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+        output = job.output()
+    assert ends(logs).keys() == logs.keys() - {killed}
+    assert len({end["digest"] for end in ends(logs).values()}) == 1
+    assert "this job is static from here on, with 2 workers" in output
+    for epoch in (0, 1):
+        second = of_table(logs, 1, epoch)
+        assert {(each["rank"], each["size"]) for each in second} == {(0, 2), (1, 2)}
+        assert sum(each["samples"] for each in second) == 120
+    check_ledger(tmp_path)
+
+
+@pytest.mark.parametrize("flags", ["", "--max-restarts 1"])
+def test_once_static_a_loss_ends_the_job_or_starts_it_again(tmp_path: Path, flags: str) -> None:
+    with in_place(tmp_path, 2, "counted", "--pause", "0.1", flags=flags, script=LOOPS) as job:
+        logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 3 for log in logs.values()) == 2)
+        os.kill(max(logs), signal.SIGKILL)
+        logs = job.wait(exit_code=0 if flags else 1)
+        output = job.output()
+    if flags:
+        assert len(logs) == 4
+        assert len(ends(logs)) == 2
+        assert output.count("this job is static from here on") == 2
+    else:
+        assert len(logs) == 2
+        assert "The job had become static, so the others cannot continue without it: loops_of_torchrun.py:" in output
+
+
+def test_a_newcomer_that_comes_too_late_for_the_step_loop_ends_and_no_other_is_started(tmp_path: Path) -> None:
+    """The worker is killed in the last batches of the first loader, and nobody starts within them."""
+    words = ("two_phases", "--epochs", "1", "--pause", "0.3")
+    with in_place(tmp_path, 3, *words, flags="--no-fork-server", script=LOOPS) as job:
+        logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 3 for log in logs.values()) == 3)
+        killed = sorted(logs)[1]
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+        output = job.output()
+    assert "this job is static from here on, with 2 workers" in output
+    assert ends(logs).keys() >= {pid for pid, log in logs.items() if pid != killed and len(entries(log, "batch")) > 3}
+    assert len(ends(logs)) == 2
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("loop", ["generated", "prefetched"])
+def test_loops_that_end_with_their_batches_stay_elastic(tmp_path: Path, loop: str) -> None:
+    with in_place(tmp_path / "undisturbed", 2, loop, "--batch-size", "12", script=LOOPS) as job:
+        job.wait()
+    with in_place(tmp_path / "job", 3, loop, "--pause", "0.1", flags="--restarts 0", script=LOOPS) as job:
+        logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 2 for log in logs.values()) == 3)
+        killed = max(logs)
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+        output = job.output()
+    check_disturbed(tmp_path / "job", logs, tmp_path / "undisturbed", logs.keys() - {killed})
+    assert "static" not in output
+
+
+def test_a_spare_takes_the_place_of_a_killed_worker_so_that_not_a_bit_changes(tmp_path: Path) -> None:
+    """With as many workers as before, BatchNorm's statistics are those of the same local batches."""
+    words = ("--samples", "312", "--epochs", "4", "--norm")
+    with in_place(tmp_path / "undisturbed", 3, *words) as job:
+        digests = {end["digest"] for end in ends(job.wait()).values()}
+    hold, events = tmp_path / "hold", tmp_path / "events.jsonl"
+    hold.touch()
+    flags = f"--spares 1 --restarts 0 --events {events}"
+    with in_place(tmp_path / "job", 3, *words, "--hold", str(hold), "--pause", "0.05", flags=flags) as job:
+        logs = job.wait_until(lambda logs: sum(bool(entries(log, "batch")) for log in logs.values()) == 3)
+        killed = next(pid for pid, log in logs.items() if log and log[0]["rank"] == 1)
+        hold.write_text(" ".join(map(str, logs)))
+        job.wait_until(lambda _: "SpareWaits" in events.read_text())
+        begun = len(job.logs()[killed])
+        hold.write_text("")
+        job.wait_until(lambda logs: len(logs[killed]) > begun + 1)
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+    assert {end["digest"] for end in ends(logs).values()} == digests
+    assert {end["size"] for end in ends(logs).values()} == {3}
+    assert len(ends(logs)) == 3
+    assert {each["size"] for log in logs.values() for each in log if "size" in each} == {3}
+    check_ledger(tmp_path / "job")

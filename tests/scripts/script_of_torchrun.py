@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--reduce-every", type=int, default=0, help="batches between two collectives in the loop")
     parser.add_argument("--slow-rank", type=int, default=-1, help="sleeps longer before each batch")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
+    parser.add_argument("--hold", type=Path, help="workers that it names wait after a batch")
     parser.add_argument("--pause-validation", type=float, default=0.0)
     parser.add_argument("--pause-between", type=float, default=0.0)
     parser.add_argument("--folder", type=Path, required=True)
@@ -98,6 +99,8 @@ def main() -> None:
             if options.reduce_every and number % options.reduce_every == 0:
                 dist.all_reduce(torch.ones(3))
             time.sleep(options.pause * (4 if rank == options.slow_rank else 1))
+            while options.hold is not None and str(os.getpid()) in options.hold.read_text().split():
+                time.sleep(0.01)
         tell(at="end", epoch=epoch, loss=loss.item())
         time.sleep(options.pause_between)
         accuracy = evaluate(model, test_loader, group, options.pause_validation)

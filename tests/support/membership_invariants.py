@@ -21,7 +21,7 @@ from farandole.coordinator import (
     SendAgent,
     UndrainRequested,
 )
-from farandole.events import AllWorkersRestart, HostBlacklisted, HostDrained, JobEnds, StateLost
+from farandole.events import AllWorkersRestart, HostBlacklisted, HostDrained, JobBecameStatic, JobEnds, StateLost
 from farandole.wire.messages import (
     Abort,
     Dismissed,
@@ -90,6 +90,7 @@ class MembershipInvariants:
         self.attempt = 0
         self.restarts_of_all = self.restarts_for_slots = 0
         self._is_restarting = False
+        self._is_static = False  # the members have left the elastic function, and go on without it
 
     def is_banned(self, host: str) -> bool:
         return self._now_s < self._bans.get(host, 0.0)
@@ -122,6 +123,8 @@ class MembershipInvariants:
                         self._check_dismissed(action.agent)
             elif isinstance(action, Log) and isinstance(action.event, AllWorkersRestart):
                 self._check_restart_of_all(action.event)
+            elif isinstance(action, Log) and isinstance(action.event, JobBecameStatic):
+                self._check_became_static(action.event)
             elif isinstance(action, Log) and isinstance(action.event, HostDrained):
                 self._check_drained(action.event)
             elif isinstance(action, Log) and isinstance(action.event, StateLost):
@@ -258,8 +261,16 @@ class MembershipInvariants:
         assert not self._elastic.intersection(self.members), "an elastic job needs no restart of all workers"
         self._is_restarting, self.members = True, ()
 
+    def _check_became_static(self, event: JobBecameStatic) -> None:
+        assert self._released, f"{event} before the members were released"
+        assert set(event.workers) <= set(self.members)
+        self._is_static, self._is_finishing, self._was_synced = True, False, False
+        self._elastic -= set(self.members)
+
     def _check_attempt(self, worker: str, attempt: int) -> None:
         if self._is_restarting:
+            if self._is_static:
+                self._is_static = self._released = False
             assert not self.slot_of, f"{worker} is started beside {sorted(self.slot_of)} of the last attempt"
             twins = [each for each, until_s in self._cut_off.items() if self._now_s < until_s]
             assert not twins, f"{worker} is started beside {twins}, whose lease is not over"

@@ -124,9 +124,9 @@ class ToldJob:
             self.says(worker, msgspec.convert({**durations, **redone, **said, "number": self.number}, FirstStep))
         return self
 
-    def finished(self, *workers: str, shortfall: Shortfall | None = None) -> ToldJob:
+    def finished(self, *workers: str, shortfall: Shortfall | None = None, static_because: str = "") -> ToldJob:
         for worker in workers:
-            self.says(worker, Finished(self.number, shortfall))
+            self.says(worker, Finished(self.number, shortfall, static_because))
         return self
 
     def raised(self, worker: str, summary: str, exits: bool = True) -> ToldJob:

@@ -30,6 +30,7 @@ SAMPLES = [
     events.ScaleChanged(3, 1),
     events.ScaleRefused(1, 2, None),
     events.TrainingFinished(2, ("w0",)),
+    events.JobBecameStatic(2, ("w0", "w2"), "train.py:41: a second training loader"),
     events.TrainingCutShort(5, 3, 50, 30),
     events.TrainingCutShort(5, 1, 0, 0),
     events.Recovered(2, False, "x", (), (), (), 9.0, 3000.0, 2.0, 1.0, 1.0, 5.0, "w0", 2, 24),

@@ -103,7 +103,7 @@ def release_held_back(transition: Transition) -> None:
 def warn_of_missing(transition: Transition) -> None:
     """Warn, once, that there are fewer slots than workers wanted: the job waits, or continues with fewer."""
     job = transition.job
-    if job.is_finishing or job.is_released or not (job.agents or job.offers):
+    if job.is_finishing or job.is_released or job.static_because or not (job.agents or job.offers):
         return
     is_start = job.generation is None
     wanted = max(job.target, job.config.num_proc) if job.config.fills_slots and is_start else job.target
@@ -241,8 +241,10 @@ def _aim_at(transition: Transition, size: int) -> None:
 
 
 def _admits(job: Job) -> bool:
-    """Return whether workers may still be started: after the first Finished none is, unless the job could not continue
-    otherwise."""
+    """Return whether workers may still be started: none in a job that has become static, and after the first Finished
+    none unless the job could not continue otherwise."""
+    if job.static_because:
+        return False
     if not job.is_finishing:
         return True
     staying = [worker for worker in job.survivors() if not worker.is_leaving]

@@ -42,6 +42,8 @@ def _why_not_now(job: Job) -> str | None:
         return "the training is finishing"
     if job.generation is None:
         return "the job is starting: not all of its workers have called init() yet; try again once training has started"
+    if job.static_because:
+        return f"the job has become static, and the number of its workers is fixed: {job.static_because}"
     if not job.is_elastic:
         return "no worker has entered an elastic function: the number of workers of a static script is fixed"
     return None

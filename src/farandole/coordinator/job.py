@@ -89,6 +89,7 @@ class Worker:
     synced       last generation in which it confirmed the state; above 0 it is a holder
     finished     last generation in which its elastic function returned
     shortfall    the part of its loader's promised work that it had not done then
+    static_because  why it trains on as a part of a static job then; empty: it does not
     is_awaited   the members wait for it: its slot is new to the job
     is_leaving   it leaves at the next boundary
     was_asked    and that because the worker itself was asked (SIGTERM): it cannot be revoked
@@ -111,6 +112,7 @@ class Worker:
     synced: int = 0
     finished: int = 0
     shortfall: Shortfall | None = None
+    static_because: str = ""
     is_awaited: bool = False
     is_leaving: bool = False
     was_asked: bool = False
@@ -274,6 +276,8 @@ class Job:
     was_synced     some worker confirmed the state: no generation is a bootstrap any more
     is_finishing   some member's elastic function returned: no worker is admitted any more
     is_released    all members have finished and were told so
+    static_because  why the members train on as a static job, although they had entered an elastic function: none is
+                   admitted any more; empty: they do not
     losses         members lost since the last START
     steps_seen     steps, or commits, decided as far as the coordinator knew at the last loss
     lost_at        steps_seen when the state was lost; None once it was reported how far the job went back
@@ -317,6 +321,7 @@ class Job:
     was_synced: bool = False
     is_finishing: bool = False
     is_released: bool = False
+    static_because: str = ""
     losses: tuple[Loss, ...] = ()
     steps_seen: int = 0
     lost_at: int | None = None

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from farandole.coordinator import capacity, whole_restart, worker_messages
 from farandole.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
-from farandole.coordinator.job import EndJob, LinkTrouble, Transition, Worker, counted
-from farandole.events import TrainingCutShort, TrainingFinished, WorkerStacks
+from farandole.coordinator.job import EndJob, Generation, LinkTrouble, Transition, Worker, counted
+from farandole.events import JobBecameStatic, TrainingCutShort, TrainingFinished, WorkerStacks
 from farandole.wire.messages import (
     CheckpointEnded,
     Finished,
@@ -31,7 +31,9 @@ def worker_finished(transition: Transition, worker: Worker, message: Finished) -
     if not is_running or job.is_released or not job.is_member(worker.name) or worker.killed_for:
         return
     if job.generation is not None and number == job.generation.number and worker.ready <= number:
-        transition.change_worker(worker.name, finished=number, shortfall=message.shortfall)
+        transition.change_worker(
+            worker.name, finished=number, shortfall=message.shortfall, static_because=message.static_because
+        )
         transition.change(is_finishing=True)
 
 
@@ -44,6 +46,10 @@ def release_if_all_finished(transition: Transition) -> None:
         return
     if not all(job.has_finished(worker) for worker in members):
         return
+    reason = next((worker.static_because for worker in members if worker.static_because), "")
+    if reason:
+        _become_static(transition, generation, reason)
+        return
     transition.send_to_workers(generation.members, Released(generation.number))
     transition.log(TrainingFinished(generation.number, generation.members))
     shortfalls = [worker.shortfall for worker in members if worker.shortfall is not None]
@@ -52,6 +58,26 @@ def release_if_all_finished(transition: Transition) -> None:
     transition.change(is_released=True, change=None, losses=(), links=LinkTrouble())
     for worker in job.newcomers():
         capacity.let_go(transition, worker, "the training finished without it")
+
+
+def _become_static(transition: Transition, generation: Generation, reason: str) -> None:
+    """Let the members train on as a static job: without the elastic function that they have left, they cannot regroup.
+    Workers that were never admitted are stopped, and no further ones are started."""
+    transition.send_to_workers(generation.members, Released(generation.number))
+    transition.log(JobBecameStatic(generation.number, generation.members, reason))
+    transition.change(
+        static_because=reason,
+        is_elastic=False,
+        is_finishing=False,
+        was_synced=False,
+        change=None,
+        losses=(),
+        links=LinkTrouble(),
+    )
+    for name in generation.members:
+        transition.change_worker(name, finished=0)
+    for worker in transition.job.newcomers():
+        capacity.let_go(transition, worker, "the job is static from now on")
 
 
 def advance_completion(transition: Transition) -> None:

@@ -70,6 +70,8 @@ def advance(transition: Transition) -> None:
         has_met=False,
         losses=(),
         lost_members=(),
+        static_because="",
+        steps_seen=0,
         recovery=None,
         restart_deferred_until_s=None,
         lease_end_s=None,

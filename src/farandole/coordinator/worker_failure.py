@@ -3,7 +3,8 @@ Pure.
 
 before generation 1   killed by a signal: replaced, or its host is banned; anything else ends the job, and so does any
                       loss of a worker that has met others in a process group of torch.distributed
-a static script       exit code 0: one worker is done; anything else ends the job
+a static script       exit code 0: one worker is done; anything else ends the job; so it is in a job that has become
+                      static (shutdown.py)
 either of these       with --max-restarts: all workers are started again, or the job ends (whole_restart.py)
 an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
                       others: replaced, or they had left anyway;
@@ -169,12 +170,20 @@ def _static(transition: Transition, gone: list[ExitRecord]) -> None:
             so_far = whole_restart.attempts_so_far(transition.job)
             transition.end(
                 _exit_code_after(one),
-                f"{one.sentence(transition.job)}{so_far and f' ({so_far})'}. No worker had entered an elastic "
-                "function, so the others cannot continue without it: wrap the training in an elastic function to "
-                "survive a loss.",
+                f"{one.sentence(transition.job)}{so_far and f' ({so_far})'}. {_why_others_end(transition.job)}",
             )
     if not transition.job.survivors() and transition.job.whole_restart is None:
         transition.end(0, "All workers exited with code 0.")
+
+
+def _why_others_end(job: Job) -> str:
+    """Return a sentence: why the members of a static job cannot continue without the lost one."""
+    if job.static_because:
+        return f"The job had become static, so the others cannot continue without it: {job.static_because}."
+    return (
+        "No worker had entered an elastic function, so the others cannot continue without it: wrap the training in an "
+        "elastic function to survive a loss."
+    )
 
 
 def _exit_code_after(one: ExitRecord) -> int:

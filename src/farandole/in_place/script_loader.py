@@ -25,6 +25,10 @@ NUMBERED = "_farandole_numbered"
 """Attribute of a sampler: the script has called its set_epoch()."""
 
 
+class NoStepInEpoch(StepError):
+    """The script has taken all batches of an epoch for training, and has made no step."""
+
+
 class SamplerOrder:
     """The order of a DistributedSampler. Its permutation of an epoch depends on the number that the script gives to
     set_epoch().
@@ -76,6 +80,17 @@ class SamplerOrder:
         is_expected = self.number_of(epoch) == number
         self._known = (epoch, number)
         return is_expected
+
+    def rest(self, epoch: int, position: int, rank: int, workers: int) -> list[int]:
+        """Return the samples of a rank behind a position that ends a global batch, as a DistributedSampler of `workers`
+        ranks would divide them: every `workers`-th one, with repeated samples where they do not divide."""
+        permutation = self._permutation(self.number_of(epoch))
+        rest = permutation[position:]
+        if self._sampler.drop_last:
+            rest = rest[: len(rest) - len(rest) % workers]
+        elif len(rest):
+            rest = np.concatenate([rest, np.resize(permutation, -len(rest) % workers)])
+        return [int(each) for each in rest[rank::workers]]
 
     def _positions(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return positions in torch's permutation, in which the samples of each rank lie `workers` apart."""
@@ -163,6 +178,9 @@ class ScriptLoader(DataLoader):
     Attributes:
         is_left: The code of the script after the batches of this epoch has run.
         bodies: Loop bodies in this iteration of the script.
+        is_making_up: The script runs a loop body without effect, which other workers have run before a fault.
+        static_because: Why all workers are to leave the step loop at the next boundary; empty: they are not. Newcomers
+            receive it with the position.
         batch_of_all: Samples of one batch of the script on each of the workers of the start.
         batches_of_step: Batches that the script takes on each worker for one step; 0: not known yet. The first step of
             the job shows it: where the script takes another batch without a step, the gradients of the first bodies
@@ -198,8 +216,9 @@ class ScriptLoader(DataLoader):
             multiprocessing_context=theirs.multiprocessing_context,
         )
         self.hooks = NoScriptHooks()
-        self.is_left = self._is_making_up = False
+        self.is_left = self.is_making_up = False
         self.bodies = 0
+        self.static_because = ""
         self.batches_of_step = 0
         self._bodies = 0  # loop bodies since the first batch, while the batches of a step are counted
         self._before_rehearsal: dict[str, Any] | None = None
@@ -220,7 +239,7 @@ class ScriptLoader(DataLoader):
 
     def begin_epoch(self) -> None:
         """Begin the current epoch, or go on in it, with the number that the script has given to its sampler."""
-        self.bodies, self._is_making_up = 0, False
+        self.bodies, self.is_making_up = 0, False
         if not self._their_order.set_number(self.epoch, self.number()):
             self._restart()
 
@@ -239,10 +258,10 @@ class ScriptLoader(DataLoader):
     # Batches of a step -------------------------------------------------------------------------------------
 
     def __next__(self) -> Any:
-        if self._is_making_up:
+        if self.is_making_up:
             step.close()
             self.hooks.end_missing_body()
-            self._is_making_up = False
+            self.is_making_up = False
             data = self._hand_out(is_rehearsal=False)
         else:
             data = self._next_batch()
@@ -258,7 +277,7 @@ class ScriptLoader(DataLoader):
         step.close()
         self._restart()
         self.hooks.begin_missing_body()
-        self._is_making_up = True
+        self.is_making_up = True
         return self._hand_out(is_rehearsal=True)
 
     def _next_batch(self) -> Any:
@@ -280,10 +299,9 @@ class ScriptLoader(DataLoader):
 
     def _count_on(self) -> Any:
         if self._bodies >= len(self):
-            raise StepError(
-                f"the script has taken {self._bodies} batches, those of a whole epoch, without optimizer.step(); a "
-                f"training loader must be iterated to train"
-            )
+            self._bodies = 0
+            self.hooks.end_counting()
+            raise NoStepInEpoch("the script has taken all batches of an epoch for training without optimizer.step()")
         return self._hand_out(is_rehearsal=True)
 
     def set_batches_of_step(self, batches: int) -> None:
@@ -306,6 +324,11 @@ class ScriptLoader(DataLoader):
     def commit(self, global_batch: GlobalBatch) -> None:
         super().commit(global_batch)
         self.batches_of_step = self.batches_of_step or 1
+
+    def rest(self, position: int, rank: int, workers: int) -> list[int]:
+        """Return the samples of a rank in the rest of the current epoch, from the end of a global batch on, as torch
+        would divide them."""
+        return self._their_order.rest(self.epoch, position, rank, workers)
 
     # Batches without effect --------------------------------------------------------------------------------
 
@@ -330,11 +353,13 @@ class ScriptLoader(DataLoader):
     def state_dict(self) -> dict[str, Any]:
         number = self._their_order.number_of(self.epoch)
         left = {"left": 1} if self.is_left else {}
-        return {**super().state_dict(), "number": number, "batches": self.batches_of_step, **left}
+        static = {"static": self.static_because} if self.static_because else {}
+        return {**super().state_dict(), "number": number, "batches": self.batches_of_step, **left, **static}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._their_order.set_number(state.get("epoch", 0), state.get("number", 0))
         self.is_left = bool(state.get("left"))
+        self.static_because = state.get("static", self.static_because)  # what was found since then is not forgotten
         batches = state.get("batches", 0)
         if not batches:  # it was saved before the number was known, which is not forgotten
             ours = ("global_batch_size", "max_local_batch")

@@ -66,6 +66,7 @@ class Registry:
         self.averages: Noted[torch.nn.Module] = Noted()
         self.optimizers: Noted[torch.optim.Optimizer] = Noted()
         self.others: Noted[Any] = Noted()  # schedulers and GradScalers
+        self.loaders: Noted[Any] = Noted()
         self.obstacle = ""
 
     def note_obstacle(self, what: str) -> None:

@@ -42,7 +42,7 @@ def install() -> bool:
     workers = read_job_env().in_place
     if _training is not None or not workers or read_worker_env() is None:
         return _training is not None
-    set_torchrun_world_size(workers)
+    set_torchrun_world_size(workers, torch.cuda.device_count)
     registry = Registry()
     _training = Training(workers, registry)
     _note_constructions(registry)
@@ -153,6 +153,7 @@ def _note_constructions(registry: Registry) -> None:
     _note(DistributedDataParallel, registry.parallel)
     _note(AveragedModel, registry.averages)
     _note(torch.optim.Optimizer, registry.optimizers)
+    _note(DataLoader, registry.loaders)
     for kind in (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler):
         _note(kind, registry.others)
     register_optimizer_step_pre_hook(_before_step)

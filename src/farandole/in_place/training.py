@@ -6,15 +6,16 @@
     next iteration       the end of the epoch
     end of the script    the end of the elastic function, which is the rest of the script
 
-A newcomer passes over the epochs that are done; docs/decisions/0038-elastic-in-place.md.
+Where the script turns out to do something that cannot follow the membership, all workers leave the step loop at the
+next boundary, and it runs on as a static job (`Training._become_static`). A newcomer passes over the epochs that are
+done; docs/decisions/0038-elastic-in-place.md.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -26,166 +27,19 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
-from farandole.errors import ConfigError, FarandoleError, RecoverableError, StepError
-from farandole.in_place.script_collectives import EchoTransport, SurvivingTransport
-from farandole.in_place.script_loader import ScriptLoader, refuse_unsuitable
+from farandole.errors import ConfigError, FarandoleError, StepError
+from farandole.in_place.loop_shape import line_that_counts
+from farandole.in_place.script_collectives import EchoTransport
+from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader, refuse_unsuitable
 from farandole.in_place.script_objects import Objects, Registry, line_of_script, names_of_script, runs_in_lightning
-from farandole.liveness.status_reporting import InPhase
-from farandole.membership import Phase
-from farandole.optim.ddp.module import paths_of
+from farandole.in_place.script_step_loop import InPlaceLoop
 from farandole.process_group.works import set_transport_of_scripts
 from farandole.state import step
 from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
 from farandole.worker import context
-from farandole.worker.context import WorkerJob
-from farandole.worker.step_loop import StepLoop, reseed
 
 logger = logging.getLogger("farandole")
-
-_BODIES = struct.Struct("<q")
-
-
-class InPlaceLoop(StepLoop):
-    """The step loop of a script that is never called again: faults are absorbed wherever the script is."""
-
-    def __init__(self, job: WorkerJob | None, state: StepState, loader: ScriptLoader, training: Training) -> None:
-        super().__init__(job, state)
-        self._begin_passing, self._stop_passing = training.begin_passing, training.stop_passing
-        self._is_first_rank = training.is_first_rank  # or the loss of that worker was reported
-        self._script_loader = loader
-        self._calls_in_batches = False  # the script calls collectives in its loop over the batches
-        self._is_at_epoch_end = False
-        self._has_stepped = False
-        self._has_repeated = False  # a batch of this epoch came again
-        self._has_other_count = job is not None and job.is_newcomer()  # of the batches of this epoch
-        self._missing_bodies = 0
-        self._stack = ExitStack()
-
-    def install(self) -> None:
-        """Receive requests. Raises ConfigError for objects that cannot be made elastic, with nothing changed."""
-        self._stack.enter_context(self.installed())
-        for path in paths_of(self._state.modules()):
-            path.mean_over = self._script_loader.batch_of_all
-        self._stack.enter_context(InPhase(Phase.USER))
-
-    def enter(self) -> None:
-        """Enter the loop with all workers, or join them."""
-        self._enter(lambda: None)
-        self._has_other_count &= self._script_loader.cursor > 0
-
-    def leave(self) -> None:
-        """Wait until the script has ended on all workers, and leave the loop."""
-        self._end_batches()
-        self._is_at_epoch_end = True
-        if self._connection is not None:
-            self._regroup()
-        while not self._has_finished():
-            self._regroup()
-        self._stack.close()
-
-    def uninstall(self) -> None:
-        """Leave the loop without waiting for anyone."""
-        self._stack.close()
-
-    def transport_of_call(self) -> Transport:
-        """Return the transport for a collective that the script calls."""
-        self._calls_in_batches |= step.batch() is not None
-        return SurvivingTransport(self._calls, world.current().placement)
-
-    def reach_epoch(self, epoch: int) -> None:
-        """Wait until all workers have ended the epochs before `epoch`. They may regroup."""
-        loader = self._script_loader
-        while loader.epoch < epoch:
-            self._end_batches()
-            self._is_at_epoch_end = True
-            if self.reach_epoch_end() and loader.epoch < epoch:
-                loader.advance()
-                self.begin_epoch()
-                self._has_other_count = False
-        self._is_at_epoch_end = False
-
-    def _end_batches(self) -> None:
-        """End the epoch's batches, which the script may have left by `break`."""
-        step.end_body()
-        if step.is_aborted():
-            self.reach_boundary()
-        loader = self._script_loader
-        if self._has_repeated and loader.fraction < 1.0 and world.current().placement.rank == 0:
-            logger.warning(
-                "the script has left the loop over its batches at %s, in which batches came again because workers were "
-                "lost: a loop that counts its batches ends too early then; write `for batch in loader`",
-                loader,
-            )
-        self._has_repeated = False
-        loader.end_epoch()
-
-    def leave_batches(self) -> bool:
-        self._missing_bodies = 0
-        self._state.capture()
-        return True
-
-    # Loop bodies of an aborted step that this worker had not begun: calls of the loader --------------------------
-
-    def missing_bodies(self) -> int:
-        return self._missing_bodies
-
-    def begin_missing_body(self) -> None:
-        self._missing_bodies -= 1
-        self._begin_passing()
-
-    def end_missing_body(self) -> None:
-        self._stop_passing()
-        reseed(self._script_loader.seed, self._state.step, world.current().placement.rank)
-
-    def prepared(self) -> int:
-        """See StepLoop. A newcomer has not the script's count of batches: where collectives may depend on that count,
-        newcomers join between epochs."""
-        return 0 if self._calls_in_batches and not self._is_at_epoch_end else super().prepared()
-
-    # Batches of a step: calls of the loader ----------------------------------------------------------------
-
-    def begin_counting(self) -> None:
-        """Note from now on whether the script calls step()."""
-        self._has_stepped = False
-        self._state.on_step = self._note_step
-
-    def has_stepped(self) -> bool:
-        return self._has_stepped
-
-    def end_counting(self) -> None:
-        self._state.on_step = None
-
-    def _note_step(self) -> None:
-        self._has_stepped = True
-
-    def _completes_calls(self) -> bool:
-        return self._job is not None
-
-    def _regroup(self) -> None:
-        self._has_repeated |= step.is_aborted()
-        is_counted = not (self._is_at_epoch_end or self._has_other_count)
-        while True:
-            super()._regroup()
-            try:
-                bodies = self._script_loader.bodies if is_counted else -1
-                by_rank = world.current().transport.all_gather(_BODIES.pack(bodies))
-            except RecoverableError:
-                continue
-            break
-        most = max(_BODIES.unpack(each)[0] for each in by_rank)
-        self._missing_bodies = max(0, most - bodies) if is_counted else 0
-        if world.current().placement.rank == 0 and not self._is_first_rank:
-            self._is_first_rank = True
-            logger.warning(
-                "the worker that was started as rank 0 is lost, and this worker is rank 0 now. Code of the script that "
-                "only rank 0 runs is run by it where the script calls get_rank() each time; where it read the rank at "
-                "its start, such code (checkpoints, output) may not run any more"
-            )
-
-    def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
-        """Do nothing: the first batch of the newcomer was one without effect."""
-        return False
 
 
 class Training:
@@ -213,6 +67,7 @@ class Training:
         self._was_found = False  # a newcomer has passed over the current epoch, whose batches and later code are done
         self._real: world.World | None = None  # while this worker, a member, passes over code
         self._is_over = False
+        self._is_in_batches = False  # the script has a batch, and has not left the loop over them
 
     # Calls of torch_patches.py -----------------------------------------------------------------------------
 
@@ -232,7 +87,10 @@ class Training:
 
     def batches(self, theirs: TorchDataLoader[Any]) -> Iterator[Any] | None:
         """Return an iterator over the batches of a DataLoader of the script; None: torch's own iterator is right."""
-        if self._static_because or self._is_over or not world.is_entered():
+        if self._is_over or not world.is_entered():
+            return None
+        if self._static_because:
+            self._place(theirs)
             return None
         if self._loader is None and runs_in_lightning():
             self._stay_static(
@@ -243,31 +101,24 @@ class Training:
             if not self._is_evaluating():
                 self._other = theirs
             return None
-        if self._is_evaluating() or (self._loader is not None and theirs is not self._theirs):
+        is_validation = self._loader is not None and theirs is not self._theirs and not _shuffles(theirs)
+        if self._is_evaluating() or is_validation:
             return self._evaluation(theirs)
-        if self._loader is None and not self._open(theirs):
-            return None
-        if self._has_only_looked():
-            self._begun -= 1
-        begun, self._begun = self._begun, self._begun + 1
-        return self._epoch(begun)
+        return self._training(theirs)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle that an optimizer is about to apply its gradients.
 
         Raises:
-            StepError: Its samples come from no batch of the training loader.
+            StepError: Its samples come from no batch of the training loader, and a worker is lost at this moment.
         """
         if self._static_because or self._is_over or self.passes_over or not world.is_entered():
             return
-        if self._loop is None:
+        if self._loop is None or self._loader is None:
             self._stay_static(self._reason_without_loader())
-        elif step.batch() is None:
-            raise StepError(
-                f"{line_of_script()}: {type(optimizer).__name__}.step() with samples that come from no batch of the "
-                f"DataLoader that was iterated for training first; a job that is elastic in place has one training "
-                f"loader, and steps inside the loop over its batches. Run this script without --in-place"
-            )
+            return
+        if step.batch() is None:
+            self._become_static_in_step(optimizer, self._loop)
 
     def end(self) -> None:
         """Handle the end of the script, or of its process group. Idempotent."""
@@ -312,7 +163,7 @@ class Training:
                 loader=loader,  # type: ignore[arg-type]  # as TorchState(loader=...) of each DataLoader
                 rehearse=False,
             )
-            loop = InPlaceLoop(context.job(), state, loader, self)
+            loop = InPlaceLoop(context.job(), state, loader, self.begin_passing, self.stop_passing, self.is_first_rank)
             loop.install()
         except FarandoleError as error:
             self._stay_static(str(error))
@@ -333,6 +184,48 @@ class Training:
                 reason,
             )
 
+    def _become_static(self, reason: str) -> None:
+        """Leave the step loop with all workers, between two iterations over the training loader: the script runs on as
+        a static job."""
+        loop, loader = self._loop, self._loader
+        assert loop is not None
+        assert loader is not None
+        if self._has_to_join:
+            self._join(loop, loader)
+        if self._real is not None:
+            if not loader.is_left:
+                raise StepError(
+                    f"{line_of_script()}: this newcomer's script is behind the batches of epoch {loader.epoch}, in "
+                    f"which the other workers are"
+                )
+            self.stop_passing()
+        loop.become_static(f"{line_of_script()}: {reason}")
+        self._be_static(reason)
+
+    def _become_static_in_step(self, optimizer: torch.optim.Optimizer, loop: InPlaceLoop) -> None:
+        """Leave the step loop with all workers before a step whose gradients are reduced, as those of any
+        DistributedDataParallel, and belong to no batch of the training loader."""
+        what = f"{type(optimizer).__name__}.step() with samples that come from no batch of the first training loader"
+        number = world.current().id.number
+        loop.become_static(f"{line_of_script()}: {what}")
+        if world.current().id.number != number:
+            raise StepError(
+                f"{line_of_script()}: {what}; such a step cannot be repeated, and a worker was lost in it. A job that "
+                f"is elastic in place has one training loader, and steps inside the loop over its batches"
+            )
+        self._be_static(what)
+
+    def _be_static(self, reason: str) -> None:
+        self._static_because, self._loop = reason, None
+        set_transport_of_scripts(None)
+        if self._theirs is not None:
+            self._place(self._theirs)
+
+    def _place(self, theirs: TorchDataLoader[Any]) -> None:
+        """Let a DataLoader of a job that has become static divide its samples among the current workers."""
+        if self._loader is not None and isinstance(theirs.sampler, DistributedSampler):
+            place(theirs.sampler)
+
     def _reason_without_loader(self) -> str:
         if self._other is not None:
             try:
@@ -346,6 +239,52 @@ class Training:
         return not torch.is_grad_enabled() or bool(parallel and not any(each.training for each in parallel))
 
     # Iterations --------------------------------------------------------------------------------------------
+
+    def _training(self, theirs: TorchDataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of an iteration of the script for training. Whether it is one, and the next one over this
+        loader, shows when the script asks for the first batch."""
+        if self._loop is None and not self._static_because and self._is_in_other_thread():
+            self._stay_static("its batches are taken by another thread than the main one, ahead of the steps")
+        if self._static_because or (self._loop is None and not self._open(theirs)):
+            self._place(theirs)
+            yield from torchs_iterator(theirs)
+        elif theirs is not self._theirs:
+            yield from self._other_training(theirs)
+        else:
+            if self._has_only_looked():
+                self._begun -= 1
+            begun, self._begun = self._begun, self._begun + 1
+            yield from self._epoch(begun)
+
+    def _other_training(self, theirs: TorchDataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of another loader than the first one that was iterated for training: its position is not
+        kept, and a step with its samples could not be repeated."""
+        assert self._theirs is not None
+        reason = (
+            f"the script iterates for training over a second DataLoader ({self._registry.loaders.line_of(theirs)}), "
+            f"besides the first one ({self._registry.loaders.line_of(self._theirs)})"
+        )
+        self._leave_for_other(reason)
+        place(theirs.sampler)
+        for batch in torchs_iterator(theirs):
+            yield batch
+            self._leave_for_other(reason)
+
+    def _leave_for_other(self, reason: str) -> None:
+        """Become static before a batch of another loader; while the step of a batch of the first one is undecided, at
+        its next boundary."""
+        loop, loader = self._loop, self._loader
+        if self._static_because or loop is None or loader is None:
+            return
+        if not self._is_in_batches:
+            self._become_static(reason)
+            return
+        loader.static_because = f"{line_of_script()}: {reason}"
+        if not step.is_undecided() and loop.become_static_in_batches(loader.static_because) is not None:
+            self._be_static(reason)
+
+    def _is_in_other_thread(self) -> bool:
+        return threading.current_thread() is not threading.main_thread()
 
     def _epoch(self, begun: int) -> Iterator[Any]:
         """Yield the batches of the script's iteration number `begun`."""
@@ -371,9 +310,77 @@ class Training:
         loop.reach_epoch(begun + self._offset)
         loader.begin_epoch()
         self._began_at = loader.cursor
-        yield from loader
-        if loader.is_left:  # the others had completed the code after this epoch before this worker came to it
-            self.begin_passing()
+        yield from self._batches(loop, loader)
+        if loader.is_left and not self._static_because:
+            self.begin_passing()  # the others had completed the code after this epoch before this worker came to it
+
+    def _batches(self, loop: InPlaceLoop, loader: ScriptLoader) -> Iterator[Any]:
+        """Yield the remaining batches of the epoch, until a reason is found why the job has to become static, and the
+        rest of them then."""
+        # A newcomer that finds a reason in the state of the others does not wait for a step: they have left the loop.
+        began_at = -1 if loader.static_because else self._began_at
+        iterator, taken = iter(loader), 0
+        try:
+            while True:
+                if self._static_because:  # since a step with samples of another loader
+                    yield from self._rest(loader, loader.cursor)
+                    return
+                if taken:
+                    loader.static_because = loader.static_because or self._reason_in_batches(loader, taken)
+                if loader.static_because and not loader.is_making_up:
+                    position = loop.become_static_in_batches(loader.static_because, began_at)
+                    if position is not None:
+                        self._be_static(loader.static_because)
+                        self._is_in_batches = False
+                        yield from self._rest(loader, position)
+                        return
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+                except NoStepInEpoch as error:
+                    self._become_static(str(error))
+                    return
+                taken += 1
+                self._is_in_batches = True
+                yield batch
+        finally:
+            self._is_in_batches = False
+
+    def _reason_in_batches(self, loader: ScriptLoader, taken: int) -> str:
+        """Return the reason why the job has to become static, as far as it shows when the script asks for another batch
+        than the first one of an iteration; empty: there is none."""
+        if taken == 1 and (line := line_that_counts()):
+            return (
+                f"{line}: next() of the training loader is in a loop that counts its batches, and would end an epoch "
+                f"too early when a batch comes again (write `for batch in loader`)"
+            )
+        is_first = not loader.batches_of_step
+        if is_first and step.status() is StepStatus.OPEN and not step.is_noticed():
+            return f"{line_of_script()}: the script takes a batch of its training loader before the last one is trained"
+        return ""
+
+    def _rest(self, loader: ScriptLoader, position: int) -> Iterator[Any]:
+        """Return torch's iterator over the rest of an epoch, in torch's order."""
+        theirs = self._theirs
+        assert theirs is not None
+        here = world.current().placement
+        return torchs_iterator(
+            TorchDataLoader(
+                theirs.dataset,
+                theirs.batch_size,
+                sampler=loader.rest(position, here.rank, here.size),
+                num_workers=theirs.num_workers,
+                collate_fn=theirs.collate_fn,
+                pin_memory=theirs.pin_memory,
+                drop_last=theirs.drop_last,
+                timeout=theirs.timeout,
+                worker_init_fn=theirs.worker_init_fn,
+                multiprocessing_context=theirs.multiprocessing_context,
+                generator=theirs.generator,
+                prefetch_factor=theirs.prefetch_factor,
+            )
+        )
 
     def _has_only_looked(self) -> bool:
         """Return whether the script has taken the first batch of its last iteration and no model has seen it, as in
@@ -457,6 +464,10 @@ class Training:
         if self._loop is None or self.passes_over:
             return world.current().transport
         return self._loop.transport_of_call()
+
+
+def _shuffles(theirs: TorchDataLoader[Any]) -> bool:
+    return bool(getattr(theirs.sampler, "shuffle", False))
 
 
 def place(sampler: Any) -> None:

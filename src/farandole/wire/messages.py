@@ -137,11 +137,15 @@ class Failed(Message, frozen=True):
 class Finished(Message, frozen=True):
     """The elastic function returned on this worker, in generation `number`.
 
-    `shortfall` is the training that its loader had promised and that was not done.
+    Attributes:
+        shortfall: The training that its loader had promised and that was not done.
+        static_because: The script has left the function in its middle, and goes on training with the workers of this
+            generation as a static job, for this reason; empty: it has not.
     """
 
     number: int
     shortfall: Shortfall | None = None
+    static_because: str = ""
 
 
 class Leaving(Message, frozen=True):
@@ -246,7 +250,7 @@ class Start(Message, frozen=True):
 
 
 class Released(Message, frozen=True):
-    """Every member of generation `number` has finished: the elastic function may return."""
+    """Every member of generation `number` has finished: the elastic function may return. The answer to Finished."""
 
     number: int
 

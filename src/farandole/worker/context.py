@@ -123,7 +123,8 @@ def _join() -> None:
     if _fixed is not None:
         _fixed.meet_again()
         return
-    worker_env, fixed_env = read_worker_env(), read_fixed_env()
+    worker_env = read_worker_env()
+    fixed_env = read_fixed_env() if worker_env is None else None  # torchrun's variables of a worker are for its script
     if worker_env is not None:
         _slot = worker_env.slot
         if worker_env.status_page:

@@ -56,11 +56,12 @@ class leaving_on_sigterm:  # noqa: N801 - reads as a statement
 # The barrier at the end of an elastic function, which both run loops pass ---------------------------------------------
 
 
-def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None) -> bool:
+def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None, static_because: str = "") -> bool:
     """Wait until the function has returned on every worker. Return False when a worker was lost before all had passed;
     regroup and call again, since the others may need this worker in the collectives of the function's last lines.
 
     shortfall  the part of its loader's promised work that the function did not do; for the job's report
+    static_because  as in Finished
     """
     here = world.current()
     if job is None:
@@ -69,6 +70,6 @@ def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None)
             logger.warning(TrainingCutShort.of(shortfall).line())
         return True
     with InPhase(Phase.FINISHED):
-        job.link.send(Finished(here.id.number, shortfall))
+        job.link.send(Finished(here.id.number, shortfall, static_because))
         job.has_finished = job.link.wait_for_release(here.id.number)
     return job.has_finished

@@ -133,11 +133,12 @@ class StepLoop:
                     return result
             self._regroup()
 
-    def _has_finished(self) -> bool:
-        """Wait for the other workers at the end of the function. False: a regroup is due."""
-        if not all_have_finished(self._job, self._shortfall()):
+    def _has_finished(self, static_because: str = "") -> bool:
+        """Wait for the other workers at the end of the function. False: a regroup is due. `static_because`: as in
+        Finished."""
+        if not all_have_finished(self._job, self._shortfall(), static_because):
             return False
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and not static_because:
             self._checkpoints.at_end()
         return True
 

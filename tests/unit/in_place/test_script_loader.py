@@ -162,3 +162,35 @@ def test_a_sampler_for_another_data_set_is_refused() -> None:
     sampler = DistributedSampler(TensorDataset(torch.arange(9)), 1, 0)
     with pytest.raises(ConfigError, match="a data set of 9 samples"):
         ScriptLoader(DataLoader(table, batch_size=2, sampler=sampler), 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 40), st.booleans(), st.booleans(), st.data())
+def test_the_rest_of_an_epoch_is_that_of_torch(
+    workers: int, batch_size: int, samples: int, shuffle: bool, drops: bool, data: st.DataObject
+) -> None:
+    """With the workers of the start every rank goes on in torch's own list of samples."""
+    samples += workers * batch_size
+    loader = ScriptLoader(make(samples, batch_size, 0, workers, shuffle=shuffle, drops=drops), workers)
+    loader.begin_epoch()
+    batches = data.draw(st.integers(0, samples // (workers * batch_size)))
+    for rank in range(workers):
+        theirs = make(samples, batch_size, rank, workers, shuffle=shuffle, drops=drops)
+        rest = loader.rest(batches * batch_size * workers, rank, workers)
+        assert rest == [*theirs.sampler][batches * batch_size :]
+
+
+@given(st.integers(1, 5), st.integers(1, 60))
+def test_the_rest_of_an_epoch_is_divided_among_any_number_of_workers(workers: int, samples: int) -> None:
+    loader = ScriptLoader(make(samples + 6, 2, 0, 3), 3)
+    loader.begin_epoch()
+    shares = [loader.rest(6, rank, workers) for rank in range(workers)]
+    assert len({len(share) for share in shares}) == 1
+    trained = {index for share in shares for index in share}
+    expected = set(range(samples + 6)) - set([*_torchs_order(samples + 6)][:6])
+    assert expected <= trained
+    assert sum(map(len, shares)) - len(expected) < workers
+
+
+def _torchs_order(samples: int) -> list[int]:
+    return [*make(samples, 1, 0, 1).sampler]
