@@ -364,6 +364,23 @@ class WorkerMetOthers(Event):
 
 
 @dataclass(frozen=True)
+class WorkersNeverMet(Event):
+    """Workers have ended with exit code 0 without having called init_process_group(), and others, `waiting`, have
+    called it."""
+
+    workers: tuple[str, ...]
+    waiting: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        ended, waiting = ", ".join(self.workers), ", ".join(self.waiting)
+        return (
+            f"ended with exit code 0 without torch.distributed.init_process_group(): {ended}; called it: {waiting}. In "
+            "a process group of all workers these wait for the others until its timeout"
+        )
+
+
+@dataclass(frozen=True)
 class CheckpointSaved(Event):
     """A checkpoint was saved: the state after `step` decided steps is in the folder `name`, and `worker` wrote it in
     this time."""

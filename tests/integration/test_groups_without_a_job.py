@@ -16,7 +16,7 @@ def run(check: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
-@pytest.mark.parametrize("check", ["store", "variables"])
+@pytest.mark.parametrize("check", ["store", "variables", "monitored"])
 def test_processes_that_find_each_other_as_torch_does_form_a_group(check: str) -> None:
     done = run(check)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from farandole.machine import now_s
-from tests.support.jobs import SCRIPTS, RunningJob, farandole_run
+from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
 from tests.support.joined import AgentProcess
 
 SCRIPT = str(SCRIPTS / "contract_job.py")
@@ -173,12 +173,38 @@ def test_the_exit_code_and_the_lone_training_are_both_told(tmp_path: Path) -> No
 
 def test_misuse_is_an_error_at_once() -> None:
     results, _ = run("misuse", workers=2)
-    wrong_size, wrong_rank, unknown, twice, whole = results[0].split(" | ")
+    wrong_size, wrong_rank, unknown, twice, forked, whole = results[0].split(" | ")
     assert wrong_size.startswith("ConfigError: init_process_group(rank=0, world_size=3): this is rank 0 of 2")
     assert wrong_rank.startswith("ConfigError: init_process_group(rank=1, world_size=2): this is rank 0 of 2")
     assert "farandoles" in unknown
     assert twice == "trying to initialize the default process group twice!"
+    assert forked.startswith("StepError: ")
     assert whole == "3.0"
+
+
+def test_misuse_of_other_backends_is_torch_s_error_and_a_size_that_cannot_be_is_told_of_before_torch_waits() -> None:
+    results, stderr = run("misuse_of_gloo", workers=2)
+    unknown, too_large, twice, whole = results[0].split(" | ")
+    assert "glooo" in unknown.lower()
+    assert too_large.startswith("DistStoreError: ")
+    assert "farandole: init_process_group(world_size=3) in a job of 2 workers: unless the script starts" in stderr
+    assert twice == "trying to initialize the default process group twice!"
+    assert whole == "3.0"
+
+
+@pytest.mark.parametrize("launch", ["run", "torchrun"])
+def test_a_group_of_gloo_that_only_one_rank_opens_is_told_of_and_ends_with_torch_s_timeout(launch: str) -> None:
+    words = ("-np", "2", sys.executable) if launch == "run" else ("--nproc-per-node", "2")
+    done = farandole(launch, *words, SCRIPT, "one_rank", "gloo", timeout_s=110)
+    assert done.returncode == 1
+    assert "ended with exit code 0 without torch.distributed.init_process_group(): w1; called it: w0" in done.stderr
+    assert "DistStoreError" in done.stderr
+
+
+def test_our_group_that_only_one_rank_opens_ends_the_job_at_once() -> None:
+    done = farandole_run("-np", "2", sys.executable, SCRIPT, "one_rank", "farandole", timeout_s=110)
+    assert done.returncode == 1
+    assert "w0 waits in init(), but w1 exited with code 0 without calling it" in done.stderr
 
 
 def test_import_torch_loads_little_and_only_the_installed_package_is_asked() -> None:

@@ -189,14 +189,40 @@ def misuse() -> str:
         dist.init_process_group("farandole")
     except ValueError as error:
         found.append(str(error))
+    reader, writer = os.pipe()
     if not (child := os.fork()):
         try:
             total()
-        except Exception as error:  # noqa: BLE001 - it is printed
-            print(f"CHILD {type(error).__name__}: {error}", flush=True)
+        except Exception as error:  # noqa: BLE001 - the parent prints it
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
         os._exit(0)
     os.waitpid(child, 0)
+    found.append(os.read(reader, 4096).decode())
     return " | ".join([*found, str(total())])
+
+
+def misuse_of_gloo() -> str:
+    """The same of a script that does not know Farandole."""
+    found = []
+    short = timedelta(seconds=2)
+    for options in ({"backend": "glooo"}, {"backend": "gloo", "rank": RANK, "world_size": SIZE + 1, "timeout": short}):
+        try:
+            dist.init_process_group(**options)
+        except Exception as error:  # noqa: BLE001 - it is printed
+            found.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        dist.init_process_group("gloo")
+    except ValueError as error:
+        found.append(str(error))
+    return " | ".join([*found, str(total())])
+
+
+def one_rank() -> str:
+    """Rank 0 is the only one that calls it."""
+    if RANK == 0:
+        dist.init_process_group(sys.argv[2], timeout=timedelta(seconds=5))
+    return "has ended"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Groups of the backend "farandole" in processes that no launcher has started: by a store, and by reconfigure().
 
-Usage: groups_without_a_job.py store|variables|reconfigure. Three processes run the check; code 0: it holds.
+Usage: groups_without_a_job.py store|variables|monitored|reconfigure. Three processes run the check; code 0: it holds.
 """
 
 from __future__ import annotations
@@ -54,6 +54,36 @@ def meet_at_a_store(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def monitored(rank: int, folder: str) -> None:
+    """A barrier that names the ranks that are missing, with Gloo's errors. The group is usable after it."""
+    address = f"file://{folder}/store"
+    dist.init_process_group("farandole", init_method=address, rank=rank, world_size=SIZE, timeout=LIMIT)
+    group: Any = dist.group.WORLD
+    pair: Any = dist.new_group([0, 2])
+    group.monitored_barrier()
+    group.monitored_barrier(LIMIT, wait_all_ranks=True)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"^\[Rank 0\]: Rank 2 failed to pass monitoredBarrier in 1500 ms$"):
+            group.monitored_barrier(timedelta(seconds=1.5))
+    elif rank == 1:
+        told = "Rank 1 successfully reached monitoredBarrier, but received errors .* Rank 2 failed to pass"
+        with pytest.raises(RuntimeError, match=told):
+            group.monitored_barrier()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"Ranks 1, 2 failed to pass monitoredBarrier in 50 ms"):
+            group.monitored_barrier(timedelta(milliseconds=50), wait_all_ranks=True)
+        with pytest.raises(RuntimeError, match=r"Rank 0 timed out in monitoredBarrier after 0 ms\. No ranks"):
+            group.monitored_barrier(timedelta())
+    dist.barrier()
+    if rank == 0:  # rank 1 of the pair is rank 2
+        with pytest.raises(RuntimeError, match="Rank 1 failed to pass"):
+            pair.monitored_barrier(timedelta(milliseconds=50))
+    dist.barrier()
+    assert total() == 6.0
+    dist.destroy_process_group()
+
+
 def meet_by_variables(rank: int, folder: str) -> None:
     """The pattern of scripts that start their processes by themselves."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(Path(folder) / "port").read_text())
@@ -98,7 +128,12 @@ def exchange(store: dist.Store, name: str, rank: int, text: str) -> list[str]:
     return [store.get(f"{name}{each}").decode() for each in range(SIZE)]
 
 
-CHECKS = {"store": meet_at_a_store, "variables": meet_by_variables, "reconfigure": reconfigure}
+CHECKS = {
+    "store": meet_at_a_store,
+    "variables": meet_by_variables,
+    "monitored": monitored,
+    "reconfigure": reconfigure,
+}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -45,6 +46,13 @@ def evaluate(model: DDP, loader: DataLoader, group: dist.ProcessGroup, pause_s: 
     return float(counts[0] / counts[1])
 
 
+def wait_for_newcomer(folder: Path, logs: int) -> None:
+    """Give a newcomer time to join, whose start takes longer than all epochs where the machine is busy."""
+    while len([path for path in folder.glob("log-*.jsonl") if path.stat().st_size]) < logs:
+        time.sleep(0.05)
+    time.sleep(1.5)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
@@ -58,6 +66,8 @@ def main() -> None:
     parser.add_argument("--slow-rank", type=int, default=-1, help="sleeps longer before each batch")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
     parser.add_argument("--hold", type=Path, help="workers that it names wait after a batch")
+    parser.add_argument("--until-logs", type=int, default=0, help="the last epoch waits for so many workers")
+    parser.add_argument("--until-size", type=int, default=0, help="and is slow until the world has this size")
     parser.add_argument("--pause-validation", type=float, default=0.0)
     parser.add_argument("--pause-between", type=float, default=0.0)
     parser.add_argument("--folder", type=Path, required=True)
@@ -101,6 +111,8 @@ def main() -> None:
             time.sleep(options.pause * (4 if rank == options.slow_rank else 1))
             while options.hold is not None and str(os.getpid()) in options.hold.read_text().split():
                 time.sleep(0.01)
+            if epoch == options.epochs - 1 and dist.get_world_size() < options.until_size:
+                wait_for_newcomer(options.folder, options.until_logs)
         tell(at="end", epoch=epoch, loss=loss.item())
         time.sleep(options.pause_between)
         accuracy = evaluate(model, test_loader, group, options.pause_validation)
@@ -110,6 +122,7 @@ def main() -> None:
         if rank == 0:
             torch.save(model.module.state_dict(), options.folder / "checkpoint.pt")
         dist.barrier()
+    dist.monitored_barrier(timeout=timedelta(seconds=60))
     weights = torch.cat([each.detach().flatten() for each in model.parameters()])
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
     tell(at="over", digest=digest, best=best, size=dist.get_world_size(), lr=optimizer.param_groups[0]["lr"])

@@ -1,20 +1,31 @@
-"""Scripts for torchrun that cannot be elastic in place, each for one reason."""
+"""Scripts for torchrun that cannot be elastic in place, each for one reason, and scripts with a mistake."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817 (as people write it)
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
 class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
         return iter(TensorDataset(torch.randn(32, 4)))
+
+
+class Endless(Sampler):
+    """A sampler as people write it for training by steps: each rank draws for ever."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(32, ()))
 
 
 class Backwards(DistributedSampler):
@@ -28,6 +39,8 @@ def batches(kind: str) -> DataLoader | list[list[torch.Tensor]]:
         return DataLoader(Stream(), batch_size=4)
     if kind == "sampler":
         return DataLoader(table, batch_size=4, sampler=Backwards(table))
+    if kind == "endless":
+        return DataLoader(table, batch_size=4, sampler=Endless())
     if kind == "undivided":
         return DataLoader(table, batch_size=4, shuffle=True)
     if kind == "drawn":
@@ -70,7 +83,13 @@ def main() -> None:
     if kind == "lightning":
         train_with_lightning()
         return
+    if kind == "backend":
+        dist.init_process_group("glooo")
+    if kind == "size":
+        dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=3)
     dist.init_process_group("gloo")
+    if kind == "twice":
+        dist.init_process_group("gloo")
     if kind == "subgroup":
         dist.new_group([0])
     model = DDP(torch.nn.Linear(4, 1), static_graph=kind == "static graph")
@@ -80,15 +99,18 @@ def main() -> None:
     if kind == "alone":
         aside = torch.optim.SGD(other.parameters(), lr=0.01)
     for _ in range(2):
-        for (x,) in batches(kind):
-            loss = model(x).square().mean()
-            if kind in ("alone", "mixed"):
-                loss = loss + other(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if kind == "alone":
-                aside.step()
+        with model.join() if kind == "join" else nullcontext():
+            for number, (x,) in enumerate(itertools.cycle(batches(kind)) if kind == "cycle" else batches(kind)):
+                if number == {"endless": 8, "join": 4 - dist.get_rank(), "cycle": 40}.get(kind):
+                    break
+                loss = model(x).square().mean()
+                if kind in ("alone", "mixed"):
+                    loss = loss + other(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if kind == "alone":
+                    aside.step()
     print(f"rank {dist.get_rank()} has finished", flush=True)
     dist.destroy_process_group()
 

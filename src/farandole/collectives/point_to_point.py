@@ -8,6 +8,7 @@ one direction; it is dialed when the first one is sent.
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 import struct
@@ -138,21 +139,28 @@ class PointToPoint:
 
     def wait_for(self, expected: Expected) -> P2PMessage:
         """Return the expected message. Raises PeerLost when it cannot come any more, and GenerationEnded."""
-        with WaitingForPeers():
-            return self._wait_for(expected)
+        self.arrives(expected, math.inf)
+        assert expected.message is not None
+        return expected.message
 
-    def _wait_for(self, expected: Expected) -> P2PMessage:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_decided(expected), _SLICE_S)
-                if expected.message is not None:
-                    return expected.message
-                is_lost = expected.source in self._gone
-            self._raise_if_ended("receive")
-            if is_lost and expected.source is not None:
-                self._end_by_loss("receive", expected.source, "end of file")
-            if self._check is not None:
-                self._check()
+    def arrives(self, expected: Expected, timeout_s: float) -> bool:
+        """Return whether the expected message comes within that time. Raises what wait_for() raises."""
+        deadline_s = now_s() + timeout_s
+        with WaitingForPeers():
+            while True:
+                with self._changed:
+                    wait_s = max(0.0, min(_SLICE_S, deadline_s - now_s()))
+                    self._changed.wait_for(lambda: self._is_decided(expected), wait_s)
+                    if expected.message is not None:
+                        return True
+                    is_lost = expected.source in self._gone
+                self._raise_if_ended("receive")
+                if is_lost and expected.source is not None:
+                    self._end_by_loss("receive", expected.source, "end of file")
+                if now_s() >= deadline_s:
+                    return False
+                if self._check is not None:
+                    self._check()
 
     def receive(self, source: int, subject: bytes) -> bytearray:
         return self.wait_for(self.expect(source, subject)).content

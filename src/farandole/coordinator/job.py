@@ -285,6 +285,7 @@ class Job:
     lost_members   lost members whose recovery has not been reported yet
     restart_deferred_until_s  replacements of lost workers are not started before, or until the survivors train again
     plain_exits    workers that exited with code 0 and never called init()
+    never_met      those of them that have met no others in a process group of torch.distributed either
     alone          workers that have trained and have not met the others, also those that are gone
     has_met        some worker has met others in a process group of torch.distributed, or in init()
     attempt        how often all workers have been started again (whole_restart.py)
@@ -330,6 +331,7 @@ class Job:
     recovery: Recovery | None = None
     restart_deferred_until_s: float | None = None
     plain_exits: tuple[str, ...] = ()
+    never_met: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     has_met: bool = False
     attempt: int = 0

@@ -29,7 +29,14 @@ from farandole.coordinator.job import (
     worker_name,
 )
 from farandole.coordinator.worker_messages import is_state_lost, resume_from_checkpoint
-from farandole.events import ChangePlanned, GenerationStarted, Recovered, RegroupBegan, TooFewWorkers
+from farandole.events import (
+    ChangePlanned,
+    GenerationStarted,
+    Recovered,
+    RegroupBegan,
+    TooFewWorkers,
+    WorkersNeverMet,
+)
 from farandole.membership import GenerationId
 from farandole.wire.messages import Abort, FirstStep, Left, Prepare, Start, StartWorkers
 
@@ -288,6 +295,7 @@ def advance_bootstrap(transition: Transition) -> None:
     """Start generation 1 once all workers wait in init(), or detect that it cannot start."""
     job = transition.job
     waiting = [worker for worker in job.newcomers() if worker.address is not None]
+    _report_never_met(transition)
     if job.plain_exits and not job.workers:
         transition.end(0, f"All workers exited with code 0{_how_they_met(job)}.")
     elif job.plain_exits and waiting:
@@ -306,6 +314,16 @@ def advance_bootstrap(transition: Transition) -> None:
         start(transition, sorted(waiting, key=job.slot_order))
     else:
         _watch_the_clock(transition, waiting)
+
+
+def _report_never_met(transition: Transition) -> None:
+    """Report workers that have ended while others wait in a process group of torch.distributed, which notices nothing
+    until its timeout of half an hour. Once for each."""
+    job = transition.job
+    waiting = tuple(name for name, worker in job.workers.items() if worker.has_met and worker.address is None)
+    if job.never_met and waiting:
+        transition.change(never_met=())
+        transition.log(WorkersNeverMet(job.never_met, waiting))
 
 
 def _how_they_met(job: Job) -> str:

@@ -66,6 +66,7 @@ def advance(transition: Transition) -> None:
         slots={slot: use for slot, use in job.slots.items() if use.is_given_up},
         missing_slots=0,
         plain_exits=(),
+        never_met=(),
         alone=(),
         has_met=False,
         losses=(),

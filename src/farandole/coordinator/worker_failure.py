@@ -216,6 +216,8 @@ def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None
             _log_end(transition, one)
             transition.change_slot(one.worker.slot, is_held_back=True)
             transition.change(plain_exits=(*transition.job.plain_exits, one.worker.name))
+            if not one.worker.has_met:
+                transition.change(never_met=(*transition.job.never_met, one.worker.name))
             continue
         if one.worker.has_met and not called and transition.job.config.max_restarts is None:
             _end_process_group(transition, one)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from farandole.env import read_job_env, read_worker_env, set_torchrun_world_size
+from farandole.errors import ConfigError
 from farandole.in_place.script_loader import NUMBERED
 from farandole.in_place.script_objects import Noted, Registry
 from farandole.in_place.training import Training, torchs_iterator
@@ -58,14 +61,25 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     let_whole_groups_follow()
     init, destroy = distributed_c10d.init_process_group, distributed_c10d.destroy_process_group
     new_group, broadcast_objects = distributed_c10d.new_group, distributed_c10d.broadcast_object_list
+    monitored, signature = distributed_c10d.monitored_barrier, inspect.signature(init)
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        """Open the group of Farandole. Rank and size are those of the job, which may change: arguments that state them
-        are ignored."""
-        if dist.is_initialized():
+        """Open the group of Farandole, whatever backend is requested. Rank and size are those of the job, which may
+        change: an argument that states the rank is ignored.
+
+        Raises ConfigError for another size than that of the start, and torch's own errors.
+        """
+        arguments = signature.bind(*args, **kwargs).arguments
+        if dist.is_initialized() or not _is_known(arguments.get("backend")):
             init(*args, **kwargs)  # torch's own error
             return
+        size = arguments.get("world_size", -1)
+        if size not in (-1, training.workers):
+            raise ConfigError(
+                f"init_process_group(world_size={size}): this job was started with {training.workers} workers; leave "
+                f"world_size out, or start {size} workers"
+            )
         context.init()
         training.begin_world()
         hook = sys.excepthook
@@ -95,10 +109,27 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
         if not training.passes_over:
             broadcast_objects(object_list, *args, **kwargs)
 
-    for replacement in (init_process_group, destroy_process_group, broadcast_object_list):
+    @functools.wraps(monitored)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Call the method of Farandole's group: torch's function refuses all groups but Gloo's."""
+        if dist.get_rank(group) < 0:
+            return  # this process is not in the group, as in torch's function
+        limit = timeout if timeout is None or isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        chosen: Any = dist.group.WORLD if group is None else group
+        chosen.monitored_barrier(limit, wait_all_ranks)
+
+    for replacement in (init_process_group, destroy_process_group, broadcast_object_list, monitored_barrier):
         _replace_function(replacement)
     new_group_of.__name__ = "new_group"
     _replace_function(new_group_of)
+
+
+def _is_known(backend: str | None) -> bool:
+    """Return whether torch knows the backend, or all backends of a list such as "cpu:gloo,cuda:nccl"."""
+    names = [] if backend is None else [each.rpartition(":")[2] for each in backend.lower().split(",")]
+    return all(name in dist.Backend.backend_list for name in names)
 
 
 def _replace_function(replacement: Callable[..., Any]) -> None:

@@ -51,7 +51,7 @@ class Training:
     """
 
     def __init__(self, workers: int, registry: Registry) -> None:
-        self._workers, self._registry = workers, registry
+        self.workers, self._registry = workers, registry
         self._static_because = ""  # why the job stays static
         self._state: StepState | None = None
         self._loop: InPlaceLoop | None = None
@@ -156,7 +156,7 @@ class Training:
     def _open(self, theirs: TorchDataLoader[Any]) -> bool:
         """Enter the training with this DataLoader. False: the job stays static."""
         try:
-            loader = ScriptLoader(theirs, self._workers)
+            loader = ScriptLoader(theirs, self.workers)
             objects = self._registry.objects()
             state = StepState(
                 **{"model": None, "optimizer": None, **objects.modules, **objects.optimizers, **objects.others},
@@ -453,7 +453,7 @@ class Training:
     def _passing(self, here: world.World) -> world.World:
         """Return the world of a worker whose collectives are answered locally: not rank 0, in a world of the size of
         the start."""
-        size = max(2, self._workers)
+        size = max(2, self.workers)
         placement = msgspec.structs.replace(here.placement, rank=size - 1, size=size)
         return replace(here, placement=placement, transport=EchoTransport(size - 1, size))
 

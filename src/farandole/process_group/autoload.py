@@ -98,9 +98,9 @@ def _prepare_worker() -> None:
     if _is_prepared:
         return
     _is_prepared = True
-    if store := os.environ.get("FARANDOLE_STORE", ""):
-        _use_store(store)
     rank, size = (os.environ.get(name, "") for name in ("HOROVOD_RANK", "HOROVOD_SIZE"))
+    if store := os.environ.get("FARANDOLE_STORE", ""):
+        _use_store(store, int(size) if size.isdecimal() else 0)
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:
         _lone = LoneTraining(int(rank), int(size))
         _lone.watch()
@@ -109,8 +109,11 @@ def _prepare_worker() -> None:
         importlib.import_module("farandole.in_place.torch_patches").install()
 
 
-def _use_store(address: str) -> None:
+def _use_store(address: str, workers: int) -> None:
     """Change how torch opens the store of a rendezvous, in two ways.
+
+    A group of more ranks than the job has `workers` (0: not known) is reported: its ranks would wait for the others
+    without a word until their timeout.
 
     - TORCHELASTIC_USE_AGENT_STORE is for the launcher's own store. torch 2.6 to 2.14 follow it at any address, where
       every rank then waits for a store that nobody serves; torch 2.15 does not (torch/distributed/rendezvous.py,
@@ -136,11 +139,23 @@ def _use_store(address: str) -> None:
             finally:
                 if variable is not None:
                     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = variable
+        if rank == 0 and 0 < workers < world_size:
+            _warn_of_missing_ranks(world_size, workers)
         store = theirs(hostname, port, *args, **kwargs)
         number, earlier = earlier, earlier + 1
         return torch._C._distributed_c10d.PrefixStore(f"rendezvous{number}", store) if number else store
 
     module._create_c10d_store = create
+
+
+def _warn_of_missing_ranks(world_size: int, workers: int) -> None:
+    print(
+        f"farandole: init_process_group(world_size={world_size}) in a job of {workers} "
+        f"worker{'s' if workers > 1 else ''}: unless the script starts further processes itself, it waits until its "
+        f"timeout for ranks that do not exist. Leave world_size out, or start {world_size} workers",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def note_meeting() -> None:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from farandole.collectives.connection_pair import as_bytes, byte_view
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, RecoverableError
-from farandole.process_group import c10d_collectives, works
+from farandole.process_group import c10d_collectives, monitored_barrier, works
 from farandole.process_group.autoload import BACKEND
 from farandole.process_group.c10d_collectives import contiguous, require_cpu
 from farandole.process_group.reconfigurable import NamedMembers, WorldsByHandles
@@ -46,6 +46,7 @@ class FarandoleGroup(ProcessGroup):
         self.members = members
         self._name, self._description = "", "undefined"
         self._operations = 0
+        self._barriers = monitored_barrier.BarrierCount()
         self._timeout = timeout
 
     # Identity ------------------------------------------------------------------------------------------------
@@ -237,9 +238,32 @@ class FarandoleGroup(ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Done:  # type: ignore[override]
         return self._do("barrier", [], lambda transport: transport.barrier(), _limit(opts, timeout))
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return once every rank has called it. Libraries call this method of Gloo's groups."""
-        self.barrier()
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank has called it, as Gloo's groups do.
+
+        Args:
+            timeout: How long rank 0 waits; None: as long as for other operations of the group.
+            wait_all_ranks: The error names all missing ranks, and not only the first one.
+
+        Raises:
+            CollectiveMismatch: At rank 0: some ranks have not called it in time; at the others: rank 0 had this error.
+        """
+        if self.size() == 1 or works.is_completed_after_a_loss(self.members):
+            self.barrier()
+            return
+        self._operations += 1
+        chosen = self._timeout if timeout is None or timeout < timedelta() else timeout
+        try:
+            p2p, ranks, group = self.members.p2p("monitored_barrier")
+            subject = self._barriers.next_subject(p2p, group)
+            if self.rank() == 0:
+                monitored_barrier.lead(p2p, ranks, subject, chosen, wait_all_ranks)
+            else:
+                with self.members.worlds.limit("monitored_barrier", self._timeout):
+                    monitored_barrier.follow(p2p, ranks, subject)
+        except RecoverableError as error:
+            works.remember_failure(error)
+            raise
 
     # Point to point ------------------------------------------------------------------------------------------
 

@@ -302,7 +302,7 @@ class Everybody:
         return self.worlds.current().placement.size
 
     def transport(self, op: str) -> Transport:
-        if _of_scripts is not None and not _is_plain and self.worlds is JOB:
+        if _of_scripts is not None and is_completed_after_a_loss(self):
             return _of_scripts(op)
         return self.worlds.begin(op).transport
 
@@ -327,6 +327,12 @@ def set_transport_of_scripts(transport: Callable[[str], Transport] | None) -> No
     """Set the function that returns the transport for a collective of the script, by its name; None: the world's."""
     global _of_scripts
     _of_scripts = transport
+
+
+def is_completed_after_a_loss(members: GroupMembers) -> bool:
+    """Return whether the remaining workers complete a collective of this group when one of them is lost."""
+    is_replaced = _of_scripts is not None and not _is_plain
+    return is_replaced and isinstance(members, Everybody) and members.worlds is JOB
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farandole.coordinator import AgentReported
-from farandole.events import WorkerMetOthers, WorkerTrainsAlone
+from farandole.events import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
 from farandole.wire.messages import Kill, LinkBroken, Spawn, WorkerMet
 from tests.support.told_job import ToldJob
 
@@ -80,6 +80,17 @@ def test_that_is_withdrawn_when_the_worker_enters_a_process_group_or_calls_init(
     told = met(ToldJob(2), "w1", has_met=False).hello("w1")
     assert told.logged(WorkerMetOthers) == [WorkerMetOthers("w1")]
     assert met(told, "w1", has_met=False).logged(WorkerTrainsAlone) == []
+
+
+def test_a_worker_that_ends_without_the_process_group_in_which_others_wait_is_reported_once() -> None:
+    told = met(ToldJob(3), "w0", has_met=True).exited("w1", 0)
+    assert told.logged(WorkersNeverMet) == [WorkersNeverMet(("w1",), ("w0",))]
+    assert met(told, "w2", has_met=True).logged(WorkersNeverMet) == []
+    assert told.exited("w2", 0).logged(WorkersNeverMet) == []  # it has met w0
+    told = ToldJob(3).exited("w1", 0).exited("w2", 0)
+    assert told.logged(WorkersNeverMet) == []
+    assert met(told, "w0", has_met=True).logged(WorkersNeverMet) == [WorkersNeverMet(("w1", "w2"), ("w0",))]
+    assert told.job.ending is None
 
 
 def test_a_worker_that_met_the_others_at_once_is_no_news() -> None:

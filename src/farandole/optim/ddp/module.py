@@ -117,12 +117,9 @@ class ElasticModule(DistributedDataParallel):
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ConfigError in an elastic function."""
-        if _PATH not in self.__dict__:
-            return super().join(*args, **kwargs)
-        raise ConfigError(
-            "DistributedDataParallel.join() is not needed with a DataLoader of Farandole, which yields equally many "
-            "batches on all workers and weights them; leave it out"
-        )
+        if _PATH in self.__dict__:
+            refuse_join()
+        return super().join(*args, **kwargs)
 
     def _set_static_graph(self) -> None:
         if _PATH in self.__dict__:
@@ -162,6 +159,13 @@ def refuse_static_graph() -> None:
         "DistributedDataParallel(static_graph=True) learns the order of the gradients in its first steps and relies on "
         "it afterwards; a worker that joins has not seen those steps, and would reduce other gradients than the "
         "others: leave static_graph out, and pass find_unused_parameters=True if parameters are not used in every step"
+    )
+
+
+def refuse_join() -> None:
+    raise ConfigError(
+        "DistributedDataParallel.join() is for workers with different numbers of batches; an elastic loader yields "
+        "equally many on all workers, and weights them: leave it out"
     )
 
 
@@ -317,6 +321,8 @@ def _refuse(ddp: DistributedDataParallel) -> None:
         )
     if ddp.static_graph:
         refuse_static_graph()
+    if ddp._join_config.enable:  # inside of join() or of torch's Join, which exchange the numbers of batches
+        refuse_join()
     if ddp._delay_all_reduce_params:
         raise ConfigError(
             "DistributedDataParallel(delay_all_reduce_named_params=...) reduces gradients outside of its "
