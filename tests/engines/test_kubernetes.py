@@ -163,6 +163,17 @@ class PodCluster:
         self._pods.delete(host, grace_s=30)
         return True
 
+    def control_flags(self) -> list[str]:
+        return []
+
+    def end_container(self, host: str) -> None:
+        """Kill all processes of a pod in one moment, as the kernel does with a container that is out of memory."""
+        pids = _descendants(self.agents[host].pid)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
     def leftovers(self) -> list[str]:
         for agent, pids in self._silent:
             for pid in pids:
@@ -221,6 +232,21 @@ def test_kubernetes_meets_the_contract(tmp_path: Path, cluster: PodCluster) -> N
     assert figures.cut_off_ms < 2000, figures  # the cluster's word comes before the detection budget of 3 s
 
 
+@pytest.mark.timeout(240)
+def test_the_end_of_a_container_is_known_before_the_detection_budget(tmp_path: Path, cluster: PodCluster) -> None:
+    with EngineJob(cluster, tmp_path, hosts=2, flags=["--detection-budget", "20"]) as job:
+        job.train_with(2)
+        cluster.end_container(hosts_of(job)[1])
+        while not (lost := job.events("AgentWasLost")):
+            job.train_with(2)
+        job.train_with(2)  # in a new pod
+        assert job.stop() == 0
+    assert "its pod has ended: Error (exit code 137)" in lost[0]["reason"]
+    recovered = next(event for event in job.events("Recovered") if event["lost"])
+    assert recovered["silent_ms"] + recovered["total_ms"] < 10_000
+    assert cluster.leftovers() == []
+
+
 def test_without_the_role_the_job_is_unharmed_and_says_what_is_missing(tmp_path: Path) -> None:
     with ApiServer() as server, contextlib.ExitStack() as stack:
         cluster = PodCluster(tmp_path, server.kubeconfig(tmp_path))
@@ -249,6 +275,9 @@ class _Given:
 
     def flags(self, hosts: int) -> list[str]:
         return self._flags
+
+    def control_flags(self) -> list[str]:
+        return []
 
 
 # The watch alone, with the double: everything that a server and a network can do to it --------------------------------

@@ -113,8 +113,9 @@ async def watch_for_notices(
         while True:
             try:
                 notice = await source.look()
-            except MetadataUnavailable as error:
-                failures.failed(str(error))
+            except Exception as error:  # noqa: BLE001 - whatever the service sends, training goes on
+                is_expected = isinstance(error, MetadataUnavailable)
+                failures.failed(str(error) if is_expected else f"{type(error).__name__}: {error}")
                 await asyncio.sleep(pause_s)
                 pause_s = min(longest_s, 2 * pause_s)
                 continue

@@ -149,6 +149,14 @@ def test_an_answer_that_makes_no_sense_is_no_notice(answer: str) -> None:
     assert len(log.of(PreemptionAnnounced)) == 1
 
 
+@pytest.mark.parametrize("events", [[5], [{"Resources": 5}], 5, None, [azure_event("Freeze", status="Completed")]])
+def test_events_that_make_no_sense_are_no_notice(events: object) -> None:
+    with azure() as service:
+        service.set(events=events)
+        change = [azure_event("Preempt")]
+        assert run(first_notice("azure", service, lambda: service.set(events=change), EventLog())).must_leave
+
+
 def test_nothing_listens_and_the_error_names_the_address() -> None:
     async def scenario() -> None:
         with pytest.raises(MetadataUnavailable, match=r"http://127\.0\.0\.1:9/x: .*refused|Connect call failed"):
