@@ -209,18 +209,20 @@ def _job_set_spec(options: ManifestOptions, worker: str) -> Manifest:
 
 
 # Pods -----------------------------------------------------------------------------------------------------------------
+#
+# Variables are named FARANDOLE_..., since others of the coordinator travel to the workers, and would replace theirs.
 
 
 def _coordinator_spec(options: ManifestOptions, worker: str = "worker") -> Manifest:
     labels = f"{_INSTANCE}={options.name},{_COMPONENT}=worker"
-    variables = [_field("POD_IP", "status.podIP")]
+    variables = [_field("FARANDOLE_POD_IP", "status.podIP")]
     if options.kind != "job":
-        variables.append(_field("JOBSET_NAME", f"metadata.labels['{_JOBSET_NAME}']"))
-        labels = f"{_JOBSET_NAME}=$(JOBSET_NAME),{_REPLICATED_JOB}={worker}"
+        variables.append(_field("FARANDOLE_JOBSET", f"metadata.labels['{_JOBSET_NAME}']"))
+        labels = f"{_JOBSET_NAME}=$(FARANDOLE_JOBSET),{_REPLICATED_JOB}={worker}"
     arguments = [
         *("-np", str(options.num_proc), "--min-np", str(options.min_np)),
         *("--max-np", str(options.max_np or options.num_proc)),
-        *("--host", "$(POD_IP)", "--port", str(PORT), "--token-file", f"{_SECRET_FOLDER}/token"),
+        *("--host", "$(FARANDOLE_POD_IP)", "--port", str(PORT), "--token-file", f"{_SECRET_FOLDER}/token"),
         *("--grace", str(_GRACE_S)),
         *("--kubernetes", labels, *options.run_options, "--", *(each.replace("$(", "$$(") for each in options.command)),
     ]
@@ -238,13 +240,13 @@ def _coordinator_spec(options: ManifestOptions, worker: str = "worker") -> Manif
 
 
 def _worker_spec(options: ManifestOptions, container: str) -> Manifest:
-    variables = [_field("POD_NAME", "metadata.name"), _field("POD_UID", "metadata.uid")]
+    variables = [_field("FARANDOLE_POD_NAME", "metadata.name"), _field("FARANDOLE_POD_UID", "metadata.uid")]
     coordinator = options.name
     if options.kind != "job":
-        variables.append(_field("JOBSET_NAME", f"metadata.labels['{_JOBSET_NAME}']"))
-        coordinator = "$(JOBSET_NAME)-coordinator-0-0.$(JOBSET_NAME)"
+        variables.append(_field("FARANDOLE_JOBSET", f"metadata.labels['{_JOBSET_NAME}']"))
+        coordinator = "$(FARANDOLE_JOBSET)-coordinator-0-0.$(FARANDOLE_JOBSET)"
     arguments = [
-        *("--join", f"{coordinator}:{PORT}", "--host", "$(POD_NAME)", "--id", "$(POD_UID)"),
+        *("--join", f"{coordinator}:{PORT}", "--host", "$(FARANDOLE_POD_NAME)", "--id", "$(FARANDOLE_POD_UID)"),
         *("--slots", str(options.slots), "--token-file", f"{_SECRET_FOLDER}/token"),
         *("--retry", str(_RETRY_S), "--grace", str(_GRACE_S), "--left-exit-code", str(LEFT_EXIT_CODE)),
     ]
