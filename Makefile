@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
+.PHONY: help demo test test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -15,6 +15,12 @@ demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 test: $(READY)  ## all tests but the long chaos runs; LANES=2 files at a time
 	@echo "Running the tests, with real processes and real kills; this takes a few minutes ..."
 	@$(BIN)/python -m pytest -n $${LANES:-2} --dist loadfile
+
+test-engines: $(READY)  ## the engines' tests, with the packages that they need, in .venv-engines
+	@test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
+	@echo $(CURDIR)/.venv/lib/python*/site-packages > "$$(echo .venv-engines/lib/python*/site-packages)/farandole-dev.pth"
+	@.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/requirements.txt
+	@PYTHONPATH=src .venv-engines/bin/python -m pytest tests/engines tests/unit/engines
 
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
@@ -66,7 +72,7 @@ docs: $(READY)  ## the documentation as web pages, into site/
 	@echo "Written to site/index.html"
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	@rm -rf .venv .venv-engines .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose

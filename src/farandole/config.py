@@ -1,7 +1,8 @@
-"""The configuration of a job: checked when built, never changed afterwards."""
+"""The configuration of a job, and of the notices that end it: checked when built, never changed afterwards."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -132,3 +133,41 @@ class JobConfig:
                 )
         if self.reset_limit is not None and self.reset_limit < 0:
             raise ConfigError(f"--reset-limit must not be negative, got {self.reset_limit}")
+
+
+CLOUDS = ("auto", "aws", "gcp", "azure", "none")
+"""The values of --preemption. "auto": the cloud that the machine's firmware names; "none": nothing is asked."""
+
+_METADATA_SERVICE = "http://169.254.169.254"  # of all these clouds
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Where preemption notices are looked for.
+
+    Attributes:
+        cloud: One of CLOUDS.
+        endpoint: The address of the metadata service.
+    """
+
+    cloud: str = "none"
+    endpoint: str = _METADATA_SERVICE
+
+    def __str__(self) -> str:
+        return self.cloud if self.endpoint == _METADATA_SERVICE else f"{self.cloud}={self.endpoint}"
+
+
+def parse_preemption(text: str) -> Preemption:
+    """Return the setting: one of CLOUDS, or CLOUD=URL for another address of the metadata service. Raises
+    ConfigError."""
+    cloud, equals, endpoint = text.partition("=")
+    if cloud not in CLOUDS:
+        raise ConfigError(f"--preemption must be one of {', '.join(CLOUDS)}, got {text!r}")
+    if not equals:
+        return Preemption(cloud)
+    if cloud in ("auto", "none"):
+        raise ConfigError(f"--preemption {text}: an address needs the cloud that answers there, such as aws={endpoint}")
+    match = re.fullmatch(r"http://([\w.-]+|\[[0-9a-fA-F:.]+\])(:(?P<port>\d{1,5}))?(/\S*)?", endpoint)
+    if match is None or not 0 < int(match["port"] or 80) < 65536:
+        raise ConfigError(f"--preemption {text}: the address must look like http://HOST:PORT")
+    return Preemption(cloud, endpoint.rstrip("/"))

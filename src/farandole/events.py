@@ -233,6 +233,52 @@ class AgentPrinted(Event):
 
 
 @dataclass(frozen=True)
+class PreemptionWatched(Event):
+    """The metadata service of a cloud is asked whether this machine will be taken away."""
+
+    cloud: str
+
+    def line(self) -> str:
+        return f"preemption notices of {self.cloud} are watched (--preemption)"
+
+
+@dataclass(frozen=True)
+class PreemptionUnwatched(Event):
+    """Preemption notices cannot be received, for the moment or at all."""
+
+    reason: str
+    is_tried_again: bool
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        again = "; trying again" if self.is_tried_again else ""
+        return f"no preemption notices can be received: {self.reason}{again}"
+
+
+@dataclass(frozen=True)
+class PreemptionAnnounced(Event):
+    """The cloud announces that this machine will be taken away (`must_leave`), or only that it may be."""
+
+    reason: str
+    must_leave: bool
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return self.reason if self.must_leave else f"{self.reason}; training goes on here"
+
+
+@dataclass(frozen=True)
+class PodsNotWatched(Event):
+    """The coordinator cannot see the pods of the job. Deaths are still detected by the agents' heartbeats."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the pods of the job cannot be watched: {self.reason}; the job goes on, and this is tried again"
+
+
+@dataclass(frozen=True)
 class HostBlacklisted(Event):
     """A worker was lost on the host: no further workers are started there, for `cooldown_s` or for ever (None).
     `workers` were stopped because of it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.contract import check_contract
+from tests.engines.contract import EngineJob, check_contract, hosts_of
 from tests.support.jobs import farandole_run, processes_with
 
 CLIENT = """#!/bin/sh
@@ -78,6 +78,37 @@ def test_the_ssh_engine_meets_the_contract(tmp_path: Path) -> None:
     figures = check_contract(StandInHosts(tmp_path), tmp_path)
     assert figures.redone_by_drain == figures.redone_by_notice == 0, figures
     assert figures.agent_killed_ms < 1000, figures
+
+
+class OperatorsHosts(StandInHosts):
+    """Pods of an operator for MPI on Kubernetes, which mounts a script that names those that run."""
+
+    def __init__(self, folder: Path, lines: tuple[str, ...]) -> None:
+        super().__init__(folder)
+        self._script = folder / "discover_hosts.sh"
+        self._script.write_text("\n".join(("#!/bin/sh", *lines, "")))
+        self._script.chmod(0o555)
+
+    def flags(self, hosts: int) -> list[str]:
+        return ["-np", str(hosts), "--host-discovery-script", str(self._script)]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        # mpi-operator (updateDiscoverHostsInConfigMap() in its pkg/controller): names in DNS, no slots.
+        ("echo train-worker-0.train.default.svc", "echo train-worker-1.train.default.svc"),
+        ("echo train-worker-0:1", "echo train-worker-1:1"),  # et-operator
+    ],
+)
+def test_the_discovery_script_of_an_operator_on_kubernetes_names_the_hosts(
+    tmp_path: Path, lines: tuple[str, ...]
+) -> None:
+    with EngineJob(OperatorsHosts(tmp_path, lines), tmp_path, hosts=2) as job:
+        job.train_with(2)
+        assert [host.partition(".")[0] for host in hosts_of(job)] == ["train-worker-0", "train-worker-1"]
+        assert job.stop() == 0
+    assert processes_with("--host train-worker-") == []
 
 
 @pytest.mark.parametrize(

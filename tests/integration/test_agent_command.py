@@ -140,6 +140,8 @@ def test_a_second_agent_of_the_same_name_and_a_wrong_token_are_refused_and_harm_
         (["--join", "127.0.0.1:29400", "--retry", "-1"], "--retry must be a number of seconds >= 0, got -1"),
         (["--join", "127.0.0.1:29400", "--host", "a b"], "'a b' is not a valid host name"),
         (["--join", "127.0.0.1:29400"], "the job's token is missing"),
+        (["--join", "127.0.0.1:29400", "--preemption", "aws=ftp://x"], "the address must look like http://HOST:PORT"),
+        (["--join", "127.0.0.1:29400", "--left-exit-code", "256"], "--left-exit-code must be between 0 and 255"),
         (["--join", "127.0.0.1:29400", "--token-file", "/no/such/file"], "/no/such/file cannot be read"),
         ([], "--join"),
     ],

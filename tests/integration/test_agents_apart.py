@@ -14,7 +14,7 @@ import pytest
 from farandole.agent.agent import HeartbeatSocket
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
-from farandole.events import AgentJoined, AgentWasLost
+from farandole.events import AgentJoined, AgentWasLost, HostDrained
 from farandole.liveness.heartbeats import HeartbeatSeal
 from farandole.membership import Address
 from farandole.wire.authentication import Role, new_token
@@ -119,6 +119,22 @@ def test_an_agent_is_welcomed_before_it_gets_orders_and_its_output_is_handed_on(
             while not served.printed:
                 await asyncio.sleep(0.001)
             assert served.printed == [("b", printed)]
+
+    run(test())
+
+
+def test_the_system_that_started_an_agent_may_report_that_it_leaves_or_is_gone() -> None:
+    async def test() -> None:
+        async with serving() as served:
+            agent = await served.dial()
+            await agent.hear(Spawn)
+            served.coordinator.agent_leaves("unknown", "its pod is being deleted")
+            served.coordinator.agent_leaves("b", "its pod is being deleted")
+            served.coordinator.agent_leaves("b", "its pod is being deleted")
+            assert [event.host for event in served.events.of(HostDrained)] == ["b"]
+            served.coordinator.agent_gone("b", "its pod was deleted", are_workers_gone=False)
+            served.coordinator.agent_gone("b", "its pod was deleted")
+            assert [event.reason for event in served.events.of(AgentWasLost)] == ["its pod was deleted"]
 
     run(test())
 

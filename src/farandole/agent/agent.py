@@ -232,11 +232,11 @@ class Agent:
         """End all workers at once, also those that are in their grace period."""
         self._processes.kill_all(grace_s=0.0)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, within_s: float = 0.0) -> None:
         """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed
-        after the grace period."""
+        after the grace period, or `within_s` if that is longer."""
         self._channel.send(AgentLeaving(reason))
-        asyncio.get_running_loop().call_later(self._config.grace_s, self.kill_workers)
+        asyncio.get_running_loop().call_later(max(self._config.grace_s, within_s), self.kill_workers)
 
     # From the coordinator ---------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class JoinOptions:
     folder        the workers' working directory; None: the job's
     grace_s       seconds from the request to end until workers are killed; None: the job's
     interfaces    the network interfaces for tensors; empty: the one that leads to the coordinator
+    id            what tells this agent from another one of a host of the same name, such as a pod that is made anew
     """
 
     coordinators: tuple[Address, ...]
@@ -61,6 +62,12 @@ class JoinOptions:
     folder: str | None = None
     grace_s: float | None = None
     interfaces: tuple[str, ...] = ()
+    id: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the agent in the job."""
+        return f"{self.host}/{self.id}" if self.id else self.host
 
 
 class JoiningAgent:
@@ -88,8 +95,9 @@ class JoiningAgent:
             self._run.cancel()
             raise
 
-    def leave(self, reason: str, now: bool = False) -> None:
-        """Leave the job in an orderly way, or `now`; at once if this agent has not joined."""
+    def leave(self, reason: str, now: bool = False, within_s: float = 0.0) -> None:
+        """Leave the job in an orderly way, or `now`; at once if this agent has not joined. `within_s`: as in
+        Agent.leave()."""
         is_first, self._is_leaving = not self._is_leaving, True
         if self._agent is None:
             if self._run is not None:
@@ -97,7 +105,7 @@ class JoiningAgent:
         elif now:
             self._agent.kill_workers()
         elif is_first:
-            self._agent.leave(reason)
+            self._agent.leave(reason, within_s)
 
     def abandon(self) -> None:
         """End the workers at once, and leave."""
@@ -151,7 +159,7 @@ class JoiningAgent:
         try:
             channel.send(
                 AgentHello(
-                    options.host,
+                    options.name,
                     options.host,
                     options.slots,
                     PROTOCOL_VERSION,
@@ -224,7 +232,7 @@ class JoiningAgent:
         options = self._options
         os.chdir(options.folder or welcome.folder)
         return AgentConfig(
-            name=options.host,
+            name=options.name,
             host=options.host,
             slots=options.slots,
             coordinator=self._coordinator,

@@ -62,6 +62,7 @@ from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,
     AgentHello,
+    AgentLeaving,
     AgentMessage,
     CoordinatorHeartbeat,
     GuardHello,
@@ -217,10 +218,16 @@ class Coordinator:
         """Let the workers of a host leave at the next boundary: it will be taken away."""
         self._decide(DrainRequested(host, reason))
 
-    def agent_gone(self, agent: str, reason: str) -> None:
-        """Handle that an agent and all its workers are gone, as the engine that started it has seen."""
+    def agent_gone(self, agent: str, reason: str, are_workers_gone: bool = True) -> None:
+        """Handle that an agent is gone, as the system has seen that started it. Unless `are_workers_gone`, they may run
+        until the end of its lease."""
         if agent in self._silence and not self.has_ended:
-            self._lose(agent, reason)
+            self._lose(agent, reason, None if are_workers_gone else self._heartbeats.lease_end_s(agent))
+
+    def agent_leaves(self, agent: str, reason: str) -> None:
+        """Let the workers of one agent leave at the next boundary: it will be taken away."""
+        if agent in self._silence and not self.has_ended:
+            self._decide(AgentReported(agent, AgentLeaving(reason)))
 
     def scale(self, size: int) -> None:
         """Ask for `size` workers."""

@@ -27,6 +27,7 @@ class AgentOrder:
     folder        the working directory of its workers; empty: the path of the job's working directory
     retry_s       seconds for which it tries to join, at the beginning and after it was lost
     interfaces    the network interfaces that it may use for tensors; empty: the one that leads to the coordinator
+    preemption    where it looks for preemption notices: the value of its --preemption
     """
 
     host: str
@@ -36,6 +37,7 @@ class AgentOrder:
     folder: str = ""
     retry_s: float = 60.0
     interfaces: tuple[str, ...] = ()
+    preemption: str = "none"
 
     def arguments(self) -> list[str]:
         """Return the arguments of `python -m farandole` for this agent.
@@ -47,6 +49,7 @@ class AgentOrder:
             *("--slots", str(self.slots), "--retry", f"{self.retry_s:g}", "--token-file", "-", "--quiet"),
             *(("--folder", self.folder) if self.folder else ()),
             *(("--network-interfaces", ",".join(self.interfaces)) if self.interfaces else ()),
+            *(("--preemption", self.preemption) if self.preemption != "none" else ()),
         ]
 
     def standard_input(self) -> bytes:
@@ -81,6 +84,26 @@ class RunningAgent(Protocol):
 
     async def close(self) -> None:
         """End the agent if it still runs. Nothing of it is left on this machine when this returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostReports:
+    """Where a HostWatch reports. Unknown agents are ignored.
+
+    leaving  called with an agent that will be taken away soon, and the reason: its workers leave at the next boundary
+    gone     called with an agent that is gone, the reason, and whether all its workers are known to be gone, too
+    """
+
+    leaving: Callable[[str, str], None]
+    gone: Callable[[str, str, bool], None]
+
+
+class HostWatch(Protocol):
+    """Observes hosts on which something else starts the agents. Used on one event loop, which it may not block."""
+
+    async def run(self, reports: HostReports) -> None:
+        """Report until it is cancelled. A failure of the observed system may not raise."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""Hosts and their slots, as written by users, and how ssh reaches them. It loads no asyncio, for a quick `--help`."""
+"""Hosts and their slots, or pods, as written by users, and how ssh reaches hosts. It loads no asyncio, for a quick
+`--help`."""
 
 from __future__ import annotations
 
@@ -46,6 +47,18 @@ class SshSettings:
     identity_file: str = ""
     python: str = ""
     program: str = "ssh"
+
+
+@dataclass(frozen=True)
+class PodSelection:
+    """The pods from which agents join.
+
+    labels     a label selector, such as "app=train,role=worker"
+    namespace  empty: that of this pod, or of the current context of the kubeconfig
+    """
+
+    labels: str
+    namespace: str = ""
 
 
 def parse_hosts(text: str, default_slots: int = 1) -> tuple[HostSlots, ...]:

@@ -8,15 +8,18 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from farandole.agent.agent import EndOfService, Service
 from farandole.agent.host_resources import reserve_descriptors
 from farandole.agent.network_addresses import own_addresses
+from farandole.agent.preemption import Notice, watch_for_notices
 from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
+from farandole.config import Preemption, parse_preemption
 from farandole.engines.host_list import HostSlots
 from farandole.env import read_token
 from farandole.errors import ConfigError
 from farandole.launch.joining import checked_token, read_token_file
 from farandole.launch.report import Loudness, Report
-from farandole.launch.run_parser import USAGE_ERROR, Parser
+from farandole.launch.run_parser import PREEMPTION_HELP, USAGE_ERROR, Parser
 from farandole.membership import Address
 
 CANNOT_JOIN = 1
@@ -30,13 +33,16 @@ def agent_command(arguments: Sequence[str]) -> int:
     parser = agent_parser()
     given = parser.parse_args(arguments)
     try:
-        options = _options(given)
+        if not 0 <= given.left_exit_code <= 255:
+            raise ConfigError(f"--left-exit-code must be between 0 and 255, got {given.left_exit_code}")
+        preemption, options = parse_preemption(given.preemption), _options(given)
     except ConfigError as error:
         parser.error(str(error))
     report = Report(sys.stderr, Loudness[given.loudness])
     try:
         reserve_descriptors(options.slots)
-        return serve(options, report, ends_with_input=given.token_file == _STANDARD_INPUT)
+        service = serve(options, report, preemption, ends_with_input=given.token_file == _STANDARD_INPUT)
+        return service.exit_code if service.end is EndOfService.JOB_ENDED else int(given.left_exit_code)
     except ConfigError as error:
         report.error(str(error))
         return USAGE_ERROR
@@ -96,6 +102,22 @@ def agent_parser() -> argparse.ArgumentParser:
         metavar="NAME,...",
         help="network interfaces for the tensors of the workers (default: the one that leads to the coordinator)",
     )
+    add(
+        "--id",
+        default="",
+        metavar="TEXT",
+        help="tells this agent from another one of a machine of the same name, such as the UID of a pod (default: the "
+        "name is unique)",
+    )
+    add(
+        "--left-exit-code",
+        type=int,
+        default=0,
+        metavar="N",
+        help="exit code when this machine has left the job before its end, for a system that starts the agent anew "
+        "unless it ends with 0 (default: %(default)s)",
+    )
+    add("--preemption", default="none", metavar="CLOUD", help=PREEMPTION_HELP)
     loudness = parser.add_mutually_exclusive_group()
     parser.set_defaults(loudness="NORMAL")
     loudness.add_argument(
@@ -132,7 +154,11 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     interfaces = tuple(name for name in (given.network_interfaces or "").split(",") if name)
     if interfaces:
         own_addresses(interfaces)  # detected before the job counts on this agent
-    return JoinOptions(addresses, token, host.name, host.slots, given.retry, folder, given.grace, interfaces)
+    if given.id and not (given.id.isascii() and given.id.isprintable() and " " not in given.id):
+        raise ConfigError(f"--id must be printable ASCII without blanks, got {given.id!r}")
+    return JoinOptions(
+        addresses, token, host.name, host.slots, given.retry, folder, given.grace, interfaces, id=given.id
+    )
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -151,11 +177,13 @@ def _address(text: str) -> Address:
     return Address(host, int(port))
 
 
-def serve(options: JoinOptions, report: Report, ends_with_input: bool = False) -> int:
-    """Serve as an agent, and return the exit code of the job; 0 when the job continues without this host. Raises what
-    JoiningAgent.run() raises.
+def serve(
+    options: JoinOptions, report: Report, preemption: Preemption | None = None, ends_with_input: bool = False
+) -> Service:
+    """Serve as an agent, and return how that ended. Raises what JoiningAgent.run() raises.
 
     Args:
+        preemption: Where preemption notices are looked for; None: nowhere.
         ends_with_input: The end of standard input means that the process is gone that has started this one.
     """
     import asyncio
@@ -163,18 +191,27 @@ def serve(options: JoinOptions, report: Report, ends_with_input: bool = False) -
 
     from farandole.launch.ending_signals import ending_signals
 
-    async def run() -> int:
+    async def run() -> Service:
         agent = JoiningAgent(options, report.on_event)
+
+        def on_notice(notice: Notice) -> None:
+            if notice.must_leave:
+                agent.leave(notice.reason, within_s=notice.time_to_leave_s)
 
         def end(number: signal.Signals, is_urgent: bool) -> None:
             agent.leave(f"{number.name} was received", now=is_urgent)
 
         if ends_with_input:
             _on_end_of_input(agent.abandon)
-        with ending_signals(end):
-            service = await agent.run()
+        watch = asyncio.create_task(watch_for_notices(preemption or Preemption(), on_notice, report.on_event))
+        try:
+            with ending_signals(end):
+                service = await agent.run()
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])
         report.detail(f"{service.end.value}: {service.reason}")
-        return service.exit_code
+        return service
 
     return asyncio.run(run())
 

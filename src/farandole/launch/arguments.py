@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farandole.config import ForkServerUse, JobConfig
-from farandole.engines.host_list import HostSlots, SshSettings, parse_hostfile, parse_hosts
+from farandole.config import ForkServerUse, JobConfig, Preemption, parse_preemption
+from farandole.engines.host_list import HostSlots, PodSelection, SshSettings, parse_hostfile, parse_hosts
 from farandole.env import CheckpointEnv, JobEnv, environment_of, read_start_timeout_s, read_transport
 from farandole.errors import ConfigError
 from farandole.launch.command import alias_environment, checked
@@ -61,6 +61,8 @@ class RunOptions:
     ssh               how hosts are reached that are other machines
     remote_folder     the working directory of the workers there; empty: the path of this process's own
     interfaces        the network interfaces between the hosts; empty: those that lead to them
+    pods              the pods from which agents join; None: pods are not watched
+    preemption        where preemption notices are looked for
     """
 
     config: JobConfig
@@ -82,6 +84,8 @@ class RunOptions:
     ssh: SshSettings = field(default_factory=SshSettings)
     remote_folder: str = ""
     interfaces: tuple[str, ...] = ()
+    pods: PodSelection | None = None
+    preemption: Preemption = field(default_factory=Preemption)
 
 
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
@@ -153,7 +157,19 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         ssh=_ssh(options),
         remote_folder=options.remote_folder or "",
         interfaces=tuple(name for each in options.nics or () for name in each.split(",") if name),
+        pods=_pods(options),
+        preemption=parse_preemption(options.preemption),
     )
+
+
+def _pods(options: argparse.Namespace) -> PodSelection | None:
+    if options.kubernetes is None:
+        if options.kubernetes_namespace is not None:
+            raise ConfigError("--kubernetes-namespace needs --kubernetes LABELS, the labels of the job's pods")
+        return None
+    if options.token_file is None:
+        raise ConfigError("--kubernetes needs --token-file FILE, with which the agents in the pods join")
+    return PodSelection(options.kubernetes, options.kubernetes_namespace or "")
 
 
 def _ssh(options: argparse.Namespace) -> SshSettings:
@@ -208,7 +224,8 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
     is_elastic = _asks_for_elasticity(options)
     follows_horovod = program.is_horovodrun
     fewest, most, restarts = JobConfig.min_np, options.max_num_proc, JobConfig.restarts
-    if not follows_horovod and has_script and most is None:
+    follows_hosts = has_script or options.kubernetes is not None
+    if not follows_horovod and follows_hosts and most is None:
         most = num_proc  # A job that follows its hosts has no other limit.
     if follows_horovod:
         fewest = num_proc
@@ -233,7 +250,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         on_failure=options.on_failure or ("host" if options.cooldown_range else "slot"),
         cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
         reset_limit=options.reset_limit,
-        fills_slots=has_script or (follows_horovod and is_elastic),
+        fills_slots=follows_hosts or (follows_horovod and is_elastic),
         waits_for_newcomers=follows_horovod and is_elastic,
         takes_agents=options.token_file is not None,
         max_restarts=options.max_restarts,
@@ -258,6 +275,8 @@ def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
         raise ConfigError(f"--slots-per-host must be at least 1, got {options.slots}")
     if options.local_slots is not None:
         return local_hosts(options)
+    if options.kubernetes is not None and options.token_file is not None:
+        return ()  # all workers run in the pods
     if options.hosts is not None:
         return parse_hosts(options.hosts, options.slots or 1)
     if options.hostfile is not None:

@@ -42,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from farandole.launch.agent_command import agent_command
 
         return agent_command(arguments[1:])
+    if arguments and arguments[0] == "kubernetes":
+        from farandole.launch.kubernetes_command import kubernetes_command
+
+        return kubernetes_command(arguments[1:])
     if arguments and arguments[0] in CONTROL:
         from farandole.launch.control_commands import control_command
 
@@ -66,19 +70,24 @@ def _main_parser() -> argparse.ArgumentParser:
         prog="farandole",
         usage="farandole run [options] command ...\n       farandole torchrun [options] script.py ...\n"
         "       farandole status|jobs|scale|drain|undrain [options]\n"
-        "       farandole agent --join HOST:PORT [options]\n       farandole ledger check DIR",
+        "       farandole agent --join HOST:PORT [options]\n"
+        "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
         "  torchrun    train with torchrun's command line; see 'farandole torchrun --help'\n"
         + "".join(f"  {name:<12}{text}; see 'farandole {name} --help'\n" for name, text in CONTROL.items())
         + "  agent       offer this machine's slots to a job of another machine; see 'farandole agent --help'\n"
+        "  kubernetes  print the objects of a job on Kubernetes; see 'farandole kubernetes manifest --help'\n"
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
     parser.add_argument(
-        "command", choices=["run", "torchrun", *CONTROL, "agent", "ledger"], nargs="?", help=argparse.SUPPRESS
+        "command",
+        choices=["run", "torchrun", *CONTROL, "agent", "kubernetes", "ledger"],
+        nargs="?",
+        help=argparse.SUPPRESS,
     )
     return parser
 
@@ -86,6 +95,7 @@ def _main_parser() -> argparse.ArgumentParser:
 def _run(options: RunOptions) -> int:
     import asyncio
 
+    from farandole.engines.kubernetes_pods import PodWatch
     from farandole.engines.ssh_engine import SshEngine
     from farandole.launch.job_runner import beginning, in_turn, run_job
     from farandole.launch.output import output_options
@@ -118,6 +128,8 @@ def _run(options: RunOptions) -> int:
                     origin=begun.origin,
                     joining=options.joining,
                     fork_server=options.fork_server,
+                    watch=None if options.pods is None else PodWatch(options.pods, on_event),
+                    preemption=options.preemption,
                 )
             )
         report.ended(outcome.exit_code, outcome.reason)

@@ -8,19 +8,22 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 from farandole.agent.agent import Agent, AgentConfig
 from farandole.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
 from farandole.agent.network_addresses import addresses_for, own_addresses
+from farandole.agent.preemption import Notice, watch_for_notices
 from farandole.agent.remote_agent import RemoteOutput
 from farandole.checkpoint.folder import JobLock, begin_job
 from farandole.checkpoint.store import LocalStore
-from farandole.config import ForkServerUse, JobConfig
+from farandole.config import ForkServerUse, JobConfig, Preemption
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.engines.discovery import HostDiscovery, HostsSource
-from farandole.engines.engine_interface import AgentOrder, Engine
+from farandole.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
 from farandole.engines.fleet import Fleet
 from farandole.engines.host_list import HostSlots
 from farandole.engines.local_engine import HostsEngine, LocalEngine
@@ -44,6 +47,9 @@ from farandole.membership import Address, Origin
 from farandole.wire.authentication import new_token
 from farandole.wire.messages import Welcome
 
+Observer: TypeAlias = Callable[[], Coroutine[None, None, None]]
+"""Runs until it is cancelled."""
+
 
 async def run_job(
     config: JobConfig,
@@ -64,6 +70,8 @@ async def run_job(
     sink: OutputSink | None = None,
     error_folder: str = "",
     order_of_hosts: Mapping[str, int] | None = None,
+    watch: HostWatch | None = None,
+    preemption: Preemption | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; none of its processes is left then, whatever was
     raised. In the main thread the first SIGINT, SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM
@@ -85,6 +93,10 @@ async def run_job(
     sink               takes the workers' output instead of one that is made of `output`; it is closed at the end
     order_of_hosts     all hosts that agents may offer, with their slots, in the order of their ranks; None: any may
                        join, in any order
+    watch              observes hosts from which agents join by themselves; None: only their heartbeats count
+    preemption         where preemption notices are looked for, on this machine and by the agents that are started on
+                       others; None: nowhere. One of this machine ends the job as SIGTERM does: the coordinator goes
+                       with the machine, and a checkpoint is still possible
     error_folder       the folder for the workers' error files on this machine; empty: they are removed with the job
 
     Raises ConfigError when the coordinator cannot listen there, when a host cannot be used or all have fewer slots than
@@ -141,6 +153,7 @@ async def run_job(
             token,
             folder=remote_folder,
             interfaces=tuple(interfaces),
+            preemption=str(preemption or Preemption()),
         )
 
     def make_agent(order: AgentOrder) -> Agent:
@@ -169,6 +182,15 @@ async def run_job(
             await coordinator.listen(await own_addresses_for(others))  # the first other machine has come
         return tuple(each for each in coordinator.addresses if host or each.host != _LOOPBACK)
 
+    def on_notice(notice: Notice) -> None:
+        if notice.must_leave:
+            coordinator.request_stop(now=False, reason=notice.reason)
+
+    observers: list[Observer] = []
+    if watch is not None:
+        observers.append(partial(watch.run, HostReports(coordinator.agent_leaves, coordinator.agent_gone)))
+    if preemption is not None:
+        observers.append(partial(watch_for_notices, preemption, on_notice, on_event))
     fleet = Fleet(
         HostsEngine(LocalEngine(make_agent), engine, hosts_source.others, addresses_of_coordinator),
         order_for,
@@ -186,7 +208,7 @@ async def run_job(
                 on_event(JobNotAnnounced(problem))
             if order_of_hosts is not None:
                 coordinator.offer(order_of_hosts, may_change=False)
-            return await _run_all(coordinator, fleet, hosts_source, config)
+            return await _run_all(coordinator, fleet, hosts_source, config, observers)
     finally:
         sink.close()
 
@@ -217,7 +239,13 @@ def _welcome(
 _FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
 
 
-async def _run_all(coordinator: Coordinator, fleet: Fleet, source: HostsSource, config: JobConfig) -> Outcome:
+async def _run_all(
+    coordinator: Coordinator,
+    fleet: Fleet,
+    source: HostsSource,
+    config: JobConfig,
+    observers: Iterable[Observer],
+) -> Outcome:
     def on_hosts(hosts: tuple[HostSlots, ...]) -> None:
         if not config.takes_agents:  # else the job uses all slots that its agents offer
             coordinator.offer({each.name: each.slots for each in hosts}, may_change=not source.are_fixed)
@@ -225,7 +253,10 @@ async def _run_all(coordinator: Coordinator, fleet: Fleet, source: HostsSource, 
 
     on_hosts(source.hosts)
     serving = asyncio.create_task(coordinator.run())
-    tasks = {serving} if source.are_fixed else {serving, asyncio.create_task(source.follow(on_hosts))}
+    tasks: set[asyncio.Task[Outcome] | asyncio.Task[None]] = {serving}
+    if not source.are_fixed:
+        tasks.add(asyncio.create_task(source.follow(on_hosts)))
+    tasks |= {asyncio.create_task(observe()) for observe in observers}
     try:
         done, _ = await asyncio.wait({*tasks, fleet.broken}, return_when=asyncio.FIRST_COMPLETED)
         for each in done:

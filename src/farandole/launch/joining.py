@@ -93,14 +93,19 @@ def token_of_job(path: Path) -> bytes:
 
 def read_token_file(path: Path) -> bytes:
     """Return the token in the file (also /dev/fd/3, for one that a parent passes). Raises ConfigError when it cannot be
-    read, can be read by others, or is too short."""
+    read, can be read by others, or is too short.
+
+    A file of another owner may be readable by a group of this user: so a cluster hands a Secret to a container that
+    does not run as root (fsGroup, in the Kubernetes documentation of security contexts).
+    """
     try:
         with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
+            status = os.fstat(file.fileno())
             text = file.read(4096)
     except OSError as error:
         raise ConfigError(f"the token file {path} cannot be read: {error.strerror}") from None
-    if stat.S_ISREG(mode) and mode & 0o077:
+    others = 0o077 if status.st_uid == os.geteuid() else 0o007
+    if stat.S_ISREG(status.st_mode) and status.st_mode & others:
         raise ConfigError(f"the token file {path} can be read by others: chmod 600 {path}")
     return checked_token(text, f"the token file {path}")
 

@@ -20,6 +20,12 @@ from farandole.launch.horovod_settings import SETTINGS, Setting
 
 USAGE_ERROR = 2
 
+PREEMPTION_HELP = (
+    "watch the notices by which a cloud announces that this machine will be taken away: aws, gcp, azure; auto: the "
+    "cloud that the firmware names; CLOUD=URL: another address of its metadata service (default: none)"
+)
+"""The help text of --preemption, which several commands have."""
+
 CHECKPOINT_DEFAULTS: tuple[str, int] = ("10m", 2)
 """Interval of checkpoints, and how many are kept."""
 
@@ -59,6 +65,7 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
         _hosts,
         _remote,
         _failures,
+        _clusters,
         _times,
         _checkpoints,
         _transport,
@@ -68,8 +75,13 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
         _unused,
     ):
         add_options(parser)
-    value_counts = {flag: _value_count(action) for action in parser._actions for flag in action.option_strings}
-    return parser, {flag: count for flag, count in value_counts.items() if count}
+    return parser, value_counts(parser)
+
+
+def value_counts(parser: argparse.ArgumentParser) -> Mapping[str, int]:
+    """Return the number of values of each flag that has values."""
+    counts = {flag: _value_count(action) for action in parser._actions for flag in action.option_strings}
+    return {flag: count for flag, count in counts.items() if count}
 
 
 def unused_options(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -227,6 +239,28 @@ def _failures(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="end the job when it has regrouped more often than this (default: no limit)",
+    )
+
+
+def _clusters(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("clusters and clouds").add_argument
+    add(
+        "--kubernetes",
+        metavar="LABELS",
+        help="agents join from the pods with these labels, such as app=train,role=worker: watch the pods, so that "
+        "their end and their eviction are known at once; needs --token-file, and the package extra "
+        "farandole[kubernetes]",
+    )
+    add(
+        "--kubernetes-namespace",
+        metavar="NAME",
+        help="namespace of these pods (default: that of this pod, or of the current context)",
+    )
+    add(
+        "--preemption",
+        default="none",
+        metavar="CLOUD",
+        help=f"{PREEMPTION_HELP}; agents that are started on other machines watch their own",
     )
 
 

@@ -193,7 +193,7 @@ def _join(options: TorchrunOptions, node: Node, report: Report) -> int:
     )
     try:
         reserve_descriptors(options.workers)
-        code = serve(join, report)
+        code = serve(join, report).exit_code
     except CannotJoin as error:
         report.error(str(error))
         return FAILED

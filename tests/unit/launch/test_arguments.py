@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farandole import __version__
-from farandole.config import JobConfig
-from farandole.engines.host_list import SshSettings
+from farandole.config import JobConfig, Preemption
+from farandole.engines.host_list import HostSlots, PodSelection, SshSettings
 from farandole.env import CheckpointEnv
 from farandole.launch.arguments import parse_run, split_command
 from farandole.launch.cli import main
@@ -49,6 +49,22 @@ def test_every_option_arrives() -> None:
     assert (options.host, options.port, options.command) == ("::1", 4711, ("sh",))
     assert (options.output_directory, options.prefix_timestamp) == (Path("out"), True)
     assert (options.loudness, options.fork_server) == ("VERBOSE", "on")
+
+
+def test_a_job_of_pods_fills_their_slots_and_has_none_of_its_own(tmp_path: Path) -> None:
+    token = ("--token-file", str(tmp_path / "token"))
+    options = parse_run(["-np", "4", "--kubernetes", "app=train", *token, "--kubernetes-namespace", "lab", "sh"])
+    assert options.pods == PodSelection("app=train", "lab")
+    assert options.hosts == ()
+    assert (options.config.fills_slots, options.config.max_np) == (True, 4)
+    options = parse_run(["-np", "4", "--max-np", "8", "--kubernetes", "app=train", *token, "--local-slots", "1", "sh"])
+    assert options.hosts == (HostSlots("localhost", 1),)
+    assert options.config.max_np == 8
+
+
+def test_preemption_is_watched_only_on_request() -> None:
+    assert parse_run(["-np", "2", "sh"]).preemption == Preemption("none")
+    assert parse_run(["-np", "2", "--preemption", "auto", "sh"]).preemption == Preemption("auto")
 
 
 @pytest.mark.parametrize("flag", ["-np", "-n", "--num-proc"])
@@ -92,6 +108,9 @@ def test_the_defaults_are_those_of_the_job(flag: str) -> None:
         ("-np 2 --log-level LOUD sh", "LOUD"),
         ("-np 2 --stall-check --no-stall-check sh", "--no-stall-check"),
         ("-np 2 --config-file no-such-file sh", "no-such-file"),
+        ("-np 2 --kubernetes app=train sh", "--kubernetes needs --token-file FILE"),
+        ("-np 2 --kubernetes-namespace lab sh", "--kubernetes-namespace needs --kubernetes LABELS"),
+        ("-np 2 --preemption ibm sh", "--preemption must be one of auto, aws, gcp, azure, none, got 'ibm'"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line_with_a_hint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,18 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     token_of_job(path)
     path.chmod(0o640)
     with pytest.raises(ConfigError, match=f"can be read by others: chmod 600 {path}"):
+        read_token_file(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_secret_of_another_owner_may_be_readable_by_a_group_but_not_by_all(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    token = token_of_job(path)
+    os.chown(path, 12345, -1)
+    path.chmod(0o440)
+    assert read_token_file(path) == token
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match="can be read by others"):
         read_token_file(path)
 
 
