@@ -109,6 +109,15 @@ class SlurmCluster:
         """Cut the cable of a node."""
         self._lab.network.cut(self.host(name))
 
+    def commands_on(self, name: str) -> dict[int, list[str]]:
+        """Return the command lines of the processes of a node, by their number on it."""
+        found = {}
+        for inside, outside in self.host(name).processes().items():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                words = Path(f"/proc/{outside}/cmdline").read_bytes().split(b"\0")
+                found[inside] = [word.decode() for word in words]
+        return found
+
     def run(self, *command: str, timeout_s: float = _DEADLINE_S) -> str:
         """Return the output of one of Slurm's commands."""
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=self.environment)
@@ -150,16 +159,14 @@ class SlurmCluster:
 
     def _start_munged(self, key: Path) -> None:
         folder = self.folder / "munge"
-        munged = subprocess.Popen(
-            [
-                *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/socket"),
-                *(f"--pid-file={folder}/pid", f"--log-file={folder}/log", f"--seed-file={folder}/seed"),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / "munged.log").open("wb"),
-            env=self.environment,
-            start_new_session=True,
-        )
+        command = [
+            *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/socket"),
+            *(f"--pid-file={folder}/pid", f"--log-file={folder}/log", f"--seed-file={folder}/seed"),
+        ]
+        with (self.folder / "munged.log").open("wb") as log:
+            munged = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=log, env=self.environment, start_new_session=True
+            )
         self._everything.callback(_end, munged)
         self.wait_until((folder / "socket").exists, "the socket of munged")
 

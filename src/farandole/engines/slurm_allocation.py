@@ -81,7 +81,9 @@ def _slots(variables: SlurmVariables, nodes: int, given: int | None) -> tuple[li
         return [tasks] * nodes, "--ntasks-per-node"
     if gpus:
         return [gpus] * nodes, "one for each GPU"
-    counts = each_node(variables.tasks_per_node or "1", "SLURM_TASKS_PER_NODE")
+    if not variables.tasks or not variables.tasks_per_node:
+        return [1] * nodes, "--ntasks was not given"
+    counts = each_node(variables.tasks_per_node, "SLURM_TASKS_PER_NODE")
     counts = counts * nodes if len(counts) == 1 else counts
     if len(counts) != nodes:
         raise ConfigError(

@@ -28,6 +28,7 @@ ANNOUNCEMENTS = ("SIGUSR1", "SIGUSR2")
 _LOOK_EVERY_S = 30.0  # the controller answers for the whole cluster; an agent's end is noticed at once without it
 _COMMAND_S = 30.0
 _STEP_S = 60  # within which a node must have room for a step; without a limit srun waits for ever
+_NO_BINDING = "lacks support for cpu binding"  # of srun, where there is nothing that --cpu-bind=none switches off
 _NOT_FOUND = 2  # slurmstepd: execve(): No such file or directory
 _KILLED = 128 + 9
 # States in which a job has its nodes: squeue(1), JOB STATE CODES.
@@ -78,10 +79,12 @@ class SlurmEngine:
             raise StartFailed(f"it does not belong to Slurm job {self._allocation.job} any more")
 
         def on_line(line: str) -> None:
-            self._on_event(AgentPrinted(order.host, line))
+            if _NO_BINDING not in line:
+                self._on_event(AgentPrinted(order.host, line))
 
         def judge(code: int, last_lines: str) -> AgentExit:
-            return exit_of_srun(code, last_lines, self._python)
+            lines = [each for each in last_lines.split("; ") if _NO_BINDING not in each]
+            return exit_of_srun(code, "; ".join(lines), self._python)
 
         return await AgentProcess.start(self.command(order), order, on_line, judge, slurm_client_environment())
 

@@ -19,7 +19,8 @@ class SlurmVariables(Struct, frozen=True):
     Attributes:
         job: The number of the Slurm job.
         node_list: Its nodes, as Slurm writes them: "node[1-3,7]".
-        tasks_per_node: The tasks of each node: "2(x3),1".
+        tasks: The number of tasks, if it was given.
+        tasks_per_node: The tasks of each node: "2(x3),1". Where their number was not given: as many as it has CPUs.
         asked_tasks_per_node: --ntasks-per-node, if it was given.
         gpus_per_node: --gpus-per-node, if it was given: "4" or "a100:4".
         gpus_here: The number of GPUs on this node.
@@ -31,6 +32,7 @@ class SlurmVariables(Struct, frozen=True):
 
     job: str = field(name="SLURM_JOB_ID", default="")
     node_list: str = field(name="SLURM_JOB_NODELIST", default="")
+    tasks: Amount = field(name="SLURM_NTASKS", default=0)
     tasks_per_node: str = field(name="SLURM_TASKS_PER_NODE", default="")
     asked_tasks_per_node: Amount = field(name="SLURM_NTASKS_PER_NODE", default=0)
     gpus_per_node: str = field(name="SLURM_GPUS_PER_NODE", default="")

@@ -131,6 +131,7 @@ async def run_job(
             origin=origin,
             welcome=_welcome(config, command, job_id, extra_environment, forks) if is_open else None,
             on_output=RemoteOutput(sink),
+            offers_joined=is_of_engine,
         )
         await coordinator.start()
     except ConfigError:
@@ -204,7 +205,9 @@ async def run_job(
                 on_event(JobNotAnnounced(problem))
             if order_of_hosts is not None:
                 coordinator.offer(order_of_hosts, may_change=False)
-            return await _run_all(coordinator, fleet, hosts_source, config)
+            # Else the job uses all slots that its agents offer.
+            offers = is_of_engine or not config.takes_agents
+            return await _run_all(coordinator, fleet, hosts_source, config, offers)
     finally:
         sink.close()
 
@@ -235,9 +238,11 @@ def _welcome(
 _FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
 
 
-async def _run_all(coordinator: Coordinator, fleet: Fleet, source: HostsSource, config: JobConfig) -> Outcome:
+async def _run_all(
+    coordinator: Coordinator, fleet: Fleet, source: HostsSource, config: JobConfig, offers: bool
+) -> Outcome:
     def on_hosts(hosts: tuple[HostSlots, ...]) -> None:
-        if not config.takes_agents:  # else the job uses all slots that its agents offer
+        if offers:
             coordinator.offer({each.name: each.slots for each in hosts}, may_change=not source.are_fixed)
         fleet.follow(hosts)
 

@@ -1,0 +1,138 @@
+"""The Slurm engine, on a real cluster of its own: slurmctld, munged, and a slurmd for each node."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.contract import HOSTS, check_contract
+from tests.support.slurm_cluster import SlurmCluster, why_not
+
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.timeout(300),
+]
+
+SAMPLES = 600
+NODES = 5
+PAGE = Path(__file__).parents[2] / "docs" / "slurm.md"
+
+# sbatch --wait would look only every some seconds.
+SUBMIT = """#!/bin/bash
+# Submit `farandole run "$@"` as a batch job on NODES nodes, and end as it does.
+folder=$(dirname "$0")
+job=$(sbatch --parsable --no-kill --nodes=$NODES --output=/dev/null "$folder/batch" "$@") || exit 1
+echo "$job" > "$folder/job.new"
+mv "$folder/job.new" "$folder/job"
+while [ ! -e "$folder/code.$job" ]; do sleep 0.1; done
+exit "$(cat "$folder/code.$job")"
+"""
+BATCH = """#!/bin/bash
+"$PYTHON" -m farandole run "$@" >> "$OUTPUT" 2>&1
+echo $? > "$FOLDER/code.new"
+mv "$FOLDER/code.new" "$FOLDER/code.$SLURM_JOB_ID"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with SlurmCluster(NODES, cpus=2) as slurm:
+        yield slurm
+
+
+class SlurmNodes:
+    """A batch job on some nodes of the cluster."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        self._cut_off: list[str] = []
+        self._place = folder / "slurm"
+        self._place.mkdir()
+        for name, text in (("submit", SUBMIT), ("batch", BATCH)):
+            (self._place / name).write_text(text)
+            (self._place / name).chmod(0o755)
+        self.program = (str(self._place / "submit"),)
+        self.environment = {
+            **cluster.environment,
+            "PYTHON": sys.executable,
+            "OUTPUT": str(folder / "output"),
+            "FOLDER": str(self._place),
+            "HOME": str(folder),
+            "NODES": str(HOSTS),
+        }
+
+    @property
+    def job(self) -> str:
+        return (self._place / "job").read_text().strip()
+
+    def flags(self, hosts: int) -> list[str]:
+        assert hosts == HOSTS
+        return ["--slurm"]
+
+    def add_host(self) -> None:
+        self.farandole("slurm", "grow", "1", "--job", self.job, "--", "--exclusive")
+
+    def kill_worker(self, host: str, pid: int) -> None:
+        self.cluster.host(node_of(host)).signal(pid)
+
+    def kill_agent(self, host: str) -> None:
+        node = self.cluster.host(node_of(host))
+        node.signal(self.agent_on(host))
+
+    def cut_off(self, host: str) -> bool:
+        self._cut_off.append(node_of(host))
+        self.cluster.cut_off(node_of(host))
+        return True
+
+    def give_notice(self, host: str) -> bool:
+        """Cancel the step, or the job, that runs the agent."""
+        if "-" in host:
+            self.cluster.run("scancel", host.partition("-")[2])
+        else:
+            steps = self.cluster.run("squeue", "--noheader", "--steps", "--format=%i|%N")
+            (step,) = re.findall(rf"^(\d+\.\d+)\|{host}$", steps, re.MULTILINE)
+            self.cluster.run("scancel", "--signal=TERM", step)
+        return True
+
+    def control_flags(self) -> list[str]:
+        return ["--job-file", str(self.folder / ".farandole" / f"slurm-{self.job}.job")]
+
+    def leftovers(self) -> list[str]:
+        self.cluster.wait_until(lambda: self.cluster.run("squeue", "--noheader") == "", "no job is left")
+        found = []
+        for name in self.cluster.names:
+            # An agent that is cut off tries to join again for a minute; its workers have been killed.
+            needle = ELASTIC_JOB.name if name in self._cut_off else "farandole"
+            found += [each for each in self.cluster.commands_on(name).values() if needle in " ".join(each)]
+        return found
+
+    def farandole(self, *words: str) -> str:
+        command = [sys.executable, "-m", "farandole", *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=self.environment, cwd=self.folder
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def agent_on(self, host: str) -> int:
+        """The number of the agent's process on its node."""
+        for pid, command in self.cluster.commands_on(node_of(host)).items():
+            if command[0].endswith("python") and "agent" in command:
+                return pid
+        raise AssertionError(f"{host} has no agent")
+
+
+def node_of(host: str) -> str:
+    return host.partition("-")[0]
+
+
+def test_the_slurm_engine_meets_the_contract(cluster: SlurmCluster, tmp_path: Path) -> None:
+    figures = check_contract(SlurmNodes(cluster, tmp_path), tmp_path)
+    print(figures)
+    assert figures.redone_by_drain == figures.redone_by_notice == 0, figures
+    assert figures.agent_killed_ms < 2000, figures
