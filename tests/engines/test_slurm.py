@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.contract import HOSTS, check_contract
+from tests.support.jobs import ELASTIC_JOB
 from tests.support.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [
