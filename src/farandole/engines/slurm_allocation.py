@@ -109,7 +109,10 @@ def expand_nodes(text: str) -> list[str]:
     """Return the names in a list of nodes: "node[1-2,07],gpu5" gives node1, node2, node07, gpu5. A name may have
     several brackets. Raises ConfigError for anything else."""
     names: list[str] = []
-    for entry in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text):
+    entries = re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text)
+    if ",".join(entries) != text:  # a bracket that is not closed
+        entries = []
+    for entry in entries:
         pieces = [
             _expand_range(piece[1:-1], text) if piece.startswith("[") else [piece]
             for piece in re.findall(r"\[[^\]]*\]|[^\[]+", entry)
