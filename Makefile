@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
+.PHONY: help demo test test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -15,6 +15,20 @@ demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 test: $(READY)  ## all tests but the long chaos runs; LANES=2 files at a time
 	@echo "Running the tests, with real processes and real kills; this takes a few minutes ..."
 	@$(BIN)/python -m pytest -n $${LANES:-2} --dist loadfile
+
+test-engines: $(READY)  ## the tests of engines; installs what they need and is missing: packages of Debian, as root, and of PyPI
+	@missing=$$(for each in srun:slurm-wlm munged:munge mpirun:openmpi-bin; do \
+		command -v $${each%%:*} >/dev/null || [ -x /usr/sbin/$${each%%:*} ] || echo $${each##*:}; done); \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing $$(echo $$missing) ..."; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq --no-install-recommends $$missing >/dev/null; \
+	elif [ -n "$$missing" ]; then echo "Not installed, so that tests are skipped: $$(echo $$missing)"; fi
+	@[ -x .venv-engines/bin/mpiexec.hydra ] || { \
+		echo "Installing mpich into .venv-engines ..."; \
+		[ -x .venv-engines/bin/python ] || $(BIN)/python -m venv .venv-engines; \
+		.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check mpich || \
+		echo "Not installed, so that tests are skipped: mpich"; }
+	@PATH="$$PATH:$(CURDIR)/.venv-engines/bin" $(BIN)/python -m pytest tests/engines
 
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
@@ -66,7 +80,7 @@ docs: $(READY)  ## the documentation as web pages, into site/
 	@echo "Written to site/index.html"
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	@rm -rf .venv .venv-engines .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.contract import HOSTS, check_contract
-from tests.support.jobs import ELASTIC_JOB
+from farandole.testing.proof import Proof
+from tests.engines.contract import HOSTS, LONG_S, check_contract
+from tests.support.jobs import ELASTIC_JOB, check_job
 from tests.support.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [
@@ -137,3 +138,84 @@ def test_the_slurm_engine_meets_the_contract(cluster: SlurmCluster, tmp_path: Pa
     print(figures)
     assert figures.redone_by_drain == figures.redone_by_notice == 0, figures
     assert figures.agent_killed_ms < 2000, figures
+
+
+class BatchFile:
+    """The batch script of docs/slurm.md, submitted in a folder with a train.py."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster, self.folder, self.records = cluster, folder, folder / "records"
+        self.records.mkdir()
+        (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", PAGE.read_text(), re.DOTALL)
+        (folder / "train.sbatch").write_text(script)
+        words = ["--epochs", "100000", "--stop", str(folder / "stop"), "--records", str(self.records)]
+        (folder / "train.py").write_text(
+            f"import runpy, sys\nsys.argv[1:] = {words}\nrunpy.run_path({str(ELASTIC_JOB)!r}, run_name='__main__')\n"
+        )
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, command in (("farandole", f"{sys.executable} -m farandole"), ("python", sys.executable)):
+            (programs / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            (programs / name).chmod(0o755)
+        self.environment = {
+            **cluster.environment,
+            "PATH": f"{programs}:{cluster.environment['PATH']}",
+            "HOME": str(folder),
+        }
+        self.job = ""
+
+    def submit(self, *flags: str) -> None:
+        command = ["sbatch", "--parsable", *flags, "train.sbatch"]
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment, cwd=self.folder)
+        assert done.returncode == 0, done.stderr
+        self.job = done.stdout.strip()
+
+    def said(self) -> str:
+        log = self.folder / f"train-{self.job}.log"
+        return log.read_text() if log.exists() else ""
+
+    def wait_for(self, text: str, times: int) -> None:
+        """Wait until the job has printed this text so often."""
+        self.cluster.wait_until(lambda: self.said().count(text) >= times, text, LONG_S)
+
+    def wait_for_steps(self) -> None:
+        """Wait until steps have been applied that were not when this was called."""
+        before = Proof(self.records).steps() if any(self.records.iterdir()) else 0
+
+        def have_trained() -> bool:
+            return any(self.records.iterdir()) and Proof(self.records).steps() > before + 5
+
+        self.cluster.wait_until(have_trained, "steps", LONG_S)
+
+    def begins_again(self) -> bool:
+        """Let the job begin that Slurm would hold back for two minutes, and return whether it has."""
+        state = self.cluster.run("squeue", "--noheader", "--jobs", self.job, "--format=%T|%r").strip()
+        if state == "PENDING|BeginTime":
+            self.cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+        return state.startswith("RUNNING")
+
+
+def test_the_batch_file_of_the_page_continues_from_its_checkpoint_after_each_announced_end(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    job = BatchFile(cluster, tmp_path)
+    job.submit("--nodes=2")
+    try:
+        # Slurm signals the batch script (B:), or all processes of the steps, workers included.
+        for times, whom in enumerate((["--batch"], []), start=1):
+            job.wait_for("starts with 2 workers", times)
+            job.wait_for_steps()
+            cluster.run("scancel", "--signal=USR1", *whom, job.job)
+            job.wait_for("the Slurm job is back in the queue", times)
+            cluster.wait_until(job.begins_again, "the job begins again", LONG_S)
+        job.wait_for("starts with 2 workers", 3)
+        job.wait_for_steps()
+        (tmp_path / "stop").touch()
+        job.wait_for("success.", 1)
+    except BaseException:
+        print(job.said())
+        raise
+    assert "0 workers lost" in job.said()
+    assert "was killed by" not in job.said()
+    check_job(Proof(job.records), SAMPLES)
+    assert list((tmp_path / ".farandole").iterdir()) == []

@@ -194,6 +194,8 @@ def _in_vain(options: argparse.Namespace) -> list[str]:
             f"--slots-per-host {options.slots} has no effect: it applies to hosts without a number of slots, in "
             "--hosts or from --host-discovery-script, and to --slurm"
         )
+    if _leaves_nodes_idle(options):
+        notes.append("this Slurm job has several nodes, of which only this one is used: give --slurm to use all of them")
     if options.slurm_requeue and not options.slurm:
         notes.append("--slurm-requeue has no effect without --slurm")
     if options.slurm_requeue and options.checkpoint is None:
@@ -202,6 +204,18 @@ def _in_vain(options: argparse.Namespace) -> list[str]:
             "the beginning"
         )
     return notes
+
+
+def _leaves_nodes_idle(options: argparse.Namespace) -> bool:
+    """Return whether the command runs once in a Slurm job of several nodes, and uses this one alone."""
+    names_hosts = (
+        *(options.hosts, options.hostfile, options.host_discovery_script, options.token_file, options.job_file),
+        options.slurm or None,
+    )
+    inside = read_slurm_variables()
+    if inside is None or inside.step_tasks or any(each is not None for each in names_hosts):
+        return False
+    return "," in inside.node_list or "[" in inside.node_list
 
 
 def _without_fork_server(command: Sequence[str]) -> list[str]:
