@@ -206,7 +206,7 @@ def test_the_batch_file_of_the_page_continues_from_its_checkpoint_after_each_ann
             job.wait_for("starts with 2 workers", times)
             job.wait_for_steps()
             cluster.run("scancel", "--signal=USR1", *whom, job.job)
-            job.wait_for("the Slurm job is back in the queue", times)
+            job.wait_for("the Slurm job goes back into the queue", times)
             cluster.wait_until(job.begins_again, "the job begins again", LONG_S)
         job.wait_for("starts with 2 workers", 3)
         job.wait_for_steps()
@@ -219,3 +219,27 @@ def test_the_batch_file_of_the_page_continues_from_its_checkpoint_after_each_ann
     assert "was killed by" not in job.said()
     check_job(Proof(job.records), SAMPLES)
     assert list((tmp_path / ".farandole").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "flags", "says"),
+    [
+        ([], ["--remote-python", "/nowhere/python"], "/nowhere/python cannot be run there"),
+        ([], ["--remote-python", "/usr/bin/python3"], "Farandole is not installed for /usr/bin/python3 there"),
+        ([], ["-np", "9"], "-np 9 is above the 2 slots of host0:1, host1:1"),
+        (["srun", "--overlap"], [], "this command is one of 2 tasks of a Slurm step; run it once, without srun"),
+    ],
+)
+def test_a_job_that_cannot_run_on_these_nodes_ends_at_once_with_the_reason(
+    cluster: SlurmCluster, tmp_path: Path, before: list[str], flags: list[str], says: str
+) -> None:
+    command = [*before, sys.executable, "-m", "farandole", "run", "--slurm", *flags, "true"]
+    done = subprocess.run(
+        ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", "--nodelist=host0,host1", *command],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+        env={**cluster.environment, "HOME": str(tmp_path)},
+    )
+    assert says in done.stderr, done.stderr
+    assert done.returncode == 2

@@ -195,7 +195,7 @@ def _in_vain(options: argparse.Namespace) -> list[str]:
             "--hosts or from --host-discovery-script, and to --slurm"
         )
     if _leaves_nodes_idle(options):
-        notes.append("this Slurm job has several nodes, of which only this one is used: give --slurm to use all of them")
+        notes.append("this Slurm job has several nodes, of which only this one is used: give --slurm to use them all")
     if options.slurm_requeue and not options.slurm:
         notes.append("--slurm-requeue has no effect without --slurm")
     if options.slurm_requeue and options.checkpoint is None:

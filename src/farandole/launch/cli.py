@@ -136,7 +136,9 @@ def _run(options: RunOptions) -> int:
             )
         report.ended(outcome.exit_code, outcome.reason)
         if slurm is not None and options.requeues and slurm.was_announced:
-            report.note(asyncio.run(slurm.requeue()) or "the Slurm job is back in the queue")
+            report.note("the Slurm job goes back into the queue")  # before it ends this process, too
+            if problem := asyncio.run(slurm.requeue()):
+                report.note(problem)
         return outcome.exit_code
     except ConfigError as error:
         report.error(str(error))
