@@ -211,7 +211,7 @@ def test_the_batch_file_of_the_page_continues_from_its_checkpoint_after_each_ann
         job.wait_for("starts with 2 workers", 3)
         job.wait_for_steps()
         (tmp_path / "stop").touch()
-        job.wait_for("success.", 1)
+        job.wait_for("2 workers finished the training", 1)
     except BaseException:
         print(job.said())
         raise

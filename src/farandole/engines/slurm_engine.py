@@ -137,9 +137,10 @@ def exit_of_srun(code: int, last_lines: str, python: str) -> AgentExit:
         return AgentExit(f"Slurm has lost the node ({last_lines})")
     if code == _NOT_FOUND and "execve" in last_lines:
         return AgentExit(f"{python} cannot be run there ({last_lines}): give --remote-python PATH", is_final=True)
-    if "No module named farandole" in last_lines or "No module named 'farandole'" in last_lines:
+    if "No module named " in last_lines:  # farandole, or a package that it needs
         return AgentExit(
-            f"Farandole is not installed for {python} there: install it, or give --remote-python PATH", is_final=True
+            f"Farandole is not installed for {python} there: install it, or give --remote-python PATH ({last_lines})",
+            is_final=True,
         )
     if code < 0:
         # The step lives on, and its agent serves until it is told that the job is over.
