@@ -41,7 +41,7 @@ mv "$FOLDER/code.new" "$FOLDER/code.$SLURM_JOB_ID"
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster() -> Iterator[SlurmCluster]:
     with SlurmCluster(NODES, cpus=2) as slurm:
         yield slurm
@@ -189,10 +189,10 @@ class BatchFile:
 
     def begins_again(self) -> bool:
         """Let the job begin that Slurm would hold back for two minutes, and return whether it has."""
-        state = self.cluster.run("squeue", "--noheader", "--jobs", self.job, "--format=%T|%r").strip()
-        if state == "PENDING|BeginTime":
+        state = self.cluster.run("squeue", "--noheader", "--jobs", self.job, "--format=%T").strip()
+        if state == "PENDING":
             self.cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now")
-        return state.startswith("RUNNING")
+        return state == "RUNNING"
 
 
 def test_the_batch_file_of_the_page_continues_from_its_checkpoint_after_each_announced_end(

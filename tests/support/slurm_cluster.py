@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -73,15 +71,16 @@ class SlurmCluster:
     def __init__(self, nodes: int, cpus: int = 2, node_timeout_s: int = 20) -> None:
         self._lab = Lab(nodes + 1)
         self._nodes, self._cpus, self._node_timeout_s = nodes, cpus, node_timeout_s
-        # Short, for the path of a socket.
-        self.folder = Path(tempfile.mkdtemp(prefix="fdslurm-"))
-        self.environment: Mapping[str, str] = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _PATH}
+        self.folder: Path
+        self.environment: Mapping[str, str]
         self._everything = contextlib.ExitStack()
-        self._everything.callback(shutil.rmtree, self.folder, ignore_errors=True)
 
     def __enter__(self) -> SlurmCluster:
         try:
             self._everything.enter_context(self._lab)
+            # Processes and files go with the lab, also if the tests are killed.
+            self.folder = self._lab.hosts[-1].folder
+            self.environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _PATH}
             self._start()
         except BaseException:
             self._everything.close()
@@ -150,24 +149,21 @@ class SlurmCluster:
                 ),
             )
         )
-        self._start_munged(key)
+        self._start_munged(controller, key)
         self._start_daemon(controller, ["slurmctld", "-D"])
         for node in nodes:
             (self.folder / f"spool.{node.name}").mkdir()
             self._start_daemon(node, ["slurmd", "-D", "-N", node.name])
         self.wait_until(self._are_all_idle, f"{self._nodes} idle nodes")
 
-    def _start_munged(self, key: Path) -> None:
+    def _start_munged(self, controller: Host, key: Path) -> None:
+        """Start it once: all hosts have the same file system, and so its socket."""
         folder = self.folder / "munge"
         command = [
             *("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/socket"),
             *(f"--pid-file={folder}/pid", f"--log-file={folder}/log", f"--seed-file={folder}/seed"),
         ]
-        with (self.folder / "munged.log").open("wb") as log:
-            munged = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=log, env=self.environment, start_new_session=True
-            )
-        self._everything.callback(_end, munged)
+        self._start_daemon(controller, command)
         self.wait_until((folder / "socket").exists, "the socket of munged")
 
     def _start_daemon(self, host: Host, command: Sequence[str]) -> None:
@@ -181,8 +177,3 @@ class SlurmCluster:
         command = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, env=self.environment)
         return done.stdout.split().count("idle") == self._nodes
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    process.wait(_DEADLINE_S)

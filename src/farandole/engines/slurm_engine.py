@@ -21,11 +21,13 @@ from farandole.engines.slurm_allocation import SlurmAllocation, expand_nodes
 from farandole.env import slurm_client_environment
 from farandole.errors import ConfigError
 from farandole.events import AgentPrinted, Event, HostDrained, StopAsked
+from farandole.machine import now_s
 
 ANNOUNCEMENTS = ("SIGUSR1", "SIGUSR2")
 """The signals by which Slurm may announce the end of a job: sbatch(1), --signal."""
 
 _LOOK_EVERY_S = 30.0  # the controller answers for the whole cluster; an agent's end is noticed at once without it
+_FRESH_S = 5.0  # for which the answer is used again
 _COMMAND_S = 30.0
 _STEP_S = 60  # within which a node must have room for a step; without a limit srun waits for ever
 _NO_BINDING = "lacks support for cpu binding"  # of srun, where there is nothing that --cpu-bind=none switches off
@@ -50,6 +52,9 @@ class SlurmEngine:
     ) -> None:
         self._allocation, self._on_event, self._keeps_growth = allocation, on_event, requeues
         self._python = python or sys.executable
+        self._lock = asyncio.Lock()
+        self._found: tuple[HostSlots, ...] = ()
+        self._found_s: float | None = None
         self.was_announced = False
         """Whether Slurm has announced the end of the job."""
 
@@ -67,15 +72,18 @@ class SlurmEngine:
             names = expand_nodes(nodes)
         except ConfigError as failure:
             raise DiscoveryFailed(f"squeue --jobs {job}: {failure}") from None
-        return tuple(host for host in self._allocation.hosts if host.name in names)
+        self._found_s, self._found = now_s(), tuple(host for host in self._allocation.hosts if host.name in names)
+        return self._found
 
     async def start(self, order: AgentOrder) -> AgentProcess:
         """Start the agent on the node of this name, or raise StartFailed."""
-        try:
-            names = [host.name for host in await self.find()]
-        except DiscoveryFailed as error:
-            raise StartFailed(str(error)) from None
-        if order.host not in names:
+        async with self._lock:  # agents that start together ask once
+            if self._found_s is None or now_s() - self._found_s > _FRESH_S:
+                try:
+                    await self.find()
+                except DiscoveryFailed as error:
+                    raise StartFailed(str(error)) from None
+        if order.host not in [host.name for host in self._found]:
             raise StartFailed(f"it does not belong to Slurm job {self._allocation.job} any more")
 
         def on_line(line: str) -> None:
