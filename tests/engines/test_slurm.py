@@ -191,7 +191,9 @@ class BatchFile:
         """Let the job begin that Slurm would hold back for two minutes, and return whether it has."""
         state = self.cluster.run("squeue", "--noheader", "--jobs", self.job, "--format=%T").strip()
         if state == "PENDING":
-            self.cluster.run("scontrol", "update", f"JobId={self.job}", "StartTime=now")
+            command = ["scontrol", "update", f"JobId={self.job}", "StartTime=now"]
+            # It fails while the earlier run is still being ended.
+            subprocess.run(command, capture_output=True, timeout=LONG_S, env=self.environment)
         return state == "RUNNING"
 
 
