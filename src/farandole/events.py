@@ -110,16 +110,19 @@ class AgentRejoins(Event):
 
 @dataclass(frozen=True)
 class AgentsAwaited(Event):
-    """Agents of other machines may join here; their machine needs a copy of the token file."""
+    """Agents of other machines may join here. Their machine needs a copy of the token file, or access to the job
+    file."""
 
     address: str
     token_file: str
+    job_file: str = ""
 
     def line(self) -> str:
-        return (
-            f"other machines join with: farandole agent --join {self.address} --slots N --token-file FILE "
-            f"(a copy of {self.token_file}); connections are authenticated, not encrypted: use a trusted network"
-        )
+        if self.job_file:
+            how = f"farandole agent --job-file {self.job_file} --slots N"
+        else:
+            how = f"farandole agent --join {self.address} --slots N --token-file FILE (a copy of {self.token_file})"
+        return f"other machines join with: {how}; connections are authenticated, not encrypted: use a trusted network"
 
 
 @dataclass(frozen=True)
@@ -474,7 +477,8 @@ class StopAsked(Event):
     grace_s: float
 
     def line(self) -> str:
-        more = "SIGTERM or Ctrl-C twice" if self.signal == "SIGHUP" else "a second signal"
+        is_request = self.signal in ("SIGINT", "SIGTERM")
+        more = "a second signal" if is_request else "SIGTERM or Ctrl-C twice"
         return (
             f"{self.signal}: the workers are asked to end, and are killed after {self.grace_s:g} s (--grace); "
             f"{more} kills them at once"

@@ -59,6 +59,10 @@ class Cluster(Protocol):
         """Announce that the host will be taken away, by the means of the engine. False: it has none."""
         ...
 
+    def control_flags(self) -> list[str]:
+        """Return the flags of `farandole drain` that tell which job is meant; none for a job of this machine."""
+        ...
+
     def leftovers(self) -> list[str]:
         """Return what is left of the job's agents and workers."""
         ...
@@ -85,6 +89,7 @@ class EngineJob(RunningJob):
         records.mkdir()
         # Its own folder for the files of running jobs, so that commands find no other job.
         self._environment = {**(cluster.environment or os.environ), "XDG_RUNTIME_DIR": str(folder)}
+        self._control_flags = cluster.control_flags
         super().__init__(
             [*cluster.flags(hosts), "--verbose", "--events", str(self.events_file), *flags],
             ELASTIC_JOB,
@@ -106,7 +111,7 @@ class EngineJob(RunningJob):
 
     def drain(self, host: str) -> None:
         """Run `farandole drain HOST`."""
-        command = [sys.executable, "-m", "farandole", "drain", host]
+        command = [sys.executable, "-m", "farandole", "drain", host, *self._control_flags()]
         subprocess.run(command, check=True, timeout=LONG_S, env=self._environment)
 
     def stop(self) -> int:
@@ -142,36 +147,44 @@ def _play(cluster: Cluster, job: EngineJob, figures: Figures) -> None:
     figures.worker_killed_ms = _next_change(job, 0)["total_ms"]
     job.train_with(size)
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     cluster.kill_agent(hosts_of(job)[1])
     figures.agent_killed_ms = _next_change(job, changes)["total_ms"]
     job.train_with(size)  # the engine has started another agent there
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     if cluster.cut_off(hosts_of(job)[1]):
-        found = _next_change(job, changes)
-        figures.cut_off_ms = found["silent_ms"] + found["total_ms"]
+        figures.cut_off_ms = _next_change(job, changes)["total_ms"]
         size -= 1
         job.train_with(size)
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     cluster.add_host()
     size += 1
     job.train_with(size)
     figures.joined_ms = _next_change(job, changes)["total_ms"]
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     job.drain(hosts_of(job)[1])
     size -= 1
     job.train_with(size)
     figures.redone_by_drain = _next_change(job, changes)["steps_redone"]
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     if cluster.give_notice(hosts_of(job)[1]):
         size -= 1
         job.train_with(size)
         figures.redone_by_notice = _next_change(job, changes)["steps_redone"]
     assert job.stop() == 0
+
+
+def _changes(job: EngineJob) -> int:
+    """Return the number of changes of the membership so far, once the newest one is complete."""
+    deadline_s = time.monotonic() + LONG_S
+    while (seen := len(job.events("Recovered"))) < len(job.events("GenerationStarted")) - 1:
+        assert time.monotonic() < deadline_s, "nobody has recovered"
+        time.sleep(0.01)
+    return seen
 
 
 def _next_change(job: EngineJob, seen: int) -> dict[str, Any]:

@@ -61,6 +61,9 @@ class StandInHosts:
         os.kill(self._agent_of(host), signal.SIGTERM)
         return True
 
+    def control_flags(self) -> list[str]:
+        return []
+
     def leftovers(self) -> list[str]:
         return processes_with("--host stand-in-")
 

@@ -172,7 +172,7 @@ def test_an_address_without_a_job_is_told_with_what_is_wrong(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--host", "192.0.2.1"], "only a loopback address such as 127.0.0.1 is possible without --token-file"),
+        (["--host", "192.0.2.1"], "only a loopback address such as 127.0.0.1 is possible without hosts"),
         (["--host", "0.0.0.0", "--token-file", "T"], "give the address at which other machines reach this one"),
         (["--host", "myhost", "--token-file", "T"], "--host needs a numeric address of this machine, got myhost"),
         (["--local-slots", "1"], "--local-slots needs --token-file"),

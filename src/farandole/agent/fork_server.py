@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO
 
 from farandole.agent.fork_server_process import SIZE
-from farandole.agent.process import Child, adopting_orphans, reap_group
+from farandole.agent.process import Child, adopting_orphans, ignore_announcements, reap_group
+from farandole.env import is_under_slurm
 
 _SCRIPT = Path(__file__).with_name("fork_server_process.py")
 _FORK_S = 4.0  # milliseconds, unless the machine is busy
@@ -89,6 +90,7 @@ class ForkServer:
                 stderr=subprocess.DEVNULL,
                 pass_fds=(descriptor,),
                 start_new_session=True,
+                preexec_fn=ignore_announcements if is_under_slurm() else None,
             )
 
     async def fork(self, environment: Mapping[str, str]) -> Child | None:

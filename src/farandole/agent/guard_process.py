@@ -101,7 +101,8 @@ def _is_dead(pid: int) -> bool:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # Slurm sends the last two to all processes of a step (sbatch --signal=USR1@90).
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     scratch, silence_limit, *connection = sys.argv[1:]
     watch = follow(sys.stdin.fileno(), float(silence_limit) or None)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
+from farandole.env import is_under_slurm
 from farandole.wire.channel import can_write
 
 LAST_LINES = 20
@@ -343,8 +344,16 @@ def start_child(argv: Sequence[str], env: Mapping[str, str]) -> Child:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            preexec_fn=ignore_announcements if is_under_slurm() else None,
         )
     )
+
+
+def ignore_announcements() -> None:
+    """Let this process, and the programs that it runs, ignore the signals by which Slurm announces the end of a job:
+    it sends them to all processes of a step, and the agent handles them."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _PlainChild:

@@ -103,6 +103,8 @@ class Coordinator:
 
     welcome    the first message to remote agents; None: they may not join
     on_output  called with an agent and its message about its workers' output; None: no more will come
+    offers_joined  whether hosts whose agents join by themselves count as offered, with their slots, as long as they
+                   stay; otherwise only those of `offer` do, once it was called
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Coordinator:
         origin: Origin | None = None,
         welcome: Welcome | None = None,
         on_output: Callable[[str, OutputMessage | None], None] = lambda _agent, _message: None,
+        offers_joined: bool = False,
     ) -> None:
         self._config, self._token, self._job_id = config, token, job_id
         self._hosts, self._port = tuple(hosts), port
@@ -128,6 +131,9 @@ class Coordinator:
         self._silence = Silence(config.detection_budget_s)
         self._welcome, self._on_output = welcome, on_output
         self._heartbeats = AgentHeartbeats(token, config.detection_budget_s, self._clock.now_s, self._silence.record)
+        self._offers_joined = offers_joined
+        self._offered: dict[str, int] = {}
+        self._joined: dict[str, int] = {}  # hosts beside those, with the slots of their agents
         self._looks = 0
         self._hang_detector = HangDetector(config.step_timeout_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}
@@ -212,7 +218,8 @@ class Coordinator:
     def offer(self, slots: Mapping[str, int], may_change: bool) -> None:
         """Set the hosts, with their slots, that the job may use from now on; the workers of other hosts leave. Before
         the first call the job uses all slots that its agents offer. `may_change`: other hosts may be offered later."""
-        self._decide(HostsOffered(slots, may_change))
+        self._offered = dict(slots)
+        self._decide(HostsOffered({**self._offered, **self._joined}, may_change))
 
     def drain(self, host: str, reason: str) -> None:
         """Let the workers of a host leave at the next boundary: it will be taken away."""
@@ -306,6 +313,8 @@ class Coordinator:
             channel.abort()
         self._on_output(agent, None)
         self._decide(AgentLost(agent, reason, lease_end_s, silent_s))
+        if self._joined.pop(agent, None) is not None:
+            self.offer(self._offered, may_change=True)
 
     def _report_steps(self) -> None:
         """Report the number of decided steps, as far as it is known, before a worker is lost."""
@@ -391,6 +400,9 @@ class Coordinator:
         self._channels[hello.agent] = channel
         self._processes[hello.agent] = hello.process
         self._silence.record(hello.agent, self._clock.now_s())
+        if self._offers_joined and hello.host not in self._offered:
+            self._joined[hello.agent] = hello.slots  # an agent on another machine has the name of its host
+            self.offer(self._offered, may_change=True)
         self._decide(AgentConnected(hello.agent, hello.host, hello.slots))
         try:
             while True:

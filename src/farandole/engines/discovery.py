@@ -26,6 +26,10 @@ class DiscoveryFailed(FarandoleError):
     """The hosts could not be determined this time. The previous list remains valid."""
 
 
+class HostsOver(DiscoveryFailed):
+    """No host will be available any more: the job ends with grace."""
+
+
 class HostDiscovery(Protocol):
     """`find` returns the current hosts; it raises DiscoveryFailed and never blocks the event loop. It is called again
     `period_s` seconds after each answer."""
@@ -123,7 +127,9 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 class HostsSource:
     """The hosts of a job: `await first()`; then, unless they are fixed, `await follow(on_hosts)`.
 
-    takes_others  whether hosts may be other machines
+    takes_others     whether hosts may be other machines
+    are_all_others   whether they count as such whatever their names mean, since the engine that runs their agents has
+                     named them
     """
 
     def __init__(
@@ -132,8 +138,10 @@ class HostsSource:
         hosts: tuple[HostSlots, ...] | HostDiscovery | None,
         takes_others: bool,
         on_event: Callable[[Event], None],
+        are_all_others: bool = False,
     ) -> None:
         self._config, self._takes_others, self._on_event = config, takes_others, on_event
+        self._are_all_others = are_all_others
         self._discovery = None if hosts is None or isinstance(hosts, tuple) else hosts
         self.hosts: tuple[HostSlots, ...] = ()
         """The current hosts, in the order of their ranks."""
@@ -170,12 +178,14 @@ class HostsSource:
 
     async def follow(self, on_hosts: Callable[[tuple[HostSlots, ...]], None]) -> None:
         """Call `on_hosts` with all hosts whenever they have changed; for ever. A failure is reported, and the discovery
-        repeated: a training job does not end because of it."""
+        repeated: a training job does not end because of it. Raises HostsOver when there will be no hosts any more."""
         assert self._discovery is not None
         while True:
             await asyncio.sleep(self._discovery.period_s)
             try:
                 found = await self._discovery.find()
+            except HostsOver:
+                raise
             except DiscoveryFailed as error:
                 if str(error) != self._last_failure:
                     self._last_failure = str(error)
@@ -193,6 +203,9 @@ class HostsSource:
 
     async def _note_others(self, hosts: Iterable[HostSlots]) -> set[str]:
         """Note which hosts are other machines, and return those that cannot be used because of it."""
+        if self._are_all_others:
+            self.others |= {each.name for each in hosts}
+            return set()
         others = {each.name for each in hosts if not await asyncio.to_thread(is_this_machine, each.name)}
         if self._takes_others:
             self.others |= others

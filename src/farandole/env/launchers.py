@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from farandole.env.agent_env import Port, Seconds, WholeNumber, read_value
+from farandole.env.slurm_variables import each_node
 from farandole.errors import ConfigError
 
 
@@ -150,12 +150,7 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
 def _local_size(environ: Mapping[str, str], name: str, host: int) -> int:
     """Return the number of workers of host number `host`, from "4" (all hosts, or this one) or from "2(x3),1" (each
     host)."""
-    sizes: list[int] = []
-    for part in environ[name].split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ConfigError(f"{name} must be a whole number, or a list such as 2(x3),1, got {environ[name]!r}")
-        sizes += [int(match[1])] * int(match[2] or 1)
+    sizes = each_node(environ[name], name)
     if len(sizes) == 1:
         return sizes[0]
     if host >= len(sizes):

@@ -15,8 +15,10 @@ from farandole.agent.preemption import Notice, watch_for_notices
 from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.config import Preemption, parse_preemption
 from farandole.engines.host_list import HostSlots
-from farandole.env import read_token
+from farandole.engines.slurm_allocation import own_name, own_slots
+from farandole.env import read_slurm_variables, read_token
 from farandole.errors import ConfigError
+from farandole.launch.job_files import read_job_file
 from farandole.launch.joining import checked_token, read_token_file
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import PREEMPTION_HELP, USAGE_ERROR, Parser
@@ -57,21 +59,34 @@ def agent_parser() -> argparse.ArgumentParser:
     """Return the parser of its options."""
     parser = Parser(
         prog="farandole agent",
-        usage="farandole agent --join HOST:PORT [--slots N] [--token-file FILE] [options]",
+        usage="farandole agent --join HOST:PORT [--slots N] [--token-file FILE] [options]\n"
+        "       farandole agent --job-file FILE [--slots N] [options]",
         description="Offer this machine's slots to a job of another machine, which was started with "
         "`farandole run --host ADDRESS --token-file FILE ...`. SIGTERM, SIGHUP or Ctrl-C: its workers "
-        "leave at the next boundary, with nothing redone; SIGTERM or Ctrl-C twice: at once.",
+        "leave at the next boundary, with nothing redone; SIGTERM or Ctrl-C twice: at once. In a job of Slurm SIGUSR1 "
+        "and SIGUSR2 do as SIGTERM.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
         "--join",
         metavar="HOST:PORT,...",
-        required=True,
         help="address at which the job's coordinator listens; of several, the first one that answers is used",
     )
-    add("--slots", type=int, default=1, metavar="N", help="number of workers that this machine can run (default: 1)")
+    where.add_argument(
+        "--job-file",
+        type=Path,
+        metavar="FILE",
+        help="the file of `farandole run --job-file FILE`, with addresses and token",
+    )
+    add("--slots", type=int, metavar="N", help="number of workers that this machine can run (default: 1)")
     add("--host", metavar="NAME", help="name of this machine in the job (default: its host name)")
+    add(
+        "--slurm",
+        action="store_true",
+        help="this machine is a node of a Slurm job of its own, which determines --slots and --host",
+    )
     add(
         "--token-file",
         type=Path,
@@ -131,20 +146,22 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     for flag, value in (("--retry", given.retry), ("--grace", given.grace)):
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"{flag} must be a number of seconds >= 0, got {value}")
-    if given.slots < 1:
-        raise ConfigError(f"--slots must be at least 1, got {given.slots}")
-    addresses = tuple(_address(each) for each in given.join.split(","))
-    host = HostSlots(given.host or os.uname().nodename, given.slots)
-    if given.token_file == _STANDARD_INPUT:
-        token = checked_token(_read_line(sys.stdin.fileno()), "the first line of standard input")
-    elif given.token_file is not None:
-        token = read_token_file(given.token_file)
-    elif (text := read_token()) is not None:
-        token = checked_token(text.encode(), "FARANDOLE_TOKEN")
+    slots, name = given.slots, given.host
+    if given.slurm:
+        if (node := read_slurm_variables()) is None:
+            raise ConfigError("--slurm: this process belongs to no Slurm job (SLURM_JOB_ID is not set)")
+        slots, name = slots if slots is not None else own_slots(node), name or own_name(node)
+    slots = 1 if slots is None else slots
+    if slots < 1:
+        raise ConfigError(f"--slots must be at least 1, got {slots}")
+    host = HostSlots(name or os.uname().nodename, slots)
+    if given.job_file is not None:
+        if given.token_file is not None:
+            raise ConfigError("--job-file contains the token; leave out --token-file")
+        file = read_job_file(given.job_file)
+        addresses, token = file.addresses or (file.coordinator,), file.token
     else:
-        raise ConfigError(
-            "the job's token is missing: give --token-file FILE, a copy of the token file of `farandole run`"
-        )
+        addresses, token = tuple(_address(each) for each in given.join.split(",")), _token(given)
     folder = None if given.folder is None else os.path.abspath(given.folder)
     if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.X_OK)):
         # Detected before the job counts on this agent.
@@ -159,6 +176,16 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     return JoinOptions(
         addresses, token, host.name, host.slots, given.retry, folder, given.grace, interfaces, id=given.id
     )
+
+
+def _token(given: argparse.Namespace) -> bytes:
+    if given.token_file == _STANDARD_INPUT:
+        return checked_token(_read_line(sys.stdin.fileno()), "the first line of standard input")
+    if given.token_file is not None:
+        return read_token_file(given.token_file)
+    if (text := read_token()) is not None:
+        return checked_token(text.encode(), "FARANDOLE_TOKEN")
+    raise ConfigError("the job's token is missing: give --token-file FILE, a copy of the token file of `farandole run`")
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from farandole.config import ForkServerUse, JobConfig, Preemption, parse_preemption
 from farandole.engines.host_list import HostSlots, PodSelection, SshSettings, parse_hostfile, parse_hosts
-from farandole.env import CheckpointEnv, JobEnv, environment_of, read_start_timeout_s, read_transport
+from farandole.engines.slurm_allocation import SlurmAllocation, allocation_of
+from farandole.env import (
+    CheckpointEnv,
+    JobEnv,
+    environment_of,
+    read_slurm_variables,
+    read_start_timeout_s,
+    read_transport,
+)
 from farandole.errors import ConfigError
 from farandole.launch.command import alias_environment, checked
 from farandole.launch.horovod_settings import (
@@ -25,7 +33,7 @@ from farandole.launch.horovod_settings import (
     variables,
     without_effect,
 )
-from farandole.launch.joining import Joining, check_address, joining, local_hosts
+from farandole.launch.joining import Joining, check_address, joining, local_hosts, slurm_job_file
 from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_options
 
 
@@ -63,6 +71,8 @@ class RunOptions:
     interfaces        the network interfaces between the hosts; empty: those that lead to them
     pods              the pods from which agents join; None: pods are not watched
     preemption        where preemption notices are looked for
+    slurm             the allocation whose nodes run the workers; None: they do not
+    requeues          whether the Slurm job is put back into the queue when its end is announced
     """
 
     config: JobConfig
@@ -86,6 +96,8 @@ class RunOptions:
     interfaces: tuple[str, ...] = ()
     pods: PodSelection | None = None
     preemption: Preemption = field(default_factory=Preemption)
+    slurm: SlurmAllocation | None = None
+    requeues: bool = False
 
 
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
@@ -113,9 +125,13 @@ def split_command(arguments: Sequence[str], value_counts: Mapping[str, int]) -> 
 
 def _run_options(options: argparse.Namespace, command: Sequence[str], program: Program) -> RunOptions:
     hosts = _hosts(options)
-    config = _job_config(options, program, hosts)
+    slurm = allocation_of(read_slurm_variables(), options.slots) if options.slurm else None
+    job_file = options.job_file
+    if slurm is not None and job_file is None:
+        job_file = slurm_job_file(slurm.job)
+    config = _job_config(options, program, hosts if slurm is None else slurm.hosts)
     has_hosts = hosts is not None or options.host_discovery_script is not None
-    check_address(options.host, options.port, takes_agents=has_hosts or options.token_file is not None)
+    check_address(options.host, options.port, takes_agents=has_hosts or config.takes_agents)
     settings, notes = _settings(options)
     if program.is_horovodrun and options.max_num_proc is not None and not _asks_for_elasticity(options):
         notes.append(
@@ -151,11 +167,13 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment=environment,
         events=options.events,
         checkpoint=_checkpoint(options),
-        joining=joining(options.token_file, options.host_discovery_script),
+        joining=joining(options.token_file, job_file, options.host_discovery_script),
         notes=tuple(notes),
         fork_server=options.fork_server,
         ssh=_ssh(options),
         remote_folder=options.remote_folder or "",
+        slurm=slurm,
+        requeues=options.slurm_requeue,
         interfaces=tuple(name for each in options.nics or () for name in each.split(",") if name),
         pods=_pods(options),
         preemption=parse_preemption(options.preemption),
@@ -186,12 +204,34 @@ def _in_vain(options: argparse.Namespace) -> list[str]:
     if given and options.checkpoint is None:
         have = "has" if len(given) == 1 else "have"
         notes.append(f"{' and '.join(given)} {have} no effect: no checkpoints are written without --checkpoint DIR")
-    if options.slots is not None and options.hosts is None and options.host_discovery_script is None:
+    is_for_hosts = options.hosts is not None or options.host_discovery_script is not None or options.slurm
+    if options.slots is not None and not is_for_hosts:
         notes.append(
             f"--slots-per-host {options.slots} has no effect: it applies to hosts without a number of slots, in "
-            "--hosts or from --host-discovery-script"
+            "--hosts or from --host-discovery-script, and to --slurm"
+        )
+    if _leaves_nodes_idle(options):
+        notes.append("this Slurm job has several nodes, of which only this one is used: give --slurm to use them all")
+    if options.slurm_requeue and not options.slurm:
+        notes.append("--slurm-requeue has no effect without --slurm")
+    if options.slurm_requeue and options.checkpoint is None:
+        notes.append(
+            "--slurm-requeue without --checkpoint DIR: after the announced end of the Slurm job the next run begins at "
+            "the beginning"
         )
     return notes
+
+
+def _leaves_nodes_idle(options: argparse.Namespace) -> bool:
+    """Return whether the command runs once in a Slurm job of several nodes, and uses this one alone."""
+    names_hosts = (
+        *(options.hosts, options.hostfile, options.host_discovery_script, options.token_file, options.job_file),
+        options.slurm or None,
+    )
+    inside = read_slurm_variables()
+    if inside is None or inside.step_tasks or any(each is not None for each in names_hosts):
+        return False
+    return "," in inside.node_list or "[" in inside.node_list
 
 
 def _without_fork_server(command: Sequence[str]) -> list[str]:
@@ -217,6 +257,8 @@ def _ledger_folder(folder: Path | None, may_go_on: bool) -> str:
 
 def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:
     num_proc = options.num_proc
+    if num_proc is None and options.slurm and hosts:
+        num_proc = sum(host.slots for host in hosts)
     if num_proc is None:
         slots = sum(host.slots for host in hosts) if hosts else 3
         raise ConfigError(f"the number of workers is missing: give -np, for example -np {slots}")
@@ -227,6 +269,8 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
     follows_hosts = has_script or options.kubernetes is not None
     if not follows_horovod and follows_hosts and most is None:
         most = num_proc  # A job that follows its hosts has no other limit.
+    if options.slurm and options.num_proc is not None and most is None:
+        most = num_proc  # Without -np it trains on all nodes, also on those that join.
     if follows_horovod:
         fewest = num_proc
         if not is_elastic:
@@ -250,12 +294,13 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         on_failure=options.on_failure or ("host" if options.cooldown_range else "slot"),
         cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
         reset_limit=options.reset_limit,
-        fills_slots=follows_hosts or (follows_horovod and is_elastic),
+        fills_slots=follows_hosts or options.slurm or (follows_horovod and is_elastic),
         waits_for_newcomers=follows_horovod and is_elastic,
-        takes_agents=options.token_file is not None,
+        takes_agents=options.token_file is not None or options.job_file is not None or options.slurm,
         max_restarts=options.max_restarts,
     )
-    if hosts is not None and not config.takes_agents and (slots := sum(host.slots for host in hosts)) < num_proc:
+    is_limited = hosts is not None and (options.slurm or not config.takes_agents)
+    if hosts is not None and is_limited and (slots := sum(host.slots for host in hosts)) < num_proc:
         raise ConfigError(f"-np {num_proc} is above the {slots} slots of {', '.join(map(str, hosts))}")
     return config
 

@@ -46,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from farandole.launch.kubernetes_command import kubernetes_command
 
         return kubernetes_command(arguments[1:])
+    if arguments and arguments[0] == "slurm":
+        from farandole.launch.slurm_command import slurm_command
+
+        return slurm_command(arguments[1:])
     if arguments and arguments[0] in CONTROL:
         from farandole.launch.control_commands import control_command
 
@@ -70,7 +74,7 @@ def _main_parser() -> argparse.ArgumentParser:
         prog="farandole",
         usage="farandole run [options] command ...\n       farandole torchrun [options] script.py ...\n"
         "       farandole status|jobs|scale|drain|undrain [options]\n"
-        "       farandole agent --join HOST:PORT [options]\n"
+        "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
         "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
@@ -78,6 +82,7 @@ def _main_parser() -> argparse.ArgumentParser:
         + "".join(f"  {name:<12}{text}; see 'farandole {name} --help'\n" for name, text in CONTROL.items())
         + "  agent       offer this machine's slots to a job of another machine; see 'farandole agent --help'\n"
         "  kubernetes  print the objects of a job on Kubernetes; see 'farandole kubernetes manifest --help'\n"
+        "  slurm       add nodes to a job, or remove them; see 'farandole slurm --help'\n"
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -85,7 +90,7 @@ def _main_parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
     parser.add_argument(
         "command",
-        choices=["run", "torchrun", *CONTROL, "agent", "kubernetes", "ledger"],
+        choices=["run", "torchrun", *CONTROL, "agent", "slurm", "kubernetes", "ledger"],
         nargs="?",
         help=argparse.SUPPRESS,
     )
@@ -96,6 +101,7 @@ def _run(options: RunOptions) -> int:
     import asyncio
 
     from farandole.engines.kubernetes_pods import PodWatch
+    from farandole.engines.slurm_engine import SlurmEngine
     from farandole.engines.ssh_engine import SshEngine
     from farandole.launch.job_runner import beginning, in_turn, run_job
     from farandole.launch.output import output_options
@@ -112,12 +118,19 @@ def _run(options: RunOptions) -> int:
             for note in begun.notes:
                 report.note(note)
             on_event = in_turn(report.on_event, None if events is None else events.on_event, begun.watch)
+            slurm = None
+            if options.slurm is not None:
+                slurm = SlurmEngine(options.slurm, options.ssh.python, on_event, options.requeues)
+                on_event = in_turn(on_event, slurm.watch)
+                report.detail(str(options.slurm))
+            ssh = None if options.joining is not None else SshEngine(options.ssh, on_event)
             outcome = asyncio.run(
                 run_job(
                     config,
                     options.command,
-                    hosts=_hosts(options),
-                    engine=None if options.joining is not None else SshEngine(options.ssh, on_event),
+                    hosts=slurm or _hosts(options),
+                    engine=slurm or ssh,
+                    reason_to_end=None if slurm is None else slurm.reason_to_end,
                     interfaces=options.interfaces,
                     remote_folder=options.remote_folder,
                     host=options.host,
@@ -133,6 +146,10 @@ def _run(options: RunOptions) -> int:
                 )
             )
         report.ended(outcome.exit_code, outcome.reason)
+        if slurm is not None and options.requeues and slurm.was_announced:
+            report.note("the Slurm job goes back into the queue")  # before it ends this process, too
+            if problem := asyncio.run(slurm.requeue()):
+                report.note(problem)
         return outcome.exit_code
     except ConfigError as error:
         report.error(str(error))

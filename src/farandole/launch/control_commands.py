@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ import msgspec
 
 from farandole.errors import AuthenticationError, ConfigError, FatalError, ProtocolError
 from farandole.launch.control_parser import control_parser
-from farandole.launch.job_files import JobFile, running
+from farandole.launch.job_files import JobFile, read_job_file, running
 from farandole.launch.joining import read_token_file
 from farandole.launch.run_parser import USAGE_ERROR
 from farandole.machine import now_s, wall_time_s
@@ -40,17 +41,19 @@ DONE, NOT_DONE = 0, 1
 
 
 class Contact(NamedTuple):
-    """The contact of a job: the address of its coordinator, its token, and its id; None: any job there. `name` is the
+    """The contact of a job: the addresses of its coordinator, its token, and its id; None: any job there. `name` is the
     job's name in an answer."""
 
-    address: Address
+    addresses: tuple[Address, ...]
     token: bytes
     job: str | None
     name: str
 
     @classmethod
     def of(cls, file: JobFile) -> Contact:
-        return cls(file.coordinator, file.token, file.job, f"job {file.job} ({' '.join(file.command)})")
+        """Return the contact in a job file."""
+        name = f"job {file.job} ({' '.join(file.command)})"
+        return cls(file.addresses or (file.coordinator,), file.token, file.job, name)
 
 
 def control_command(command: str, arguments: Sequence[str]) -> int:
@@ -60,7 +63,8 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
     try:
         if command == "jobs":
             return _jobs(options.json)
-        if command == "status" and not (options.job or options.address) and len(running()) != 1:
+        is_chosen = options.job or options.address or options.job_file if command != "jobs" else False
+        if command == "status" and not is_chosen and len(running()) != 1:
             if options.json:  # always one job's status, or nothing
                 return _print_error(command, _not_one(running()), NOT_DONE)
             return _jobs(as_json=False)
@@ -72,7 +76,7 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
 
 
 async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
-    client = await Client.dial(job.address, job.token, job.job)
+    client = await Client.dial_any(job.addresses, job.token, job.job)
     try:
         if command == "status":
             status = await client.status()
@@ -104,6 +108,10 @@ def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, 
 
 def _chosen(options: argparse.Namespace) -> Contact:
     """Return the chosen job. Raises ConfigError when the choice is not clear."""
+    if options.job_file:
+        if options.job or options.address or options.token_file:
+            raise ConfigError("--job-file tells which job is meant; leave out --job, --address and --token-file")
+        return Contact.of(read_job_file(options.job_file))
     if options.address or options.token_file:
         if options.job:
             raise ConfigError("--job selects a job of this machine; leave it out with --address")
@@ -132,7 +140,7 @@ def _elsewhere(options: argparse.Namespace) -> Contact:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--address must be HOST:PORT, got {options.address!r}")
     address = Address(host.strip("[]"), int(port))
-    return Contact(address, read_token_file(options.token_file), None, f"the job at {address}")
+    return Contact((address,), read_token_file(options.token_file), None, f"the job at {address}")
 
 
 def _jobs(as_json: bool) -> int:
@@ -178,6 +186,7 @@ ANSWER_S = 10.0
 """Seconds within which a coordinator must answer; it is busy for milliseconds at most."""
 
 _LOOK_S = 0.1
+_ADDRESS_S = 3.0
 
 
 class NoAnswer(FatalError):
@@ -201,6 +210,15 @@ class Client:
             raise NoAnswer(f"no job with this token answers at {address}: {error}") from None
         channel.send(ClientHello(PROTOCOL_VERSION))
         return cls(channel)
+
+    @classmethod
+    async def dial_any(cls, addresses: Sequence[Address], token: bytes, job: str | None) -> Client:
+        """Connect to the first of these addresses that answers; of several, each has some seconds."""
+        for address in addresses[:-1]:
+            with contextlib.suppress(NoAnswer, TimeoutError):
+                async with asyncio.timeout(_ADDRESS_S):
+                    return await cls.dial(address, token, job)
+        return await cls.dial(addresses[-1], token, job)
 
     async def ask(self, request: ClientMessage) -> ToClient:
         """Return the answer to one request."""

@@ -31,6 +31,7 @@ def control_parser(command: str) -> argparse.ArgumentParser:
         return parser
     add = parser.add_argument_group("selection of the job (not needed if only one runs)").add_argument
     add("--job", metavar="ID", help="a job of this user on this machine, by the beginning of its name")
+    add("--job-file", type=Path, metavar="FILE", help="the file of `farandole run --job-file FILE`, on any machine")
     add("--address", metavar="HOST:PORT", help="address of the coordinator of a job on another machine")
     add("--token-file", type=Path, metavar="FILE", help="a copy of the token file of that job")
     if command in ("scale", "drain"):

@@ -1,7 +1,8 @@
 """Files of a job beside its output: the job file, by which commands find a running job, and the file of its events.
 
 There is one small job file for each running job of this user on this machine. It holds the job's token: only the user
-can read it, in a folder that only the user can enter.
+can read it, in a folder that only the user can enter. With --job-file there is one more, on a file system that machines
+share, by which agents and commands of other machines find the job.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from farandole.launch.output import BackgroundWriter
 from farandole.machine import now_s, wall_time_s
 from farandole.membership import Address
 
-_SUFFIX = ".job"
+_SUFFIX, _UNFINISHED = ".job", ".new"
+_LONGEST_BYTES = 1 << 20
 
 
 class JobFile(msgspec.Struct, frozen=True):
@@ -32,6 +34,7 @@ class JobFile(msgspec.Struct, frozen=True):
     pid, born    its launcher's process; `born`, in the kernel's ticks since the machine started, tells it from a later
                  process of the same number. None where the kernel does not report it
     started_s    seconds since 1970
+    addresses    all addresses of the coordinator; empty in a file that is for this machine alone
     """
 
     job: str
@@ -41,6 +44,7 @@ class JobFile(msgspec.Struct, frozen=True):
     token: bytes
     command: tuple[str, ...]
     started_s: float
+    addresses: tuple[Address, ...] = ()
 
 
 @contextlib.contextmanager
@@ -65,6 +69,51 @@ def announced(
         if path is not None:
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+@contextlib.contextmanager
+def shared(path: Path | None, file: JobFile) -> Iterator[None]:
+    """Let agents and commands of other machines find the job inside the block, by this file. A file of an earlier job
+    is replaced. Raises ConfigError when it cannot be written."""
+    if path is None:
+        yield
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.with_suffix(_UNFINISHED).unlink(missing_ok=True)
+        _write(path, msgspec.json.encode(file))
+    except OSError as error:
+        raise ConfigError(f"the job file {path} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ConfigError):
+            if read_job_file(path).job == file.job:  # else another job has replaced it
+                path.unlink()
+
+
+def read_job_file(path: Path) -> JobFile:
+    """Return the contents of a file of `farandole run --job-file`. Raises ConfigError when there is none, when others
+    can read it, and when it is no such file."""
+    try:
+        with path.open("rb") as opened:
+            mode, data = os.fstat(opened.fileno()).st_mode, opened.read(_LONGEST_BYTES)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the job file {path} does not exist: the job has not started yet, or has ended, or runs on a machine that "
+            "does not share this folder"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"the job file {path} cannot be read: {error.strerror}") from None
+    if mode & 0o077:
+        raise ConfigError(
+            f"the job file {path} can be read by others (mode {stat.filemode(mode)}), and it holds the job's token: "
+            f"end the job, and start it with another token; its folder must not change the modes of files"
+        )
+    try:
+        return msgspec.json.decode(data, type=JobFile)
+    except msgspec.MsgspecError:
+        raise ConfigError(f"{path} is no job file of `farandole run --job-file`") from None
 
 
 def running(folder: Path | None = None) -> list[JobFile]:
@@ -122,7 +171,7 @@ def _private_folder(folder: Path) -> Path:
 
 def _write(path: Path, data: bytes) -> None:
     """Write the whole file or no part of it, never readable by others."""
-    beside = path.with_suffix(".new")
+    beside = path.with_suffix(_UNFINISHED)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "wb") as file:
         file.write(data)

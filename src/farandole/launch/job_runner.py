@@ -22,7 +22,7 @@ from farandole.checkpoint.folder import JobLock, begin_job
 from farandole.checkpoint.store import LocalStore
 from farandole.config import ForkServerUse, JobConfig, Preemption
 from farandole.coordinator.server import Coordinator, Outcome
-from farandole.engines.discovery import HostDiscovery, HostsSource
+from farandole.engines.discovery import HostDiscovery, HostsOver, HostsSource
 from farandole.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
 from farandole.engines.fleet import Fleet
 from farandole.engines.host_list import HostSlots
@@ -40,11 +40,11 @@ from farandole.events import (
     StopAsked,
 )
 from farandole.launch.ending_signals import ending_signals
-from farandole.launch.job_files import announced
-from farandole.launch.joining import Joining
+from farandole.launch.job_files import JobFile, announced, born, shared
+from farandole.launch.joining import Joining, text_token
 from farandole.launch.output import OutputOptions, OutputSink
+from farandole.machine import wall_time_s
 from farandole.membership import Address, Origin
-from farandole.wire.authentication import new_token
 from farandole.wire.messages import Welcome
 
 Observer: TypeAlias = Callable[[], Coroutine[None, None, None]]
@@ -72,6 +72,7 @@ async def run_job(
     order_of_hosts: Mapping[str, int] | None = None,
     watch: HostWatch | None = None,
     preemption: Preemption | None = None,
+    reason_to_end: Callable[[Event], str] | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; none of its processes is left then, whatever was
     raised. In the main thread the first SIGINT, SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM
@@ -80,7 +81,7 @@ async def run_job(
     hosts              where workers run, in the order of their ranks: each name is a host of its own. Or a repeated
                        discovery. None: localhost, with as many slots as the job may ever need.
     engine             starts the agents of hosts that are other machines; it is closed at the end. None: such hosts are
-                       refused
+                       refused. An engine that is also `hosts` starts the agents of all of them, also of this machine
     interfaces         the network interfaces to be used between hosts; empty: those that lead to the other hosts
     remote_folder      the working directory of workers on other machines; empty: the path of this process's own
     host, port         the address of the coordinator. Empty: loopback, or where hosts are other machines the addresses
@@ -97,17 +98,20 @@ async def run_job(
     preemption         where preemption notices are looked for, on this machine and by the agents that are started on
                        others; None: nowhere. One of this machine ends the job as SIGTERM does: the coordinator goes
                        with the machine, and a checkpoint is still possible
+    reason_to_end      returns for an event why the job must end, with grace; empty: it need not
     error_folder       the folder for the workers' error files on this machine; empty: they are removed with the job
 
     Raises ConfigError when the coordinator cannot listen there, when a host cannot be used or all have fewer slots than
     the requested workers, when the first discovery fails, and when this process may not open as many files as the job
     needs.
     """
-    hosts_source = HostsSource(config, hosts, engine is not None, on_event)
+    is_of_engine = engine is not None and id(hosts) == id(engine)
+    hosts_source = HostsSource(config, hosts, engine is not None, on_event, are_all_others=is_of_engine)
     first = await hosts_source.first()
     here = sum(each.slots for each in first if each.name not in hosts_source.others)
     reserve_descriptors(max(here, config.max_np or 0))
-    job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
+    # Without line ends: engines pass it to their agents as a line.
+    job_id, token = secrets.token_hex(8), text_token() if joining is None else joining.token
 
     def on_decision(event: Event) -> None:
         if isinstance(event, HostDrained | HostUndrained):
@@ -115,6 +119,9 @@ async def run_job(
         elif isinstance(event, GenerationStarted) and event.bootstrap:
             fleet.training_begins()
         on_event(event)
+        if reason_to_end is not None and (reason := reason_to_end(event)):
+            # Not at once: an event comes in the middle of a decision.
+            asyncio.get_running_loop().call_soon(coordinator.request_stop, False, reason)
 
     async def own_addresses_for(others: Iterable[str]) -> tuple[str, ...]:
         return await asyncio.to_thread(addresses_for, tuple(others), interfaces)
@@ -122,8 +129,10 @@ async def run_job(
     sink = OutputSink(output) if sink is None else sink
     forks: ForkServerUse = fork_server if config.may_start_workers_again else "off"
     is_open = joining is not None or bool(hosts_source.others) or not hosts_source.are_fixed
+    job_file = None if joining is None else joining.job_file
+    may_be_reached = bool(hosts_source.others) or job_file is not None
     try:
-        listen_on = (host,) if host else await own_addresses_for(hosts_source.others) if hosts_source.others else ()
+        listen_on = (host,) if host else await own_addresses_for(hosts_source.others) if may_be_reached else ()
         coordinator = Coordinator(
             config,
             token,
@@ -134,13 +143,14 @@ async def run_job(
             origin=origin,
             welcome=_welcome(config, command, job_id, extra_environment, forks) if is_open else None,
             on_output=RemoteOutput(sink),
+            offers_joined=is_of_engine,
         )
         await coordinator.start()
     except ConfigError:
         sink.close()
         raise
     if joining is not None:
-        on_event(AgentsAwaited(str(coordinator.address), joining.token_file))
+        on_event(AgentsAwaited(str(coordinator.address), joining.token_file, str(job_file or "")))
     environment = {**inherited_environment(), **(extra_environment or {})}
     if here:
         environment = share_cores(environment, workers_at_most(config, here), on_event)
@@ -180,7 +190,11 @@ async def run_job(
     async def addresses_of_coordinator(others: Iterable[str]) -> tuple[Address, ...]:
         if not host and all(each.host == _LOOPBACK for each in coordinator.addresses):
             await coordinator.listen(await own_addresses_for(others))  # the first other machine has come
-        return tuple(each for each in coordinator.addresses if host or each.host != _LOOPBACK)
+        return reachable()
+
+    def reachable() -> tuple[Address, ...]:
+        outside = tuple(each for each in coordinator.addresses if host or each.host != _LOOPBACK)
+        return outside or coordinator.addresses  # a machine without a network has loopback alone
 
     def on_notice(notice: Notice) -> None:
         if notice.must_leave:
@@ -197,10 +211,15 @@ async def run_job(
         on_gone=coordinator.agent_gone,
         on_event=on_event,
         is_over=lambda: coordinator.has_ended,
-        must_succeed=hosts_source.are_fixed,
+        must_succeed=hosts_source.are_fixed or is_of_engine,
+    )
+    started_s = wall_time_s()
+    file = JobFile(
+        job_id, os.getpid(), born(os.getpid()), coordinator.address, token, tuple(command), started_s, reachable()
     )
     try:
         with (
+            shared(job_file, file),
             _ending_on_signals(coordinator, fleet, on_event, config.grace_s),
             announced(job_id, coordinator.address, token, command) as problem,
         ):
@@ -208,7 +227,9 @@ async def run_job(
                 on_event(JobNotAnnounced(problem))
             if order_of_hosts is not None:
                 coordinator.offer(order_of_hosts, may_change=False)
-            return await _run_all(coordinator, fleet, hosts_source, config, observers)
+            # Else the job uses all slots that its agents offer.
+            offers = is_of_engine or not config.takes_agents
+            return await _run_all(coordinator, fleet, hosts_source, config, offers, observers)
     finally:
         sink.close()
 
@@ -244,18 +265,26 @@ async def _run_all(
     fleet: Fleet,
     source: HostsSource,
     config: JobConfig,
+    offers: bool,
     observers: Iterable[Observer],
 ) -> Outcome:
     def on_hosts(hosts: tuple[HostSlots, ...]) -> None:
-        if not config.takes_agents:  # else the job uses all slots that its agents offer
+        if offers:
             coordinator.offer({each.name: each.slots for each in hosts}, may_change=not source.are_fixed)
         fleet.follow(hosts)
+
+    async def follow_hosts() -> None:
+        try:
+            await source.follow(on_hosts)
+        except HostsOver as error:
+            coordinator.request_stop(now=False, reason=str(error))
+            await asyncio.wait([serving])
 
     on_hosts(source.hosts)
     serving = asyncio.create_task(coordinator.run())
     tasks: set[asyncio.Task[Outcome] | asyncio.Task[None]] = {serving}
     if not source.are_fixed:
-        tasks.add(asyncio.create_task(source.follow(on_hosts)))
+        tasks.add(asyncio.create_task(follow_hosts()))
     tasks |= {asyncio.create_task(observe()) for observe in observers}
     try:
         done, _ = await asyncio.wait({*tasks, fleet.broken}, return_when=asyncio.FIRST_COMPLETED)

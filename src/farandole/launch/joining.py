@@ -13,35 +13,49 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farandole.engines.host_list import HostSlots
+from farandole.env import slurm_folder
 from farandole.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Joining:
-    """The way in which agents of other machines join: with the token in this file."""
+    """The way in which agents of other machines join: with the token in this file, or with the job file, which holds
+    the coordinator's addresses, too. One of them may be missing."""
 
     token: bytes = field(repr=False)
     token_file: str
+    job_file: Path | None = None
 
 
-def joining(token_file: Path | None, discovery_script: str | None) -> Joining | None:
-    """Return the settings for joining agents. Creates the file when it is missing. Raises ConfigError when that
+def joining(token_file: Path | None, job_file: Path | None, discovery_script: str | None) -> Joining | None:
+    """Return the settings for joining agents. Creates the token file when it is missing. Raises ConfigError when that
     fails."""
-    if token_file is None:
+    if token_file is None and job_file is None:
         return None
     if discovery_script is not None:
-        raise ConfigError("--token-file and --host-discovery-script both determine the hosts; give one of them")
-    return Joining(token_of_job(token_file), str(token_file))
+        flag = "--job-file" if token_file is None else "--token-file"
+        raise ConfigError(f"{flag} and --host-discovery-script both determine the hosts; give one of them")
+    if token_file is None:
+        return Joining(text_token(), "", job_file)
+    return Joining(token_of_job(token_file), str(token_file), job_file)
+
+
+def slurm_job_file(job: str) -> Path:
+    """Return the job file of a Slurm job unless the user has named another one."""
+    return Path(slurm_folder()) / f"slurm-{job}.job"
 
 
 def local_hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
     """Return the hosts of --local-slots: this machine, or none."""
-    if options.token_file is None:
-        raise ConfigError("--local-slots needs --token-file: no agent of another machine could join without it")
+    if options.token_file is None and options.job_file is None:
+        raise ConfigError(
+            "--local-slots needs --token-file or --job-file: no agent of another machine could join without it"
+        )
     for flag, value in (
         ("--hosts", options.hosts),
         ("--hostfile", options.hostfile),
         ("--host-discovery-script", options.host_discovery_script),
+        ("--slurm", options.slurm or None),
     ):
         if value is not None:
             raise ConfigError(f"--local-slots and {flag} both determine where workers run; give one of them")
@@ -64,7 +78,7 @@ def check_address(host: str, port: int, takes_agents: bool) -> None:
     if address is not None and not address.is_loopback and not takes_agents:
         raise ConfigError(
             f"--host {host}: only a loopback address such as 127.0.0.1 is possible without hosts (--hosts) and "
-            "without --token-file FILE, which lets agents of other machines join"
+            "without --token-file FILE or --job-file FILE, which let agents of other machines join"
         )
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")
@@ -87,8 +101,13 @@ def token_of_job(path: Path) -> bytes:
         except OSError as error:
             raise ConfigError(f"the token file {path} cannot be created: {error.strerror}") from None
         with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
+            file.write(text_token().decode() + "\n")
     return read_token_file(path)
+
+
+def text_token() -> bytes:
+    """Return a random token without blanks and line ends, which a file or a line can hold."""
+    return secrets.token_hex(32).encode()
 
 
 def read_token_file(path: Path) -> bytes:

@@ -152,12 +152,24 @@ def _hosts(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a program that is run periodically, and prints a line HOST or HOST:SLOTS for each available host",
     )
+    hosts.add_argument(
+        "--slurm",
+        action="store_true",
+        help="all nodes of the Slurm job in which this command runs, with a worker for each task, or for each GPU if "
+        "there is one task; nodes may be added (`farandole slurm grow`). Without -np it trains in all slots",
+    )
+    group.add_argument(
+        "--slurm-requeue",
+        action="store_true",
+        help="when Slurm announces the end of the job (sbatch --signal=B:USR1@90), put it back into the queue after "
+        "its checkpoint",
+    )
     group.add_argument(
         "--slots-per-host",
         type=int,
         dest="slots",
         metavar="N",
-        help="number of slots of a host that is given without :SLOTS",
+        help="number of slots of a host that is given without :SLOTS, or of each node with --slurm",
     )
 
 
@@ -379,11 +391,19 @@ def _address(parser: argparse.ArgumentParser) -> None:
         help="allow agents of other machines to join that have a copy of this file; it is created if it does not exist",
     )
     add(
+        "--job-file",
+        type=Path,
+        metavar="FILE",
+        help="write addresses and token to FILE, which only its owner can read, and allow agents to join with it "
+        "(`farandole agent --job-file FILE`); for a folder that the machines share (with --slurm: a file in "
+        "~/.farandole)",
+    )
+    add(
         "--local-slots",
         type=int,
         metavar="N",
-        help="with --token-file: number of workers on this machine; 0: all workers run on machines that join "
-        "(default: all workers)",
+        help="with --token-file or --job-file: number of workers on this machine; 0: all workers run on machines "
+        "that join (default: all workers)",
     )
 
 

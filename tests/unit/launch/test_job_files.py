@@ -13,7 +13,7 @@ import pytest
 
 from farandole.env import read_runtime_folder
 from farandole.errors import ConfigError
-from farandole.launch.job_files import JobFile, announced, born, running
+from farandole.launch.job_files import JobFile, announced, born, read_job_file, running, shared
 from farandole.membership import Address
 
 ADDRESS = Address("127.0.0.1", 4711)
@@ -86,3 +86,48 @@ def test_the_folder_is_the_system_s_for_the_user_or_one_in_tmp() -> None:
     assert read_runtime_folder({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/farandole")
     for environ in ({}, {"XDG_RUNTIME_DIR": ""}, {"XDG_RUNTIME_DIR": "relative"}):
         assert read_runtime_folder(environ) == Path(f"/tmp/farandole-{os.geteuid()}")
+
+
+# Files on a folder that machines share --------------------------------------------------------------------------------
+
+
+def job_file(job: str = "a") -> JobFile:
+    return JobFile(job, 1, None, Address("h", 1), b"t" * 64, ("python",), 0.0, (Address("h", 1), Address("i", 1)))
+
+
+def test_a_shared_file_is_its_owners_only_and_exists_as_long_as_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "job"
+    with shared(path, job_file()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert read_job_file(path) == job_file()
+    assert not path.exists()
+
+
+def test_the_file_of_a_later_job_stays(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    with shared(path, job_file("a")):
+        with shared(path, job_file("b")):
+            assert read_job_file(path).job == "b"
+            path.with_suffix(".copy").write_bytes(path.read_bytes())
+        path.with_suffix(".copy").rename(path)
+        path.chmod(0o600)
+    assert read_job_file(path).job == "b"
+
+
+def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "job"
+    with pytest.raises(ConfigError, match="does not exist: the job has not started yet, or has ended"):
+        read_job_file(path)
+    path.write_text("{}")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"can be read by others \(mode -rw-r--r--\)"):
+        read_job_file(path)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="is no job file of `farandole run --job-file`"):
+        read_job_file(path)
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"), shared(tmp_path / "file" / "job", job_file()):
+        pass
