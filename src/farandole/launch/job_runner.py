@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from farandole.agent.agent import Agent, AgentConfig
 from farandole.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
 from farandole.agent.network_addresses import addresses_for, own_addresses
-from farandole.agent.remote_agent import RemoteOutput
+from farandole.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.checkpoint.folder import JobLock, begin_job
 from farandole.checkpoint.store import LocalStore
 from farandole.config import ForkServerUse, JobConfig
@@ -42,6 +42,7 @@ from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.membership import Address, Origin
 from farandole.wire.authentication import new_token
+from farandole.wire.function_call import FunctionJob
 from farandole.wire.messages import Welcome
 
 
@@ -64,10 +65,11 @@ async def run_job(
     sink: OutputSink | None = None,
     error_folder: str = "",
     order_of_hosts: Mapping[str, int] | None = None,
+    function: FunctionJob | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; none of its processes is left then, whatever was
-    raised. In the main thread the first SIGINT, SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM
-    at once.
+    raised. An empty first word of the command stands for the Python of each agent. In the main thread the first SIGINT,
+    SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM at once.
 
     hosts              where workers run, in the order of their ranks: each name is a host of its own. Or a repeated
                        discovery. None: localhost, with as many slots as the job may ever need.
@@ -85,6 +87,8 @@ async def run_job(
     sink               takes the workers' output instead of one that is made of `output`; it is closed at the end
     order_of_hosts     all hosts that agents may offer, with their slots, in the order of their ranks; None: any may
                        join, in any order
+    function           the call that travels to all agents, and the receiver of their workers' returns; of jobs of
+                       farandole.run(), which need no folder of theirs
     error_folder       the folder for the workers' error files on this machine; empty: they are removed with the job
 
     Raises ConfigError when the coordinator cannot listen there, when a host cannot be used or all have fewer slots than
@@ -107,6 +111,7 @@ async def run_job(
     async def own_addresses_for(others: Iterable[str]) -> tuple[str, ...]:
         return await asyncio.to_thread(addresses_for, tuple(others), interfaces)
 
+    own_command = with_own_python(command)
     sink = OutputSink(output) if sink is None else sink
     forks: ForkServerUse = fork_server if config.may_start_workers_again else "off"
     is_open = joining is not None or bool(hosts_source.others) or not hosts_source.are_fixed
@@ -120,8 +125,9 @@ async def run_job(
             port=port,
             on_event=on_decision,
             origin=origin,
-            welcome=_welcome(config, command, job_id, extra_environment, forks) if is_open else None,
+            welcome=_welcome(config, command, job_id, extra_environment, forks, function) if is_open else None,
             on_output=RemoteOutput(sink),
+            function=function,
         )
         await coordinator.start()
     except ConfigError:
@@ -151,7 +157,7 @@ async def run_job(
             coordinator=coordinator.address,
             job_id=job_id,
             token=token,
-            command=command,
+            command=own_command,
             environment=environment,
             detection_budget_s=config.detection_budget_s,
             grace_s=config.grace_s,
@@ -162,7 +168,7 @@ async def run_job(
             error_folder=error_folder,
             data_host=own_addresses(interfaces)[0] if interfaces else "",
         )
-        return Agent(agent_config, sink, on_event)
+        return Agent(agent_config, sink, on_event, call=b"" if function is None else function.call)
 
     async def addresses_of_coordinator(others: Iterable[str]) -> tuple[Address, ...]:
         if not host and all(each.host == _LOOPBACK for each in coordinator.addresses):
@@ -180,7 +186,7 @@ async def run_job(
     try:
         with (
             _ending_on_signals(coordinator, fleet, on_event, config.grace_s),
-            announced(job_id, coordinator.address, token, command) as problem,
+            announced(job_id, coordinator.address, token, own_command) as problem,
         ):
             if problem:
                 on_event(JobNotAnnounced(problem))
@@ -200,6 +206,7 @@ def _welcome(
     job_id: str,
     extra_environment: Mapping[str, str] | None,
     fork_server: ForkServerUse,
+    function: FunctionJob | None,
 ) -> Welcome:
     return Welcome(
         job_id=job_id,
@@ -211,6 +218,7 @@ def _welcome(
         is_elastic=config.may_change,
         fork_server=fork_server,
         max_restarts=config.max_restarts or 0,
+        needs_folder=function is None,
     )
 
 
