@@ -62,8 +62,8 @@ class StandInHosts:
         os.kill(self._agent_of(host), signal.SIGTERM)
         return True
 
-    def leftovers(self) -> list[str]:
-        return processes_with("--host stand-in-")
+    def leftovers(self) -> list[int]:
+        return [*processes_with("\0--host\0stand-in-"), *processes_with("HOROVOD_HOSTNAME=stand-in-")]
 
     def _agent_of(self, host: str) -> int:
         for entry in Path("/proc").glob("[0-9]*"):
@@ -158,4 +158,4 @@ def test_a_function_and_its_results_travel_to_hosts_that_share_no_folder(tmp_pat
     assert "PLACES [(0, 'far-0', []), (1, 'far-0', []), (2, 'far-1', [])]" in done.stdout
     assert "TRACEBACK LookupError: nothing on rank 2 of far-1" in done.stdout
     assert "LEFT []" in done.stdout
-    assert processes_with("--host far-") == []
+    assert processes_with("\0--host\0far-") == processes_with("HOROVOD_HOSTNAME=far-") == []

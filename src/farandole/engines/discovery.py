@@ -124,6 +124,7 @@ class HostsSource:
     """The hosts of a job: `await first()`; then, unless they are fixed, `await follow(on_hosts)`.
 
     takes_others  whether hosts may be other machines
+    are_others    all hosts are treated as other machines, whatever their names
     """
 
     def __init__(
@@ -132,8 +133,10 @@ class HostsSource:
         hosts: tuple[HostSlots, ...] | HostDiscovery | None,
         takes_others: bool,
         on_event: Callable[[Event], None],
+        are_others: bool = False,
     ) -> None:
         self._config, self._takes_others, self._on_event = config, takes_others, on_event
+        self._are_others = are_others
         self._discovery = None if hosts is None or isinstance(hosts, tuple) else hosts
         self.hosts: tuple[HostSlots, ...] = ()
         """The current hosts, in the order of their ranks."""
@@ -193,7 +196,12 @@ class HostsSource:
 
     async def _note_others(self, hosts: Iterable[HostSlots]) -> set[str]:
         """Note which hosts are other machines, and return those that cannot be used because of it."""
-        others = {each.name for each in hosts if not await asyncio.to_thread(is_this_machine, each.name)}
+        names = {each.name for each in hosts}
+        others = (
+            names
+            if self._are_others
+            else {name for name in names if not await asyncio.to_thread(is_this_machine, name)}
+        )
         if self._takes_others:
             self.others |= others
             return set()

@@ -73,8 +73,8 @@ async def run_job(
 
     hosts              where workers run, in the order of their ranks: each name is a host of its own. Or a repeated
                        discovery. None: localhost, with as many slots as the job may ever need.
-    engine             starts the agents of hosts that are other machines; it is closed at the end. None: such hosts are
-                       refused
+    engine             starts the agents of hosts that are other machines; it is closed at the end. An engine that is
+                       the discovery as well starts all agents. None: such hosts are refused
     interfaces         the network interfaces to be used between hosts; empty: those that lead to the other hosts
     remote_folder      the working directory of workers on other machines; empty: the path of this process's own
     host, port         the address of the coordinator. Empty: loopback, or where hosts are other machines the addresses
@@ -95,7 +95,8 @@ async def run_job(
     the requested workers, when the first discovery fails, and when this process may not open as many files as the job
     needs.
     """
-    hosts_source = HostsSource(config, hosts, engine is not None, on_event)
+    is_discovery = engine is not None and id(engine) == id(hosts)
+    hosts_source = HostsSource(config, hosts, engine is not None, on_event, are_others=is_discovery)
     first = await hosts_source.first()
     here = sum(each.slots for each in first if each.name not in hosts_source.others)
     reserve_descriptors(max(here, config.max_np or 0))

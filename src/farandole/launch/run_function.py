@@ -23,8 +23,8 @@ from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
 from farandole.engines.discovery import HostDiscovery, ScriptDiscovery
 from farandole.engines.engine_interface import Engine
-from farandole.engines.host_list import HostSlots, parse_hostfile, parse_hosts
-from farandole.engines.ssh_engine import SshEngine, SshSettings
+from farandole.engines.host_list import HostSlots, SshSettings, parse_hostfile, parse_hosts
+from farandole.engines.ssh_engine import SshEngine
 from farandole.env import CheckpointEnv, read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
@@ -207,9 +207,10 @@ def run_function(
     executable: str | None = None,
     checkpoint: CheckpointEnv | None = None,
     start: StartSettings | None = None,
+    returns_all: bool = False,
 ) -> list[T]:
     """Run a function as run() does, for a job with this `config`, and return the results of the first `config.min_np`
-    ranks."""
+    ranks; with `returns_all`, also those of the other workers that returned."""
     sent = _encoded(call)
     with tempfile.TemporaryDirectory(prefix="farandole-run-") as name:  # only this user can look into it
         returns = _Returns(Path(name))
@@ -226,7 +227,8 @@ def run_function(
         )
         if outcome.exit_code != 0:
             raise FunctionFailed(outcome.reason, returns.first_traceback())
-        return [_result(returns, rank, outcome) for rank in range(config.min_np)]
+        ranks = sorted({*range(config.min_np), *(returns.ranks() if returns_all else ())})
+        return [_result(returns, rank, outcome) for rank in ranks]
 
 
 def chosen_hosts(
@@ -282,6 +284,10 @@ class _Returns:
                 self._errors.append((now_s() - part.age_s, path))
             else:
                 self._results[returned.rank] = path
+
+    def ranks(self) -> set[int]:
+        """Return the ranks that have left a result."""
+        return set(self._results)
 
     def result(self, rank: int) -> bytes | None:
         """Return the pickled result of a rank; None: it has left none."""

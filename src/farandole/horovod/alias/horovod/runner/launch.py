@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from farandole.config import JobConfig
-from farandole.engines.ssh_engine import SshSettings
+from farandole.engines.host_list import SshSettings
 from farandole.env import read_start_timeout_s
 from farandole.launch.arguments import read_config_file, split_command
 from farandole.launch.command import checked
