@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
+.PHONY: help demo test test-gpu test-engines chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -18,6 +18,12 @@ test: $(READY)  ## all tests but the long chaos runs; LANES=2 files at a time
 
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
+
+test-engines: $(READY)  ## engines on real clusters of their own: Ray, Spark (Java 17); installs them into .venv-engines, 2 GB
+	@$(PYTHON) -m venv .venv-engines
+	@.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[ray,spark]'
+	@.venv-engines/bin/python -m pytest tests/engines
 
 chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 (root), SPARES=1; see docs/chaos.md
 	@$(BIN)/python -m tests.chaos.run --seed $${SEED:-1} --minutes $${MINUTES:-5} --hosts $${HOSTS:-0} --spares $${SPARES:-0}
@@ -66,7 +72,7 @@ docs: $(READY)  ## the documentation as web pages, into site/
 	@echo "Written to site/index.html"
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	@rm -rf .venv .venv-engines .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose

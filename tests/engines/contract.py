@@ -142,36 +142,48 @@ def _play(cluster: Cluster, job: EngineJob, figures: Figures) -> None:
     figures.worker_killed_ms = _next_change(job, 0)["total_ms"]
     job.train_with(size)
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     cluster.kill_agent(hosts_of(job)[1])
     figures.agent_killed_ms = _next_change(job, changes)["total_ms"]
     job.train_with(size)  # the engine has started another agent there
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     if cluster.cut_off(hosts_of(job)[1]):
         found = _next_change(job, changes)
         figures.cut_off_ms = found["silent_ms"] + found["total_ms"]
         size -= 1
         job.train_with(size)
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     cluster.add_host()
     size += 1
     job.train_with(size)
     figures.joined_ms = _next_change(job, changes)["total_ms"]
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     job.drain(hosts_of(job)[1])
     size -= 1
     job.train_with(size)
     figures.redone_by_drain = _next_change(job, changes)["steps_redone"]
 
-    changes = len(job.events("Recovered"))
+    changes = _changes(job)
     if cluster.give_notice(hosts_of(job)[1]):
         size -= 1
         job.train_with(size)
         figures.redone_by_notice = _next_change(job, changes)["steps_redone"]
     assert job.stop() == 0
+
+
+def _changes(job: EngineJob) -> int:
+    """Return the number of changes of the membership, once the newest one is complete: its event may come after the
+    records of the steps."""
+    deadline_s = time.monotonic() + LONG_S
+    while True:
+        started, found = job.events("GenerationStarted")[-1], job.events("Recovered")
+        if started["bootstrap"] or (found and found[-1]["number"] == started["number"]):
+            return len(found)
+        assert time.monotonic() < deadline_s, "a change of the membership did not come to its end"
+        time.sleep(0.01)
 
 
 def _next_change(job: EngineJob, seen: int) -> dict[str, Any]:

@@ -56,6 +56,9 @@ class RayHosts:
         self._cluster.drain(host)
         return True
 
+    def control_flags(self) -> list[str]:
+        return []
+
     def leftovers(self) -> list[int]:
         return left_of_jobs()
 
@@ -101,6 +104,14 @@ try:
     farandole.ray.run(fails, cpus_per_worker=7)
 except ValueError as error:
     print("ROOM", error)
+from horovod.ray import ElasticRayExecutor, RayExecutor
+executor = RayExecutor(RayExecutor.create_settings(), num_workers=2)
+executor.start(extra_env_vars={"ADDED": "too"})
+print("EXECUTOR", executor.run(lambda: os.environ["ADDED"]), executor.execute_single(lambda made: made))
+print("REMOTE", ray.get(executor.run_remote(place, [10]))[1][0])
+elastic = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=3))
+elastic.start()
+print("ELASTIC", elastic.run(lambda: int(os.environ["HOROVOD_RANK"]))[:2])
 print("FREE", ray.available_resources()["CPU"])
 """
 
@@ -116,6 +127,9 @@ def test_functions_run_on_all_nodes_and_leave_nothing(cluster: RayCluster, tmp_p
     assert f"PLACES [(0, '{host}', 3.0), (10, '{host}', 3.0), (20, '{host}', 3.0)]" in done.stdout
     assert "TRACEBACK LookupError: nothing here" in done.stdout
     assert "ROOM no node of the Ray cluster has room for a worker with 7 CPUs and 0 GPUs: " in done.stdout
+    assert "EXECUTOR ['too', 'too'] None" in done.stdout
+    assert "REMOTE 10" in done.stdout
+    assert "ELASTIC [0, 1]" in done.stdout
     assert left_of_jobs() == []
 
 

@@ -21,6 +21,7 @@ import psutil
 
 from farandole.agent.network_addresses import own_addresses
 from farandole.engines.ray_engine import name_of
+from farandole.horovod import alias_path
 
 RAY = Path(sys.executable).with_name("ray")
 START_S = 120.0
@@ -46,7 +47,8 @@ class RayCluster:
             free.bind((self._host, 0))
             self._port = free.getsockname()[1]
         self.address = f"{self._host}:{self._port}"
-        self.environment: Mapping[str, str] = {**os.environ, **_SETTINGS, "RAY_ADDRESS": self.address}
+        found_by = {"PYTHONPATH": os.pathsep.join(filter(None, [str(alias_path()), os.environ.get("PYTHONPATH")]))}
+        self.environment: Mapping[str, str] = {**os.environ, **found_by, **_SETTINGS, "RAY_ADDRESS": self.address}
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> RayCluster:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
@@ -30,7 +30,7 @@ from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
 from farandole.launch.arguments import checkpoint_settings
 from farandole.launch.job_runner import Beginning, beginning, run_job
-from farandole.launch.output import OutputOptions, output_options
+from farandole.launch.output import OutputOptions, OutputSink, output_options
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import WITHOUT_EFFECT
 from farandole.machine import now_s
@@ -38,6 +38,7 @@ from farandole.wire.function_call import LARGEST_BYTES, Call, FunctionJob, Retur
 from farandole.wire.messages import ReturnPart
 
 T = TypeVar("T")
+Streams = tuple[TextIO | None, TextIO | None]
 Hosts = tuple[HostSlots, ...] | HostDiscovery | None
 
 _TASK = "farandole.worker.function_task"
@@ -208,6 +209,7 @@ def run_function(
     checkpoint: CheckpointEnv | None = None,
     start: StartSettings | None = None,
     returns_all: bool = False,
+    streams: Streams = (None, None),
 ) -> list[T]:
     """Run a function as run() does, for a job with this `config`, and return the results of the first `config.min_np`
     ranks; with `returns_all`, also those of the other workers that returned."""
@@ -223,6 +225,7 @@ def run_function(
             environment=environment,
             checkpoint=checkpoint,
             start=start,
+            streams=streams,
             function=FunctionJob(sent, returns.add),
         )
         if outcome.exit_code != 0:
@@ -333,10 +336,11 @@ def run_and_wait(
     checkpoint: CheckpointEnv | None = None,
     start: StartSettings | None = None,
     function: FunctionJob | None = None,
+    streams: Streams = (None, None),
 ) -> Outcome:
     """Run `command` as the workers of a job, or a `function`, and wait until it has ended. Agents of other machines are
-    started as `start` says; by ssh, without one. The workers' output goes to sys.stdout and
-    sys.stderr; the launcher's own, only when `is_verbose` or when it is a warning.
+    started as `start` says; by ssh, without one. The workers' output goes to `streams`, which
+    are sys.stdout and sys.stderr unless given; the launcher's own, only when `is_verbose` or when it is a warning.
 
     Raises what run_job and, with a `checkpoint`, beginning() raise. A KeyboardInterrupt ends the job first, with the
     workers' grace period.
@@ -358,6 +362,7 @@ def run_and_wait(
             host=started.host,
             function=function,
             output=output or OutputOptions(),
+            sink=OutputSink(output or OutputOptions(), *streams) if any(streams) else None,
             on_event=on_event,
             extra_environment={**(environment or {}), **begun.environment},
             origin=begun.origin,
