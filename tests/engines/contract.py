@@ -150,7 +150,7 @@ def _play(cluster: Cluster, job: EngineJob, figures: Figures) -> None:
     changes = _changes(job)
     if cluster.cut_off(hosts_of(job)[1]):
         found = _next_change(job, changes)
-        figures.cut_off_ms = found["silent_ms"] + found["total_ms"]
+        figures.cut_off_ms = found["total_ms"]
         size -= 1
         job.train_with(size)
 

@@ -152,6 +152,7 @@ class Agent:
         self._joined, self._call = channel, call
         self._returns: dict[str, asyncio.Event] = {}  # by worker: set when its last part was received
         self._is_obeying = True
+        self._is_abandoned = False
         self._server = WorkerServer(self._on_message, self._on_refused)
         self._heartbeats = Heartbeats(since_boot_s())
         self._datagrams = (
@@ -178,7 +179,8 @@ class Agent:
         self._channel = await self._dial() if self._joined is None else self._joined
         self._server.start()
         self._guards_channel = await self._dial_for_guard() if config.is_apart else None
-        self._processes.start(None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied()))
+        died = None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied())
+        self._processes.start(died)
         error_folder = Path(config.error_folder) if config.error_folder else self._processes.scratch / "errors"
         self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
         self._pages.start()
@@ -209,6 +211,9 @@ class Agent:
             try:
                 await to_its_end(self._processes.end(grace_s))
             finally:
+                if self._is_abandoned and died is not None:
+                    with contextlib.suppress(OSError):  # the coordinator is gone, too
+                        os.write(*died)  # as the guard does, which has ended
                 for task in (obedience, heartbeats, watch, statuses, *self._dumps):
                     task.cancel()
                 self._server.stop()
@@ -239,6 +244,11 @@ class Agent:
     def kill_workers(self) -> None:
         """End all workers at once, also those that are in their grace period."""
         self._processes.kill_all(grace_s=0.0)
+
+    def abandon(self) -> None:
+        """End all workers at once, and report the end of this agent when they are gone: its engine is gone."""
+        self._is_abandoned = True
+        self.kill_workers()
 
     def leave(self, reason: str) -> None:
         """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed

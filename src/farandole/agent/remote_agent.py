@@ -107,7 +107,7 @@ class JoiningAgent:
         """End the workers at once, and leave."""
         self._is_leaving = True
         if self._agent is not None:
-            self._agent.kill_workers()
+            self._agent.abandon()
         if self._run is not None:
             self._run.cancel()
 
