@@ -80,6 +80,7 @@ def agent_of(host: str) -> psutil.Process:
 
 FUNCTIONS = """
 import os
+import time
 import ray
 address = os.environ["RAY_ADDRESS"]
 ray.init(address=address, _node_ip_address=address.rpartition(":")[0], log_to_driver=False, logging_level="ERROR")
@@ -112,7 +113,10 @@ print("REMOTE", ray.get(executor.run_remote(place, [10]))[1][0])
 elastic = ElasticRayExecutor(ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=3))
 elastic.start()
 print("ELASTIC", elastic.run(lambda: int(os.environ["HOROVOD_RANK"]))[:2])
-print("FREE", ray.available_resources()["CPU"])
+deadline_s = time.monotonic() + 60
+while ray.available_resources().get("CPU") != 3:  # what was reserved is free again, soon
+    assert time.monotonic() < deadline_s, ray.available_resources()
+    time.sleep(0.2)
 """
 
 
