@@ -288,7 +288,7 @@ def advance_bootstrap(transition: Transition) -> None:
     """Start generation 1 once all workers wait in init(), or detect that it cannot start."""
     job = transition.job
     waiting = [worker for worker in job.newcomers() if worker.address is not None]
-    if job.plain_exits and not job.workers:
+    if job.plain_exits and not job.workers and not _awaits_hosts(job):
         transition.end(0, f"All workers exited with code 0{_how_they_met(job)}.")
     elif job.plain_exits and waiting:
         transition.end(
@@ -306,6 +306,11 @@ def advance_bootstrap(transition: Transition) -> None:
         start(transition, sorted(waiting, key=job.slot_order))
     else:
         _watch_the_clock(transition, waiting)
+
+
+def _awaits_hosts(job: Job) -> bool:
+    """Return whether workers are still to be started on offered hosts, whose agents have not joined yet."""
+    return not _has_slots(job) and any(each.slot is None for each in capacity.slot_candidates(job))
 
 
 def _how_they_met(job: Job) -> str:
