@@ -113,19 +113,17 @@ class RayAgent:
 
     def __init__(self, actor: Any, ended: Any) -> None:
         self._actor = actor
-        self._life = asyncio.wrap_future(ended.future())
+        self._life = _future_of(ended)
         self._watch: asyncio.Task[None] | None = None
 
     def watch(self, on_line: Callable[[str], None], cpus: float) -> None:
         """Report once when Ray does not start the actor soon."""
-        placed = asyncio.wrap_future(self._actor.is_placed.remote().future())
+        placed = _future_of(self._actor.is_placed.remote())
 
         async def report() -> None:
             await asyncio.wait({placed, self._life}, timeout=_PLACED_S, return_when=asyncio.FIRST_COMPLETED)
             if not placed.done() and not self._life.done():
                 on_line(f"Ray has not started its actor for {_PLACED_S:g} s: are {cpus:g} CPUs free on this node?")
-            await asyncio.wait({placed})
-            placed.exception()  # that of the actor's life, which wait() reports
 
         self._watch = asyncio.create_task(report())
 
@@ -143,7 +141,8 @@ class RayAgent:
 
     def kill_workers(self) -> None:
         """End the agent and its workers at once."""
-        self._actor.end.remote()
+        with contextlib.suppress(Exception):  # the program has left the cluster, and the actors with it
+            self._actor.end.remote()
 
     async def close(self) -> None:
         """End the agent and its actor."""
@@ -152,12 +151,20 @@ class RayAgent:
         if not self._life.done():
             self.kill_workers()
             await asyncio.wait({self._life}, timeout=_END_S)
-        await asyncio.to_thread(ray.kill, self._actor)
+        with contextlib.suppress(Exception):  # as above
+            await asyncio.to_thread(ray.kill, self._actor)
         if self._watch is not None:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
         self._life.cancel()
+
+
+def _future_of(reference: Any) -> asyncio.Future[Any]:
+    """Return a future of this event loop for the result of a call. Its error may stay unread."""
+    future: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
 
 
 def _agent_actor() -> type:

@@ -48,6 +48,7 @@ class SparkAgent:
         self._ended: Future[tuple[int, str]] = Future()
         threading.Thread(target=self._run, name=self._group, daemon=True).start()
         self._life = asyncio.wrap_future(self._ended)
+        self._life.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may stay unread
         self._is_ending = False
 
     async def wait(self) -> AgentExit:
