@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,8 +65,8 @@ class StandInHosts:
     def control_flags(self) -> list[str]:
         return []
 
-    def leftovers(self) -> list[str]:
-        return processes_with("--host stand-in-")
+    def leftovers(self) -> list[int]:
+        return [*processes_with("\0--host\0stand-in-"), *processes_with("HOROVOD_HOSTNAME=stand-in-")]
 
     def _agent_of(self, host: str) -> int:
         for entry in Path("/proc").glob("[0-9]*"):
@@ -142,3 +143,53 @@ def test_a_host_without_python_or_farandole_is_told(
     monkeypatch.setenv("PATH", StandInHosts(tmp_path).environment["PATH"])
     done = farandole_run("-np", "1", "-H", "far:1", "--remote-python", python, "true", fresh=True)
     assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
+
+
+# farandole.run() ------------------------------------------------------------------------------------------------------
+
+APART = """#!/bin/sh
+# A host without the folder of the caller: what lies there must have travelled.
+for command in "$@"; do :; done
+exec unshare --mount sh -c 'mount -t tmpfs none "$1" && cd / && exec sh -c "$2"' sh "$CALLERS_FOLDER" "$command"
+"""
+
+PROGRAM = """
+import os
+import farandole as fd
+
+def work(data, fails_on):
+    import farandole
+    farandole.init()
+    if farandole.rank() == fails_on:
+        raise LookupError(f"nothing on rank {fails_on} of {os.environ['HOROVOD_HOSTNAME']}")
+    total = farandole.allreduce(__import__("torch").ones(1), op=farandole.Sum).item()
+    return farandole.rank(), os.environ["HOROVOD_HOSTNAME"], os.listdir(CALLER), data[::-1], total
+
+CALLER, DATA = os.environ["CALLERS_FOLDER"], os.urandom(3_000_000)
+WHERE = dict(num_proc=3, hosts="far-0:2,far-1:1")
+results = fd.run(work, (DATA, None), **WHERE)
+assert all(data == DATA[::-1] and total == 3 for *_, data, total in results)
+print("PLACES", [each[:3] for each in results])
+try:
+    fd.run(work, (DATA, 2), **WHERE)
+except fd.FatalError as error:
+    print("TRACEBACK", error.traceback.splitlines()[-1])
+print("LEFT", [name for name in os.listdir("tmp")])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can hide the caller's folder from the other hosts")
+def test_a_function_and_its_results_travel_to_hosts_that_share_no_folder(tmp_path: Path) -> None:
+    hosts = StandInHosts(tmp_path)
+    (tmp_path / "bin" / "ssh").write_text(APART)
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {**hosts.environment, "TMPDIR": str(tmp_path / "tmp"), "CALLERS_FOLDER": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "PLACES [(0, 'far-0', []), (1, 'far-0', []), (2, 'far-1', [])]" in done.stdout
+    assert "TRACEBACK LookupError: nothing on rank 2 of far-1" in done.stdout
+    assert "LEFT []" in done.stdout
+    assert processes_with("\0--host\0far-") == processes_with("HOROVOD_HOSTNAME=far-") == []

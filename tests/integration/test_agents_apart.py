@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
+import psutil
 import pytest
 
 from farandole.agent.agent import HeartbeatSocket
@@ -82,9 +84,11 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(budget_s: float = BUDGET_S, takes_agents: bool = True) -> AsyncIterator[Served]:
+async def serving(
+    budget_s: float = BUDGET_S, takes_agents: bool = True, command: tuple[str, ...] = ("true",)
+) -> AsyncIterator[Served]:
     events = EventLog()
-    welcome = Welcome("job", ("true",), "/", {}, budget_s, 0.1, is_elastic=True) if takes_agents else None
+    welcome = Welcome("job", command, "/", {}, budget_s, 0.1, is_elastic=True) if takes_agents else None
     config = JobConfig(num_proc=1, detection_budget_s=budget_s, takes_agents=takes_agents)
     printed: list[tuple[str, OutputMessage | None]] = []
     coordinator = Coordinator(
@@ -230,6 +234,30 @@ def test_the_death_of_an_agent_that_its_guard_reports_counts_at_once() -> None:
                 sock.setblocking(True)
                 sock.sendall(data)
                 assert "its guard has killed its workers" in (await asyncio.wait_for(lost, DEADLINE_S)).reason
+
+    run(test())
+
+
+def test_an_agent_whose_standard_input_has_ended_reports_its_own_end_at_once() -> None:
+    """The process that had started it is gone: an actor of Ray, a client of ssh."""
+
+    async def test() -> None:
+        async with serving(budget_s=30.0, command=("sleep", "100")) as served:
+            agent = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "farandole", "agent", "--join", str(served.coordinator.address)),
+                *("--host", "b", "--token-file", "-", "--quiet"),
+                stdin=asyncio.subprocess.PIPE,
+            )
+            assert agent.stdin is not None
+            agent.stdin.write(TOKEN + b"\n")
+            async with asyncio.timeout(DEADLINE_S):
+                while not any(each.name() == "sleep" for each in psutil.Process(agent.pid).children()):
+                    await asyncio.sleep(0.02)
+            lost = asyncio.create_task(served.events.next(AgentWasLost))
+            await asyncio.sleep(0)
+            agent.stdin.close()
+            assert "its guard has killed its workers" in (await asyncio.wait_for(lost, DEADLINE_S)).reason
+            await agent.wait()
 
     run(test())
 

@@ -269,6 +269,21 @@ def test_results_that_cannot_be_sent_back() -> None:
         fd.run(lock)
 
 
+def test_a_result_above_the_limit_is_an_error_of_the_worker() -> None:
+    def large() -> bytes:
+        sys.modules["__main__"].LARGEST_BYTES = 1000  # type: ignore[attr-defined]
+        return bytes(1001)
+
+    with pytest.raises(FunctionFailed, match=r"returned a bytes of 10.. bytes when pickled, at most 1000"):
+        fd.run(large)
+
+
+def test_a_call_above_the_limit_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farandole.launch.run_function.LARGEST_BYTES", 1000)
+    with pytest.raises(TypeError, match="at most 1000 can be sent to the workers; load large data inside"):
+        fd.run(len, (bytes(1001),))
+
+
 def test_results_that_cannot_be_read_here() -> None:
     def sly() -> Any:
         class Sly:

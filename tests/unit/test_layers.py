@@ -21,6 +21,8 @@ MAY_IMPORT = {
     "optim": {"collectives", "process_group", "state"},
     "data": {"collectives", "state"},
     "ledger": set(),
+    "ray": {"launch"},
+    "spark": {"launch"},
     "parallel": set(),
     "checkpoint": {"state"},
     "sharding": {"collectives", "process_group", "state"},
@@ -44,7 +46,7 @@ MAY_IMPORT = {
         "launch",
     },
 }
-WITHOUT_TORCH = {BASE, "agent", "coordinator", "engines", "launch", "ledger"}
+WITHOUT_TORCH = {BASE, "agent", "coordinator", "engines", "launch", "ledger", "ray", "spark"}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 # The folder, and the file that runs in each `import torch`, for which that folder takes too long to import.

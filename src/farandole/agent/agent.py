@@ -10,7 +10,7 @@ import enum
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,11 @@ from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedW
 from farandole.liveness.exit_notice import is_main_thread_ending
 from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
 from farandole.liveness.status_reporting import DUMP_SIGNAL
-from farandole.machine import now_s, since_boot_s
+from farandole.machine import now_s, since_boot_s, wall_time_s
 from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus
 from farandole.wire.authentication import Role, derive_data_key
 from farandole.wire.channel import TO_AGENT, Channel, connect
+from farandole.wire.function_call import PART_BYTES, call_file, return_file
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,
@@ -49,6 +50,8 @@ from farandole.wire.messages import (
     Hello,
     JobOver,
     Kill,
+    PartReceived,
+    ReturnPart,
     Spawn,
     SpawnFailed,
     StartWorkers,
@@ -134,6 +137,7 @@ class Agent:
     """The agent. Create and run it on one event loop: `await run()`. When that returns or raises, no worker is left.
 
     channel  that of an agent that was welcomed already; None: it connects, as a part of the coordinator's process
+    call     the call of farandole.run(), for the workers; empty: they run another program
     """
 
     def __init__(
@@ -142,9 +146,13 @@ class Agent:
         sink: Sink,
         on_event: Callable[[Event], None],
         channel: Channel[ToAgent] | None = None,
+        call: bytes = b"",
     ) -> None:
         self._config, self._sink, self._on_event = config, sink, on_event
-        self._joined = channel
+        self._joined, self._call = channel, call
+        self._returns: dict[str, asyncio.Event] = {}  # by worker: set when its last part was received
+        self._is_obeying = True
+        self._is_abandoned = False
         self._server = WorkerServer(self._on_message, self._on_refused)
         self._heartbeats = Heartbeats(since_boot_s())
         self._datagrams = (
@@ -171,7 +179,8 @@ class Agent:
         self._channel = await self._dial() if self._joined is None else self._joined
         self._server.start()
         self._guards_channel = await self._dial_for_guard() if config.is_apart else None
-        self._processes.start(None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied()))
+        died = None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied())
+        self._processes.start(died)
         error_folder = Path(config.error_folder) if config.error_folder else self._processes.scratch / "errors"
         self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
         self._pages.start()
@@ -197,10 +206,14 @@ class Agent:
                 self._channel.abort()  # their exits are not failures of theirs
             return service
         finally:
+            self._stop_waiting_for_answers()
             lease.cancel()
             try:
                 await to_its_end(self._processes.end(grace_s))
             finally:
+                if self._is_abandoned and died is not None:
+                    with contextlib.suppress(OSError):  # the coordinator is gone, too
+                        os.write(*died)  # as the guard does, which has ended
                 for task in (obedience, heartbeats, watch, statuses, *self._dumps):
                     task.cancel()
                 self._server.stop()
@@ -232,6 +245,11 @@ class Agent:
         """End all workers at once, also those that are in their grace period."""
         self._processes.kill_all(grace_s=0.0)
 
+    def abandon(self) -> None:
+        """End all workers at once, and report the end of this agent when they are gone: its engine is gone."""
+        self._is_abandoned = True
+        self.kill_workers()
+
     def leave(self, reason: str, within_s: float = 0.0) -> None:
         """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed
         after the grace period, or `within_s` if that is longer."""
@@ -244,6 +262,8 @@ class Agent:
         """Execute the coordinator's orders until it needs nothing more. Then the workers are told, and have their grace
         period."""
         try:
+            if self._call:
+                await asyncio.to_thread(call_file(self._processes.scratch).write_bytes, self._call)
             while not isinstance(order := await self._channel.receive(), JobOver | Dismissed):
                 self._do(order)
             service = _service(order)
@@ -300,6 +320,9 @@ class Agent:
                 dump.add_done_callback(self._dumps.discard)
             else:
                 self._processes.kill(order.worker, order.grace_s)
+        elif isinstance(order, PartReceived):
+            if order.worker in self._returns:
+                self._returns[order.worker].set()
         elif isinstance(order, CoordinatorHeartbeat):
             self._heartbeats.record(order.sequence, order.received)
 
@@ -342,14 +365,41 @@ class Agent:
             self._server.read_rest(worker)
             self._channel.send(WorkerDying(worker))
 
-    def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...], pid: int) -> None:
+    async def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...], pid: int) -> None:
         self._report_meetings()
         page = self._pages.get(worker)
         stacks = page.stacks() if page is not None else ""
         self._pages.remove(worker)
         self._server.dismiss(worker)  # first its last messages: Finished must not arrive after the exit
         error = self._errors.take(worker)
+        if self._call:
+            await self._send_return(worker)
         self._channel.send(WorkerExited(worker, exit_code, last_lines, stacks, pid, error))
+
+    async def _send_return(self, worker: str) -> None:
+        """Send what the worker has left for the caller of farandole.run(), if anything, one part after the other."""
+        path = return_file(self._processes.scratch, worker)
+        if not path.exists():  # it was killed, or has exited early
+            return
+        received = self._returns[worker] = asyncio.Event()
+        with path.open("rb") as file:
+            age_s = max(0.0, wall_time_s() - os.fstat(file.fileno()).st_mtime)
+            data = file.read(PART_BYTES)
+            while data:
+                following = file.read(PART_BYTES)
+                self._channel.send(ReturnPart(worker, data, not following, age_s))
+                if following and self._is_obeying:
+                    await received.wait()
+                    received.clear()
+                data = following
+        del self._returns[worker]
+        path.unlink(missing_ok=True)
+
+    def _stop_waiting_for_answers(self) -> None:
+        """Send the remaining parts of returns without an answer: the coordinator's messages are not read any more."""
+        self._is_obeying = False
+        for received in self._returns.values():
+            received.set()
 
     def _on_spawn_failed(self, worker: str, error: str) -> None:
         self._pages.remove(worker)
@@ -477,7 +527,7 @@ class WorkerProcesses:
         self,
         make_spawner: Callable[[Guard], Spawner],
         sink: Sink,
-        on_exit: Callable[[str, int, tuple[str, ...], int], None],
+        on_exit: Callable[[str, int, tuple[str, ...], int], Awaitable[None]],
         on_spawn_failed: Callable[[str, str], None],
         silence_limit_s: float | None = None,
     ) -> None:
@@ -595,8 +645,8 @@ class WorkerProcesses:
             self.kill(worker, grace_s)
         exit_code = await process.wait()
         del self._running[worker]
-        self._on_exit(worker, exit_code, process.last_lines, process.pid)
         self._guard.release(process.pid)
+        await self._on_exit(worker, exit_code, process.last_lines, process.pid)
         await process.wait_for_output()
         self._sink.closed(worker)
         remove_shared_memory(self._children.pop(worker, set()))

@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
@@ -21,9 +22,11 @@ from farandole.events import AgentRejoins, AgentServes, AgentWaits, Event
 from farandole.machine import installed_software, now_s
 from farandole.membership import Address
 from farandole.wire.channel import HANDSHAKE_DEADLINE_S, TO_AGENT, Channel, TokenRefused, connect
+from farandole.wire.function_call import receive_call
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
+    CallComes,
     Message,
     OutputMessage,
     Refused,
@@ -34,6 +37,7 @@ from farandole.wire.messages import (
     WorkerSilent,
 )
 
+_CALL_DEADLINE_S = 600.0  # for the largest call on a slow network
 _AGAIN_S = 0.5  # between two attempts to join
 _NEXT_ADDRESS_S = 0.2  # between two addresses of the coordinator; most answer sooner
 
@@ -111,13 +115,13 @@ class JoiningAgent:
         """End the workers at once, and leave."""
         self._is_leaving = True
         if self._agent is not None:
-            self._agent.kill_workers()
+            self._agent.abandon()
         if self._run is not None:
             self._run.cancel()
 
     async def _serve_again_and_again(self) -> Service:
         while True:
-            channel, welcome = await self._join()
+            channel, welcome, call = await self._join()
             try:
                 config = self._config(welcome)
             except OSError as error:
@@ -128,7 +132,7 @@ class JoiningAgent:
                 ) from None
             self._on_event(AgentServes(welcome.job_id, config.slots))
             output = ForwardedOutput(channel)
-            self._agent = Agent(config, output, self._on_event, channel)
+            self._agent = Agent(config, output, self._on_event, channel, call)
             try:
                 service = await self._agent.run()
             finally:
@@ -138,7 +142,7 @@ class JoiningAgent:
                 return service
             self._on_event(AgentRejoins(str(self._coordinator), service.reason))
 
-    async def _join(self) -> tuple[Channel[ToAgent], Welcome]:
+    async def _join(self) -> tuple[Channel[ToAgent], Welcome, bytes]:
         """Try to join until the agent is welcomed, or the time is over."""
         deadline_s, last = now_s() + self._options.retry_s, ""
         while True:
@@ -153,7 +157,7 @@ class JoiningAgent:
                 last = why
             await asyncio.sleep(_AGAIN_S)
 
-    async def _attempt(self) -> tuple[Channel[ToAgent], Welcome]:
+    async def _attempt(self) -> tuple[Channel[ToAgent], Welcome, bytes]:
         channel, self._coordinator = await self._dial_all()
         options, coordinator = self._options, self._coordinator
         try:
@@ -168,8 +172,13 @@ class JoiningAgent:
                     software=installed_software(),
                 )
             )
+            call = b""
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 answer = await channel.receive()
+            if isinstance(answer, CallComes):
+                async with asyncio.timeout(_CALL_DEADLINE_S):
+                    call = await receive_call(channel, answer.size)
+                    answer = await channel.receive()
             if isinstance(answer, Refused) and not answer.is_final:
                 raise _NotNow(f"{coordinator} does not accept this agent now: {answer.reason}")
             if isinstance(answer, Refused):
@@ -179,10 +188,13 @@ class JoiningAgent:
         except (TimeoutError, OSError) as error:
             channel.abort()
             raise _NotNow(_format_error(error, coordinator)) from None
+        except (ProtocolError, AuthenticationError) as error:
+            channel.abort()
+            raise ConfigError(f"{coordinator}: {error}") from None
         except BaseException:
             channel.abort()
             raise
-        return channel, answer
+        return channel, answer, call
 
     async def _dial_all(self) -> tuple[Channel[ToAgent], Address]:
         """Dial all addresses of the coordinator, each a little later than the one before, and return the first
@@ -228,9 +240,14 @@ class JoiningAgent:
         return channel
 
     def _config(self, welcome: Welcome) -> AgentConfig:
-        """Return the configuration, and enter the job's folder: workers inherit it. Raises OSError when that fails."""
+        """Return the configuration, and enter the job's folder: workers inherit it. Raises OSError when that fails,
+        unless the job can do without."""
         options = self._options
-        os.chdir(options.folder or welcome.folder)
+        try:
+            os.chdir(options.folder or welcome.folder)
+        except OSError:
+            if options.folder or welcome.needs_folder:
+                raise
         return AgentConfig(
             name=options.name,
             host=options.host,
@@ -238,7 +255,7 @@ class JoiningAgent:
             coordinator=self._coordinator,
             job_id=welcome.job_id,
             token=options.token,
-            command=welcome.command,
+            command=with_own_python(welcome.command),
             environment=share_cores({**inherited_environment(), **welcome.environment}, options.slots, self._on_event),
             detection_budget_s=welcome.detection_budget_s,
             grace_s=welcome.grace_s if options.grace_s is None else options.grace_s,
@@ -252,6 +269,11 @@ class JoiningAgent:
             data_host=own_addresses(options.interfaces)[0] if options.interfaces else "",
             process=self._process,
         )
+
+
+def with_own_python(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command with this process's Python in place of an empty first word."""
+    return tuple(command) if command[0] else (sys.executable, *command[1:])
 
 
 async def _abort(dials: Mapping[asyncio.Task[Channel[ToAgent]], Address]) -> None:

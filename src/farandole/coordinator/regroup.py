@@ -296,7 +296,7 @@ def advance_bootstrap(transition: Transition) -> None:
     job = transition.job
     waiting = [worker for worker in job.newcomers() if worker.address is not None]
     _report_never_met(transition)
-    if job.plain_exits and not job.workers:
+    if job.plain_exits and not job.workers and not _awaits_hosts(job):
         transition.end(0, f"All workers exited with code 0{_how_they_met(job)}.")
     elif job.plain_exits and waiting:
         transition.end(
@@ -324,6 +324,11 @@ def _report_never_met(transition: Transition) -> None:
     if job.never_met and waiting:
         transition.change(never_met=())
         transition.log(WorkersNeverMet(job.never_met, waiting))
+
+
+def _awaits_hosts(job: Job) -> bool:
+    """Return whether workers are still to be started on offered hosts, whose agents have not joined yet."""
+    return not _has_slots(job) and any(each.slot is None for each in capacity.slot_candidates(job))
 
 
 def _how_they_met(job: Job) -> str:

@@ -40,6 +40,7 @@ from farandole.membership import Address, Origin
 from farandole.wire.authentication import Role
 from farandole.wire.channel import (
     AGENT_MESSAGES,
+    CALL_RECEIVED,
     CLIENT_MESSAGES,
     DIALERS_MESSAGES,
     GUARD_MESSAGES,
@@ -58,6 +59,7 @@ from farandole.wire.control import (
     PastEvent,
     Status,
 )
+from farandole.wire.function_call import FunctionJob, send_call
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,
@@ -68,7 +70,9 @@ from farandole.wire.messages import (
     GuardHello,
     Heartbeat,
     OutputMessage,
+    PartReceived,
     Refused,
+    ReturnPart,
     Spawn,
     ToAgent,
     Welcome,
@@ -105,6 +109,7 @@ class Coordinator:
     on_output  called with an agent and its message about its workers' output; None: no more will come
     offers_joined  whether hosts whose agents join by themselves count as offered, with their slots, as long as they
                    stay; otherwise only those of `offer` do, once it was called
+    function   of a job of farandole.run()
     """
 
     def __init__(
@@ -121,7 +126,9 @@ class Coordinator:
         welcome: Welcome | None = None,
         on_output: Callable[[str, OutputMessage | None], None] = lambda _agent, _message: None,
         offers_joined: bool = False,
+        function: FunctionJob | None = None,
     ) -> None:
+        self._function = function
         self._config, self._token, self._job_id = config, token, job_id
         self._hosts, self._port = tuple(hosts), port
         self._servers: list[asyncio.Server] = []
@@ -377,12 +384,19 @@ class Coordinator:
         task = asyncio.current_task()
         assert task is not None
         self._strangers.discard(task)
+        self._serving.discard(task)
         group.add(task)
 
     async def _serve(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
         if hello.is_apart and (refused := self._why_refused(hello)) is not None:
             channel.send(refused)
             raise ProtocolError(refused.reason)
+        if hello.is_apart and self._function is not None:
+            self._introduced(self._serving)  # the end of the job does not wait for it
+            await send_call(channel.expecting(CALL_RECEIVED), self._function.call)
+            if (refused := self._why_refused(hello)) is not None:  # another one has joined meanwhile
+                channel.send(refused)
+                raise ProtocolError(refused.reason)
         self._introduced(self._conversations)
         self._agent_hosts.add(channel.peer_host)
         if hello.agent in self._silence:
@@ -436,6 +450,10 @@ class Coordinator:
             self._heartbeats.record(agent, message.sequence, message.received or 0)
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
+        elif isinstance(message, ReturnPart):
+            if self._function is not None:
+                self._function.on_return(message)
+            channel.send(PartReceived(message.worker))
         elif isinstance(message, WorkersSeen):
             self._hang_detector.record(agent, message.workers, self._clock.now_s())
         elif not isinstance(message, Heartbeat):

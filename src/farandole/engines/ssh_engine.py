@@ -21,6 +21,7 @@ _CONNECT_S = 10
 _ALIVE_EVERY_S, _ALIVE_TIMES = 5, 3  # the coordinator detects a silent host sooner; this ends the client
 _SSH_FAILED = 255  # ssh(1), EXIT STATUS
 _NOT_FOUND = (126, 127)  # of the remote shell
+_OTHER_PYTHON = "give --remote-python PATH (farandole.run: executable=PATH)"
 # What the client prints when a connection that worked has ended (OpenSSH 9.2: clientloop.c, packet.c).
 _ENDED = ("closed by remote host", "Broken pipe", "Connection reset", "not responding")
 
@@ -79,9 +80,9 @@ def exit_of_ssh(code: int, last_lines: str, python: str, host: str) -> AgentExit
         reason = f"ssh: {last_lines or 'the connection failed'}{hint}"
         return AgentExit(reason, is_final=not has_ended, are_workers_gone=False)
     if code in _NOT_FOUND:
-        return AgentExit(f"{python} cannot be run there ({last_lines}): give --remote-python PATH", is_final=True)
+        return AgentExit(f"{python} cannot be run there ({last_lines}): {_OTHER_PYTHON}", is_final=True)
     if "No module named farandole" in last_lines or "No module named 'farandole'" in last_lines:
         return AgentExit(
-            f"Farandole is not installed for {python} there: install it, or give --remote-python PATH", is_final=True
+            f"Farandole is not installed for {python} there: install it, or {_OTHER_PYTHON}", is_final=True
         )
     return exit_of_agent(code, last_lines)

@@ -17,7 +17,7 @@ from farandole.agent.agent import Agent, AgentConfig
 from farandole.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
 from farandole.agent.network_addresses import addresses_for, own_addresses
 from farandole.agent.preemption import Notice, watch_for_notices
-from farandole.agent.remote_agent import RemoteOutput
+from farandole.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.checkpoint.folder import JobLock, begin_job
 from farandole.checkpoint.store import LocalStore
 from farandole.config import ForkServerUse, JobConfig, Preemption
@@ -41,10 +41,11 @@ from farandole.events import (
 )
 from farandole.launch.ending_signals import ending_signals
 from farandole.launch.job_files import JobFile, announced, born, shared
-from farandole.launch.joining import Joining, text_token
+from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.machine import wall_time_s
 from farandole.membership import Address, Origin
+from farandole.wire.function_call import FunctionJob
 from farandole.wire.messages import Welcome
 
 Observer: TypeAlias = Callable[[], Coroutine[None, None, None]]
@@ -73,10 +74,11 @@ async def run_job(
     watch: HostWatch | None = None,
     preemption: Preemption | None = None,
     reason_to_end: Callable[[Event], str] | None = None,
+    function: FunctionJob | None = None,
 ) -> Outcome:
     """Run `command` as the job's workers until the job has ended; none of its processes is left then, whatever was
-    raised. In the main thread the first SIGINT, SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM
-    at once.
+    raised. An empty first word of the command stands for the Python of each agent. In the main thread the first SIGINT,
+    SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM at once.
 
     hosts              where workers run, in the order of their ranks: each name is a host of its own. Or a repeated
                        discovery. None: localhost, with as many slots as the job may ever need.
@@ -99,6 +101,8 @@ async def run_job(
                        others; None: nowhere. One of this machine ends the job as SIGTERM does: the coordinator goes
                        with the machine, and a checkpoint is still possible
     reason_to_end      returns for an event why the job must end, with grace; empty: it need not
+    function           the call that travels to all agents, and the receiver of their workers' returns; of jobs of
+                       farandole.run(), which need no folder of theirs
     error_folder       the folder for the workers' error files on this machine; empty: they are removed with the job
 
     Raises ConfigError when the coordinator cannot listen there, when a host cannot be used or all have fewer slots than
@@ -111,7 +115,7 @@ async def run_job(
     here = sum(each.slots for each in first if each.name not in hosts_source.others)
     reserve_descriptors(max(here, config.max_np or 0))
     # Without line ends: engines pass it to their agents as a line.
-    job_id, token = secrets.token_hex(8), text_token() if joining is None else joining.token
+    job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
 
     def on_decision(event: Event) -> None:
         if isinstance(event, HostDrained | HostUndrained):
@@ -126,6 +130,7 @@ async def run_job(
     async def own_addresses_for(others: Iterable[str]) -> tuple[str, ...]:
         return await asyncio.to_thread(addresses_for, tuple(others), interfaces)
 
+    own_command = with_own_python(command)
     sink = OutputSink(output) if sink is None else sink
     forks: ForkServerUse = fork_server if config.may_start_workers_again else "off"
     is_open = joining is not None or bool(hosts_source.others) or not hosts_source.are_fixed
@@ -141,9 +146,10 @@ async def run_job(
             port=port,
             on_event=on_decision,
             origin=origin,
-            welcome=_welcome(config, command, job_id, extra_environment, forks) if is_open else None,
+            welcome=_welcome(config, command, job_id, extra_environment, forks, function) if is_open else None,
             on_output=RemoteOutput(sink),
             offers_joined=is_of_engine,
+            function=function,
         )
         await coordinator.start()
     except ConfigError:
@@ -174,7 +180,7 @@ async def run_job(
             coordinator=coordinator.address,
             job_id=job_id,
             token=token,
-            command=command,
+            command=own_command,
             environment=environment,
             detection_budget_s=config.detection_budget_s,
             grace_s=config.grace_s,
@@ -185,7 +191,7 @@ async def run_job(
             error_folder=error_folder,
             data_host=own_addresses(interfaces)[0] if interfaces else "",
         )
-        return Agent(agent_config, sink, on_event)
+        return Agent(agent_config, sink, on_event, call=b"" if function is None else function.call)
 
     async def addresses_of_coordinator(others: Iterable[str]) -> tuple[Address, ...]:
         if not host and all(each.host == _LOOPBACK for each in coordinator.addresses):
@@ -221,7 +227,7 @@ async def run_job(
         with (
             shared(job_file, file),
             _ending_on_signals(coordinator, fleet, on_event, config.grace_s),
-            announced(job_id, coordinator.address, token, command) as problem,
+            announced(job_id, coordinator.address, token, own_command) as problem,
         ):
             if problem:
                 on_event(JobNotAnnounced(problem))
@@ -243,6 +249,7 @@ def _welcome(
     job_id: str,
     extra_environment: Mapping[str, str] | None,
     fork_server: ForkServerUse,
+    function: FunctionJob | None,
 ) -> Welcome:
     return Welcome(
         job_id=job_id,
@@ -254,6 +261,7 @@ def _welcome(
         is_elastic=config.may_change,
         fork_server=fork_server,
         max_restarts=config.max_restarts or 0,
+        needs_folder=function is None,
     )
 
 

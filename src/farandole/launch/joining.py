@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from farandole.engines.host_list import HostSlots
 from farandole.env import slurm_folder
 from farandole.errors import ConfigError
+from farandole.wire.authentication import new_token
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def joining(token_file: Path | None, job_file: Path | None, discovery_script: st
         flag = "--job-file" if token_file is None else "--token-file"
         raise ConfigError(f"{flag} and --host-discovery-script both determine the hosts; give one of them")
     if token_file is None:
-        return Joining(text_token(), "", job_file)
+        return Joining(new_token(), "", job_file)
     return Joining(token_of_job(token_file), str(token_file), job_file)
 
 
@@ -101,13 +101,8 @@ def token_of_job(path: Path) -> bytes:
         except OSError as error:
             raise ConfigError(f"the token file {path} cannot be created: {error.strerror}") from None
         with os.fdopen(descriptor, "w") as file:
-            file.write(text_token().decode() + "\n")
+            file.write(new_token().decode() + "\n")
     return read_token_file(path)
-
-
-def text_token() -> bytes:
-    """Return a random token without blanks and line ends, which a file or a line can hold."""
-    return secrets.token_hex(32).encode()
 
 
 def read_token_file(path: Path) -> bytes:

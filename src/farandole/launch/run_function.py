@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import pickle
 import sys
 import tempfile
@@ -12,25 +11,34 @@ import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
+import msgspec
 
 from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
 from farandole.engines.discovery import HostDiscovery, ScriptDiscovery
-from farandole.engines.host_list import HostSlots, parse_hostfile, parse_hosts
+from farandole.engines.engine_interface import Engine
+from farandole.engines.host_list import HostSlots, SshSettings, parse_hostfile, parse_hosts
+from farandole.engines.ssh_engine import SshEngine
 from farandole.env import CheckpointEnv, read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
 from farandole.launch.arguments import checkpoint_settings
 from farandole.launch.job_runner import Beginning, beginning, run_job
-from farandole.launch.output import OutputOptions, output_options
+from farandole.launch.output import OutputOptions, OutputSink, output_options
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import WITHOUT_EFFECT
+from farandole.machine import now_s
+from farandole.wire.function_call import LARGEST_BYTES, Call, FunctionJob, Return
+from farandole.wire.messages import ReturnPart
 
 T = TypeVar("T")
+Streams = tuple[TextIO | None, TextIO | None]
 Hosts = tuple[HostSlots, ...] | HostDiscovery | None
 
 _TASK = "farandole.worker.function_task"
@@ -85,9 +93,14 @@ def run(
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in each of `num_proc` workers, and return their results, by rank.
 
-    The function, its arguments and its results travel by cloudpickle, in a folder of the user's own; so functions of a
-    notebook or of `__main__`, closures and lambdas work. The workers are new processes of this Python. Parameters that
-    are not listed here are Horovod's and have no effect; to give one causes a warning.
+    The function, its arguments and its results travel by cloudpickle; so functions of a notebook or of `__main__`,
+    closures and lambdas work. A function of a module is imported by its name, so each host must have the module. The
+    workers are new processes of this Python, or on other hosts of the Python of their agents. They run in the folder of
+    this process, or in that of their agent where there is no such folder. Parameters that are not listed here are
+    Horovod's and have no effect; to give one causes a warning.
+
+    The call, and the result of each worker, may take 1 GiB each. They travel over the job's authenticated connections,
+    and only this process unpickles results.
 
     Args:
         func: The function for the workers.
@@ -97,18 +110,22 @@ def run(
         min_num_proc: The fewest workers that may continue in an elastic function; the results are then those of the
             first `min_num_proc` ranks. Without it, all are needed.
         max_num_proc: The most workers that may ever train.
-        hosts: For example "localhost:4"; this machine only, so far.
-        hostfile: A file with lines `localhost slots=4`; this machine only, so far.
+        hosts: For example "localhost:4,b:4". Agents on other machines are started by ssh.
+        hostfile: A file with lines such as `b slots=4`.
         host_discovery_script: A command that prints the hosts; it is run repeatedly.
         slots: The slots of hosts that the script prints without a number.
         reset_limit: As --reset-limit.
         cooldown_range: As --blacklist-cooldown-range.
         start_timeout: Seconds, as --start-timeout.
         elastic_timeout: Seconds, as --elastic-timeout.
+        ssh_port: As --ssh-port.
+        ssh_identity_file: As --ssh-identity-file.
+        network_interfaces: The network interfaces that are used between hosts, as --network-interfaces.
+        network_interface: The same, separated by commas.
         output_filename: As the flag of the same name.
         prefix_output_with_timestamp: As the flag of the same name.
         verbose: As the flag of the same name.
-        executable: Another Python for the workers.
+        executable: Another Python for the workers, and for agents on other machines.
         env: Variables of the workers in addition to those of this process.
         checkpoint: As --checkpoint DIR: the state of an elastic function is written there, and the next call resumes
             from it.
@@ -125,6 +142,8 @@ def run(
         ConfigError: The arguments cannot work. It is a ValueError.
         TypeError: `func` is not a function, or cannot be sent.
     """
+    if network_interface is not None:
+        network_interfaces = [*(network_interfaces or ()), *network_interface.split(",")]
     if not callable(func):
         raise TypeError(f"farandole.run: the first argument must be the function for the workers, got {func!r}")
     num_proc = num_proc if np is None else np
@@ -155,7 +174,27 @@ def run(
         environment=env,
         executable=executable,
         checkpoint=checkpoint_settings(checkpoint, checkpoint_every, checkpoint_keep),
+        start=start_by_ssh(SshSettings(ssh_port, ssh_identity_file or "", executable or ""), network_interfaces or ()),
     )
+
+
+@dataclass(frozen=True)
+class StartSettings:
+    """The way in which workers are started on hosts that are other machines.
+
+    make_engine  returns the engine; called with the listener to the job's events
+    interfaces   the network interfaces that are used between hosts; empty: those that lead to the other hosts
+    host         the address of the coordinator; empty: as in run_job()
+    """
+
+    make_engine: Callable[[Callable[[Event], None]], Engine]
+    interfaces: tuple[str, ...] = ()
+    host: str = ""
+
+
+def start_by_ssh(settings: SshSettings | None = None, interfaces: Iterable[str] = ()) -> StartSettings:
+    """Return the settings for hosts that are reached by ssh."""
+    return StartSettings(partial(SshEngine, settings or SshSettings()), tuple(interfaces))
 
 
 def run_function(
@@ -168,25 +207,31 @@ def run_function(
     environment: Mapping[str, str] | None = None,
     executable: str | None = None,
     checkpoint: CheckpointEnv | None = None,
+    start: StartSettings | None = None,
+    returns_all: bool = False,
+    streams: Streams = (None, None),
 ) -> list[T]:
     """Run a function as run() does, for a job with this `config`, and return the results of the first `config.min_np`
-    ranks."""
+    ranks; with `returns_all`, also those of the other workers that returned."""
+    sent = _encoded(call)
     with tempfile.TemporaryDirectory(prefix="farandole-run-") as name:  # only this user can look into it
-        folder = Path(name)
-        (folder / "call").write_bytes(_pickled(call))
-        (folder / "search_path").write_text(json.dumps([entry or str(Path.cwd()) for entry in sys.path]))
+        returns = _Returns(Path(name))
         outcome = run_and_wait(
             config,
-            [executable or sys.executable, "-m", _TASK, name],
+            [executable or "", "-m", _TASK],
             hosts=hosts,
             output=output,
             is_verbose=is_verbose,
             environment=environment,
             checkpoint=checkpoint,
+            start=start,
+            streams=streams,
+            function=FunctionJob(sent, returns.add),
         )
         if outcome.exit_code != 0:
-            raise FunctionFailed(outcome.reason, _first_traceback(folder))
-        return [_result(folder, rank, outcome) for rank in range(config.min_np)]
+            raise FunctionFailed(outcome.reason, returns.first_traceback())
+        ranks = sorted({*range(config.min_np), *(returns.ranks() if returns_all else ())})
+        return [_result(returns, rank, outcome) for rank in ranks]
 
 
 def chosen_hosts(
@@ -205,35 +250,73 @@ def chosen_hosts(
     return None if script is None else ScriptDiscovery(script, slots or 1, period_s=period_s)
 
 
-def _pickled(call: Callable[[], Any]) -> bytes:
+def _encoded(call: Callable[[], Any]) -> bytes:
     try:
-        data: bytes = cloudpickle.dumps(call)
+        pickled: bytes = cloudpickle.dumps(call)
     except Exception as error:
         raise TypeError(
             f"the function or its arguments cannot be sent to the workers: {error}; create objects that cannot be "
             "pickled (locks, open files, connections) inside the function"
         ) from error
-    return data
+    if len(pickled) > LARGEST_BYTES:
+        raise TypeError(
+            f"the function and its arguments take {len(pickled)} bytes when pickled, at most {LARGEST_BYTES} can be "
+            "sent to the workers; load large data inside the function"
+        )
+    search_path = tuple(entry or str(Path.cwd()) for entry in sys.path)
+    return msgspec.msgpack.encode(Call(search_path, pickled))
 
 
-def _result(folder: Path, rank: int, outcome: Outcome) -> Any:
-    path = folder / f"result.{rank}"
-    if not path.exists():
+class _Returns:
+    """The returns of the workers, each in a file of its own in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Path] = {}  # by worker, also of those that are not complete
+        self._results: dict[int, Path] = {}  # by rank; the last one counts
+        self._errors: list[tuple[float, Path]] = []  # with the time of the exception, on this machine's clock
+
+    def add(self, part: ReturnPart) -> None:
+        """Take the next part of a return."""
+        path = self._files.setdefault(part.worker, self._folder / str(len(self._files)))
+        with path.open("ab") as file:
+            file.write(part.data)
+        if part.is_last:
+            returned = self._read(path)
+            if returned.is_error:
+                self._errors.append((now_s() - part.age_s, path))
+            else:
+                self._results[returned.rank] = path
+
+    def ranks(self) -> set[int]:
+        """Return the ranks that have left a result."""
+        return set(self._results)
+
+    def result(self, rank: int) -> bytes | None:
+        """Return the pickled result of a rank; None: it has left none."""
+        return self._read(self._results[rank]).data if rank in self._results else None
+
+    def first_traceback(self) -> str:
+        """Return the traceback of the worker that raised first: its exception most likely caused those of the
+        others."""
+        return self._read(min(self._errors)[1]).data.decode() if self._errors else ""
+
+    def _read(self, path: Path) -> Return:
+        return msgspec.msgpack.decode(path.read_bytes(), type=Return)
+
+
+def _result(returns: _Returns, rank: int, outcome: Outcome) -> Any:
+    pickled = returns.result(rank)
+    if pickled is None:
         raise FunctionFailed(
             f"{outcome.reason} But rank {rank} left no result: it ended before its function returned, as by "
             "sys.exit(0), or it called shutdown() after its rank had changed."
         )
     try:
-        # Written by our own workers, into a folder to which only this user can write.
-        return pickle.loads(path.read_bytes())
+        # Written by our own workers, and received from agents that have proved the token.
+        return pickle.loads(pickled)
     except Exception as error:
         raise FunctionFailed(f"the result of rank {rank} cannot be unpickled: {error}") from error
-
-
-def _first_traceback(folder: Path) -> str:
-    """Return the traceback of the worker that raised first: its exception most likely caused those of the others."""
-    raised = sorted(folder.glob("error.*"), key=lambda path: path.stat().st_mtime_ns)
-    return raised[0].read_text() if raised else ""
 
 
 # A job run by ordinary code, also where an event loop runs already: in a notebook, in a server ------------------------
@@ -251,13 +334,18 @@ def run_and_wait(
     is_verbose: bool = False,
     environment: Mapping[str, str] | None = None,
     checkpoint: CheckpointEnv | None = None,
+    start: StartSettings | None = None,
+    function: FunctionJob | None = None,
+    streams: Streams = (None, None),
 ) -> Outcome:
-    """Run `command` as the workers of a job, and wait until it has ended. The workers' output goes to sys.stdout and
-    sys.stderr; the launcher's own, only when `is_verbose` or when it is a warning.
+    """Run `command` as the workers of a job, or a `function`, and wait until it has ended. Agents of other machines are
+    started as `start` says; by ssh, without one. The workers' output goes to `streams`, which
+    are sys.stdout and sys.stderr unless given; the launcher's own, only when `is_verbose` or when it is a warning.
 
     Raises what run_job and, with a `checkpoint`, beginning() raise. A KeyboardInterrupt ends the job first, with the
     workers' grace period.
     """
+    started = start_by_ssh() if start is None else start
     report = Report(sys.stderr, Loudness.VERBOSE if is_verbose else Loudness.QUIET)
 
     def job(begun: Beginning) -> Coroutine[Any, Any, Outcome]:
@@ -269,7 +357,12 @@ def run_and_wait(
             config,
             command,
             hosts=hosts,
+            engine=started.make_engine(on_event),
+            interfaces=started.interfaces,
+            host=started.host,
+            function=function,
             output=output or OutputOptions(),
+            sink=OutputSink(output or OutputOptions(), *streams) if any(streams) else None,
             on_event=on_event,
             extra_environment={**(environment or {}), **begun.environment},
             origin=begun.origin,

@@ -38,8 +38,9 @@ _ANSWER = struct.Struct(f">8sH{_NONCE_BYTES}s{MAC_BYTES}s")
 
 
 def new_token() -> bytes:
-    """Return a random job token: 32 bytes that are known only to the processes of the job."""
-    return secrets.token_bytes(32)
+    """Return a random job token that only the processes of the job know: 32 bytes as hexadecimal digits, because
+    an agent also reads it as a line of text."""
+    return secrets.token_hex(32).encode()
 
 
 def derive_data_key(token: bytes, generation: GenerationId) -> bytes:

@@ -18,7 +18,16 @@ import msgspec
 from farandole.errors import ProtocolError
 from farandole.wire.authentication import HANDSHAKE_FRAME_LIMIT, MAC_BYTES, Handshake, Role, Session
 from farandole.wire.control import ClientMessage, ToClient
-from farandole.wire.messages import AgentDied, AgentMessage, GuardHello, Message, ToAgent, ToWorker, WorkerMessage
+from farandole.wire.messages import (
+    AgentDied,
+    AgentMessage,
+    CallReceived,
+    GuardHello,
+    Message,
+    ToAgent,
+    ToWorker,
+    WorkerMessage,
+)
 
 # Frames on a byte stream and the messages inside them. Worker link, agent and coordinator use it.
 #
@@ -38,6 +47,7 @@ AGENT_MESSAGES: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(
 CLIENT_MESSAGES: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
 TO_CLIENT: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 GUARD_MESSAGES: msgspec.msgpack.Decoder[AgentDied] = msgspec.msgpack.Decoder(AgentDied)
+CALL_RECEIVED: msgspec.msgpack.Decoder[CallReceived] = msgspec.msgpack.Decoder(CallReceived)
 DIALERS_MESSAGES: msgspec.msgpack.Decoder[AgentMessage | GuardHello | ClientMessage] = msgspec.msgpack.Decoder(
     AgentMessage | GuardHello | ClientMessage
 )
@@ -158,6 +168,14 @@ class Channel(Generic[T]):
     def unsent_bytes(self) -> int:
         """The number of bytes that the kernel has not accepted yet."""
         return self._writer.transport.get_write_buffer_size()
+
+    async def drain(self) -> None:
+        """Wait until the kernel has accepted most of what was sent. Raises ConnectionError when the connection is
+        gone."""
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise _as_lost(error) from None
 
     async def receive(self) -> T:
         """Return the next message.

@@ -14,7 +14,7 @@ import msgspec
 from farandole.config import ForkServerUse
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall, WorkerStatus
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -434,6 +434,25 @@ class WorkerSilent(Message, frozen=True):
     worker: str
 
 
+class ReturnPart(Message, frozen=True):
+    """A part of the file in which a worker of farandole.run() has left its result or its traceback; before its
+    WorkerExited. Answer: PartReceived, for which the agent waits before it sends the next part.
+
+    Attributes:
+        data: At most PART_BYTES of wire/function_call.py.
+        age_s: The time since the worker wrote the file.
+    """
+
+    worker: str
+    data: bytes
+    is_last: bool
+    age_s: float
+
+
+class CallReceived(Message, frozen=True):
+    """Answer to CallComes: all parts of the call have arrived."""
+
+
 OutputMessage: TypeAlias = WorkerPrinted | WorkerRanked | WorkerSilent
 
 AgentMessage: TypeAlias = (
@@ -449,6 +468,7 @@ AgentMessage: TypeAlias = (
     | WorkerPrinted
     | WorkerRanked
     | WorkerSilent
+    | ReturnPart
 )
 
 
@@ -461,11 +481,12 @@ class Welcome(Message, frozen=True):
     The other fields are as in AgentConfig.
 
     Attributes:
-        command: The command of each worker, run in `folder`.
+        command: The command of each worker, run in `folder`. An empty first word stands for the agent's own Python.
         environment: The variables of each worker in addition to the environment of the agent's machine.
         heartbeat_id: Names this connection in datagrams with heartbeats, which go to `heartbeat_port`; 0: there are
             none.
         store_port: The port of the job's store, at the address of the coordinator; 0: there is none.
+        needs_folder: The agent cannot serve without `folder`; otherwise its own working directory takes its place.
     """
 
     job_id: str
@@ -480,6 +501,25 @@ class Welcome(Message, frozen=True):
     fork_server: ForkServerUse = "off"
     store_port: int = 0
     max_restarts: int = 0
+    needs_folder: bool = True
+
+
+class CallComes(Message, frozen=True):
+    """Before Welcome: the call of farandole.run() follows, `size` bytes in several CallPart. Answer: CallReceived."""
+
+    size: int
+
+
+class CallPart(Message, frozen=True):
+    """The next part of the call."""
+
+    data: bytes
+
+
+class PartReceived(Message, frozen=True):
+    """Answer to a ReturnPart of this worker."""
+
+    worker: str
 
 
 class Refused(Message, frozen=True):
@@ -556,5 +596,16 @@ class JobOver(Message, frozen=True):
 
 
 ToAgent: TypeAlias = (
-    Welcome | Refused | CoordinatorHeartbeat | Spawn | Kill | ForwardToWorkers | StartWorkers | Dismissed | JobOver
+    Welcome
+    | Refused
+    | CallComes
+    | CallPart
+    | CoordinatorHeartbeat
+    | Spawn
+    | Kill
+    | ForwardToWorkers
+    | StartWorkers
+    | PartReceived
+    | Dismissed
+    | JobOver
 )

@@ -1,9 +1,8 @@
-"""The program of each worker of farandole.run(). `python -m farandole.worker.function_task FOLDER` calls the function
-in the job's folder, and writes its result there. launch/run_function.py reads it."""
+"""The program of each worker of farandole.run(): `python -m farandole.worker.function_task` calls the function that its
+agent has put into the scratch folder, and leaves the result there. The agent sends it to launch/run_function.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -12,36 +11,38 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
+import msgspec
 
-from farandole.env import read_rank_and_size
+from farandole.env import WorkerEnv, read_rank_and_size, read_worker_env
+from farandole.errors import ConfigError
+from farandole.wire.function_call import LARGEST_BYTES, Call, Return, call_file, return_file
 
-CALL, SEARCH_PATH = "call", "search_path"
-"""Files in the folder: the function as written by cloudpickle, and the sys.path on which its modules were found."""
 
-
-def main(folder: Path) -> None:
+def main() -> None:
     """Call the function. Raises what the function raises, and TypeError when its result cannot be sent back."""
-    sys.path += [entry for entry in json.loads((folder / SEARCH_PATH).read_text()) if entry not in sys.path]
+    env = read_worker_env()
+    if env is None:
+        raise ConfigError("function_task is the program of a worker of farandole.run(), which starts it")
+    scratch = Path(env.scratch_folder)
+    sent = msgspec.msgpack.decode(call_file(scratch).read_bytes(), type=Call)
+    sys.path += [entry for entry in sent.search_path if entry not in sys.path]
     try:
-        # The folder belongs to the user and no other user can write there: this is equivalent to an import of the
+        # The agent got the call from a launcher that has proved the token: this is equivalent to an import of the
         # user's script.
-        call: Callable[[], Any] = cloudpickle.loads((folder / CALL).read_bytes())
-        _leave(result_file(folder, _rank_after(result := call())), _pickled(result))
+        call: Callable[[], Any] = cloudpickle.loads(sent.pickled)
+        result = call()
+        _leave(env, Return(_own_rank(), is_error=False, data=_pickled(result)))
     except Exception as error:
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next or error.__traceback__  # without this function
-        _leave(folder / f"error.{os.getpid()}", traceback.format_exc().encode("utf-8", "backslashreplace"))
+        text = traceback.format_exc().encode("utf-8", "backslashreplace")
+        _leave(env, Return(_own_rank(), is_error=True, data=text[-LARGEST_BYTES:]))
         raise
 
 
-def result_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's result."""
-    return folder / f"result.{rank}"
-
-
-def _rank_after(_: object) -> int:
-    """Return this worker's rank after the function has returned: its rank in the job's last generation if it is still a
-    member, otherwise the rank for which it was started."""
+def _own_rank() -> int:
+    """Return this worker's rank: in the job's last generation if it is still a member, otherwise the rank for which it
+    was started."""
     context = sys.modules.get("farandole.worker.context")  # a function without Farandole needs no torch either
     if context is not None and context.is_initialized():
         rank: int = context.rank()
@@ -57,15 +58,21 @@ def _pickled(result: object) -> bytes:
             f"the function returned a {type(result).__name__} that cannot be pickled: {error}; return an object "
             "that can be pickled"
         ) from None
+    if len(data) > LARGEST_BYTES:
+        raise TypeError(
+            f"the function returned a {type(result).__name__} of {len(data)} bytes when pickled, at most "
+            f"{LARGEST_BYTES} can be sent back; write it to a file, and return the path"
+        )
     return data
 
 
-def _leave(path: Path, data: bytes) -> None:
+def _leave(env: WorkerEnv, returned: Return) -> None:
     """Write the whole file, or no part of it."""
+    path = return_file(Path(env.scratch_folder), env.worker)
     unfinished = path.with_name(f"unfinished.{os.getpid()}")
-    unfinished.write_bytes(data)
+    unfinished.write_bytes(msgspec.msgpack.encode(returned))
     unfinished.replace(path)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

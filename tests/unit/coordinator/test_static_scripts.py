@@ -35,6 +35,18 @@ def test_exit_code_0_waits_for_the_others_and_all_of_them_are_a_success() -> Non
     assert end.exit_code == 0
 
 
+def test_a_short_script_also_runs_on_a_host_whose_agent_joins_later() -> None:
+    """All ranks run, each once, even if the worker of the first host has ended by then."""
+    told = ToldJob(2, slots=0, start_timeout_s=30.0).feed_hosts(x=1, y=1, may_change=False).connect("x", 1, "x")
+    assert told.exited("w0", 0).job.ending is None
+    assert told.deadline_in_s == 30.0
+    assert told.connect("y", 1, "y").spawned() == {"w1": 0}
+    assert [spawn.expected and spawn.expected.rank for spawn in told.sent(Spawn)] == [1]
+    end = told.exited("w1", 0).end
+    assert end is not None
+    assert end.exit_code == 0
+
+
 def test_a_death_after_another_s_exit_code_0_ends_the_job_with_1() -> None:
     assert ToldJob(2).hello("w0", "w1").exited("w0", 0).exited("w1", -11).ending[0] == 1
 

@@ -34,6 +34,13 @@ def new_sessions(token: bytes = TOKEN, job_id: str = "job") -> tuple[Session, Se
     return shake_hands(Handshake(Role.DIALER, token, job_id), Handshake(Role.LISTENER, token, job_id))
 
 
+def test_a_token_is_a_line_of_text() -> None:
+    """An agent reads it as a line, and strips blanks: random bytes would be cut at a newline."""
+    for token in (new_token() for _ in range(200)):
+        assert token.decode().isalnum()
+        assert len(token) == 64
+
+
 def test_both_ends_that_know_the_token_can_talk_in_both_directions() -> None:
     dialer, listener = new_sessions()
     for text in (b"one", b"", b"three"):

@@ -1,3 +1,6 @@
-"""horovod.ray does not exist here yet."""
+"""Horovod's executors on a Ray cluster; they need `pip install 'farandole[ray]'`."""
 
-raise ImportError("horovod.ray: Farandole cannot start jobs on Ray yet; use farandole run, horovodrun or horovod.run")
+from horovod.ray.elastic import ElasticRayExecutor as ElasticRayExecutor
+from horovod.ray.runner import RayExecutor as RayExecutor
+
+__all__ = ["ElasticRayExecutor", "RayExecutor"]

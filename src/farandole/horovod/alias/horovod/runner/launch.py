@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from farandole.config import JobConfig
+from farandole.engines.host_list import SshSettings
 from farandole.env import read_start_timeout_s
 from farandole.launch.arguments import read_config_file, split_command
 from farandole.launch.command import checked
 from farandole.launch.horovod_settings import SETTINGS, Given, check
 from farandole.launch.horovodrun import main as _horovodrun
 from farandole.launch.output import output_options
-from farandole.launch.run_function import FunctionFailed, chosen_hosts, run_and_wait, run_function
+from farandole.launch.run_function import FunctionFailed, chosen_hosts, run_and_wait, run_function, start_by_ssh
 from farandole.launch.run_parser import run_parser
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner.common.util import config_parser
@@ -135,6 +136,7 @@ def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None =
         "hosts": hosts,
         "output": output_options(config, args.output_filename, bool(args.prefix_output_with_timestamp)),
         "is_verbose": bool(args.verbose),
+        "start": start_by_ssh(SshSettings(args.ssh_port, args.ssh_identity_file or ""), args.nics or ()),
         "environment": config_parser.set_env_from_args(dict(env or {}), args),
     }
     if args.run_func is not None:

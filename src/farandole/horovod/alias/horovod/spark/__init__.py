@@ -1,5 +1,6 @@
-"""horovod.spark does not exist here yet."""
+"""Horovod's functions in a Spark application; they need `pip install 'farandole[spark]'`. Its estimators do not exist
+here."""
 
-raise ImportError(
-    "horovod.spark: Farandole cannot start jobs on Spark yet; use farandole run, horovodrun or horovod.run"
-)
+from farandole.launch.spark_function import run as run, run_elastic as run_elastic
+
+__all__ = ["run", "run_elastic"]

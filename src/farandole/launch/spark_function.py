@@ -1,0 +1,178 @@
+"""farandole.spark.run() and run_elastic() run a function as the workers of a job in tasks of a Spark application."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO, TypeVar
+
+from farandole.config import JobConfig
+from farandole.engines.host_list import HostSlots
+from farandole.engines.spark_engine import SparkEngine
+from farandole.env import inherited_environment
+from farandole.errors import ConfigError
+from farandole.launch.output import output_options
+from farandole.launch.run_function import StartSettings, run_function
+
+T = TypeVar("T")
+
+_START_TIMEOUT_S = 600.0  # as in Horovod: executors may be allocated on demand
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[T]:
+    """Call `fn(*args, **kwargs)` in each of `num_proc` workers, each in a task of the active Spark application, and
+    return their results, by rank. The loss of a worker ends the job.
+
+    Args:
+        fn: The function for the workers. It travels as with farandole.run().
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        num_proc: The number of workers; None: spark.default.parallelism.
+        start_timeout: Seconds within which all workers must have started; None: 600.
+        env: Variables of the workers in addition to those of this process.
+        stdout: The stream for what workers write to standard output; None: sys.stdout.
+        stderr: The stream for what workers write to standard error; None: sys.stderr.
+        verbose: From 2 on, the launcher's log is shown.
+        nics: The network interfaces that are used between hosts; None: those that Spark uses.
+        prefix_output_with_timestamp: As in farandole.run().
+        executable: Another Python for the workers.
+        use_gloo: Accepted; requests the default behaviour.
+        use_mpi, extra_mpi_args: Accepted; to give one causes a warning, as there is no MPI.
+
+    Raises:
+        FunctionFailed: A worker raised; with the traceback of the first one. It is a RuntimeError.
+        ConfigError: There is no active SparkContext, pyspark is not installed, or the arguments cannot work.
+        TypeError: `fn` cannot be sent.
+    """
+    if use_mpi or extra_mpi_args:
+        warnings.warn("farandole.spark.run: use_mpi and extra_mpi_args have no effect: there is no MPI", stacklevel=2)
+    context = active_context()
+    workers = context.defaultParallelism if num_proc is None else num_proc
+    config = JobConfig(
+        num_proc=workers, min_np=workers, max_np=workers, restarts=0, start_timeout_s=start_timeout or _START_TIMEOUT_S
+    )
+    return _run(
+        context,
+        lambda: fn(*args, **(kwargs or {})),
+        config,
+        env,
+        (stdout, stderr),
+        verbose,
+        nics,
+        prefix_output_with_timestamp,
+        executable,
+    )
+
+
+def run_elastic(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[T]:
+    """Call an elastic function in tasks of the active Spark application, and return the results of the first
+    `min_num_proc` ranks. The job continues when executors are taken away, and grows when there are more.
+
+    Args:
+        fn: The function for the workers.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        num_proc: The number of workers at the start; None: spark.default.parallelism.
+        min_num_proc: The fewest workers that may train; None: num_proc.
+        max_num_proc: The most workers, and the number of tasks that are submitted; None: num_proc.
+        elastic_timeout: Seconds for which the job may have fewer workers than `min_num_proc`.
+        reset_limit: As --reset-limit.
+        start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp: As in run().
+        min_np, max_np: Other names of min_num_proc and max_num_proc.
+
+    Raises:
+        FunctionFailed, ConfigError, TypeError: As in run().
+    """
+    context = active_context()
+    workers = context.defaultParallelism if num_proc is None else num_proc
+    fewest = min_num_proc if min_np is None else min_np
+    most = max_num_proc if max_np is None else max_np
+    config = JobConfig(
+        num_proc=workers,
+        min_np=workers if fewest is None else fewest,
+        max_np=workers if most is None else most,
+        reset_limit=reset_limit,
+        start_timeout_s=start_timeout or _START_TIMEOUT_S,
+        elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
+    )
+    call = lambda: fn(*args, **(kwargs or {}))  # noqa: E731
+    return _run(context, call, config, env, (stdout, stderr), verbose, nics, prefix_output_with_timestamp, None)
+
+
+def active_context() -> Any:
+    """Return the active SparkContext. Raises ConfigError when there is none."""
+    try:
+        from pyspark import SparkContext
+    except ImportError:
+        raise ConfigError("pyspark is not installed: pip install 'farandole[spark]'") from None
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise ConfigError("there is no active SparkContext: create a SparkSession first; Spark Connect has none")
+    return context
+
+
+def _run(
+    context: Any,
+    call: Callable[[], T],
+    config: JobConfig,
+    env: Mapping[str, str] | None,
+    streams: tuple[TextIO | None, TextIO | None],
+    verbose: int,
+    nics: Iterable[str] | None,
+    prefix_timestamp: bool,
+    executable: str | None,
+) -> list[T]:
+    inherited = inherited_environment()
+    found_by = {"PYTHONPATH": inherited["PYTHONPATH"]} if "PYTHONPATH" in inherited else {}
+    engine = SparkEngine(context, found_by)
+    interfaces = tuple(nics or ())
+    # Executors reach this process at this address: Spark needs it, too.
+    host = "" if interfaces else context.getConf().get("spark.driver.host", "")
+    return run_function(
+        call,
+        config,
+        hosts=tuple(HostSlots(f"spark-task-{index}", 1) for index in range(config.max_np or config.num_proc)),
+        start=StartSettings(lambda _on_event: engine, interfaces, host),
+        output=output_options(config, None, prefix_timestamp),
+        streams=streams,
+        is_verbose=verbose >= 2,
+        environment=env,
+        executable=executable,
+    )
+
+
+__all__ = ["run", "run_elastic"]
