@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -100,8 +99,8 @@ def main() -> None:
         aside = torch.optim.SGD(other.parameters(), lr=0.01)
     for _ in range(2):
         with model.join() if kind == "join" else nullcontext():
-            for number, (x,) in enumerate(itertools.cycle(batches(kind)) if kind == "cycle" else batches(kind)):
-                if number == {"endless": 8, "join": 4 - dist.get_rank(), "cycle": 40}.get(kind):
+            for number, (x,) in enumerate(batches(kind)):
+                if number == {"endless": 8, "join": 4 - dist.get_rank()}.get(kind):
                     break
                 loss = model(x).square().mean()
                 if kind in ("alone", "mixed"):

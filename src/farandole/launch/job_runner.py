@@ -45,6 +45,7 @@ from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.machine import wall_time_s
 from farandole.membership import Address, Origin
+from farandole.wire.authentication import new_token
 from farandole.wire.function_call import FunctionJob
 from farandole.wire.messages import Welcome
 
