@@ -15,7 +15,7 @@ import pytest
 
 from farandole.agent.agent import EndOfService, Service
 from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, ProtocolError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits
 from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.membership import Address
@@ -64,9 +64,12 @@ class Served:
             self.connections.put_nowait(await accept(reader, writer, TOKEN, "job", AGENT_MESSAGES))
 
     async def greet(self, **more: object) -> AgentHello:
-        """Welcome the agent that dials next."""
-        self.channel = await asyncio.wait_for(self.connections.get(), DEADLINE_S)
-        hello = await self.hear(AgentHello)
+        """Welcome the agent that dials next; connections for guards are left alone."""
+        while True:
+            self.channel = await asyncio.wait_for(self.connections.get(), DEADLINE_S)
+            with contextlib.suppress(ProtocolError):  # of a GuardHello
+                hello = await self.hear(AgentHello)
+                break
         welcome = Welcome(
             job_id="job",
             command=(sys.executable, "-c", SLEEPER),
@@ -106,7 +109,7 @@ async def joining(folder: Path, *, budget_s: float = 3.0, retry_s: float = 20.0)
     served = Served(folder, budget_s)
     server = await asyncio.start_server(served.on_connection, "127.0.0.1", 0)
     coordinator = Address(*server.sockets[0].getsockname())
-    served.agent = JoiningAgent(JoinOptions(coordinator, TOKEN, "b", 2, retry_s), served.events)
+    served.agent = JoiningAgent(JoinOptions((coordinator,), TOKEN, "b", 2, retry_s), served.events)
     served.service = asyncio.create_task(served.agent.run())
     before = os.getcwd()
     try:
@@ -183,7 +186,7 @@ def test_a_coordinator_that_goes_in_the_middle_of_the_proof_is_asked_again_and_a
             writer.transport.abort()
 
         server, events = await asyncio.start_server(hang_up, "127.0.0.1", 0), EventLog()
-        options = JoinOptions(Address(*server.sockets[0].getsockname()), TOKEN, "b", 1, 20.0)
+        options = JoinOptions((Address(*server.sockets[0].getsockname()),), TOKEN, "b", 1, 20.0)
         with pytest.raises(ConfigError, match="does not accept the token"):
             await JoiningAgent(options, events).run()
         assert times == 2
@@ -288,7 +291,7 @@ def test_nobody_there_is_said_at_once_and_ends_the_attempts_in_time(tmp_path: Pa
         address = Address(*server.sockets[0].getsockname())
         server.close()
         events = EventLog()
-        agent = JoiningAgent(JoinOptions(address, TOKEN, "b", 1, retry_s=1.0), events)
+        agent = JoiningAgent(JoinOptions((address,), TOKEN, "b", 1, retry_s=1.0), events)
         with pytest.raises(CannotJoin, match=f"no process listens at {address} \\(tried for 1 s"):
             await agent.run()
         assert len(events.of(AgentWaits)) == 1
