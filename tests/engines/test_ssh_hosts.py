@@ -89,6 +89,9 @@ class SshHosts:
         os.kill(self._agent_of(host), signal.SIGTERM)
         return True
 
+    def control_flags(self) -> list[str]:
+        return []
+
     def leftovers(self) -> list[str]:
         return [f"{each}: {pid}" for each in self.lab.hosts for pid in self._agents_on(each).values()]
 

@@ -46,6 +46,9 @@ def main() -> None:
         ours, theirs
     )
     print(f"the same bits after {STEPS} steps", flush=True)
+    # A DistributedDataParallel that is freed after its group may wait for ever for the interpreter's lock (torch 2.13,
+    # ~Reducer in torch/csrc/distributed/c10d/reducer.cpp).
+    del train, parallel
     dist.destroy_process_group()
 
 
