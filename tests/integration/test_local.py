@@ -17,7 +17,7 @@ from farandole.config import JobConfig
 from farandole.coordinator.server import Outcome
 from farandole.errors import ConfigError
 from farandole.events import GenerationStarted
-from farandole.launch.job_runner import run_job
+from farandole.launch.job_runner import JobSetup, run_job
 from farandole.launch.output import OutputOptions
 from tests.support.jobs import SCRIPTS, processes_with
 from tests.support.waiting import EventLog, run
@@ -29,7 +29,9 @@ def job(folder: Path, command: Sequence[str], events: EventLog, *, port: int = 0
     """Run it to its end; the command has to name the folder, so that leftovers can be found by it."""
     config = JobConfig(num_proc=2, grace_s=grace_s)
     output = OutputOptions(directory=folder, prefix_timestamp=False)
-    running = run_job(config, command, host="127.0.0.1", port=port, output=output, on_event=events)
+    running = run_job(
+        JobSetup(config=config, command=command, host="127.0.0.1", port=port, output=output, on_event=events)
+    )
     try:
         return run(running)
     finally:

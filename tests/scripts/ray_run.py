@@ -11,7 +11,7 @@ import ray
 from farandole.engines.ray_engine import RaySettings
 from farandole.launch.arguments import FARANDOLE_RUN, parse_run
 from farandole.launch.job_files import EventFile
-from farandole.launch.job_runner import in_turn, run_job
+from farandole.launch.job_runner import JobSetup, in_turn, run_job
 from farandole.launch.output import output_options
 from farandole.launch.ray_function import own_address, ray_engine, room_for_workers
 from farandole.launch.report import Loudness, Report
@@ -29,14 +29,16 @@ def main() -> int:
         on_event = in_turn(report.on_event, events.on_event)
         outcome = asyncio.run(
             run_job(
-                options.config,
-                options.command,
-                hosts=engine,
-                engine=engine.report_to(on_event),
-                host=own_address(),
-                output=output_options(options.config, None, False),
-                on_event=on_event,
-                extra_environment=options.environment,
+                JobSetup(
+                    config=options.config,
+                    command=options.command,
+                    hosts=engine,
+                    engine=engine.report_to(on_event),
+                    host=own_address(),
+                    output=output_options(options.config, None, False),
+                    on_event=on_event,
+                    extra_environment=options.environment,
+                )
             )
         )
     report.ended(outcome.exit_code, outcome.reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 
 from farandole.agent.agent import Agent
@@ -60,7 +60,7 @@ class HostsEngine:
         local: Engine,
         remote: Engine | None,
         other_hosts: Collection[str],
-        addresses_for: Callable[[Iterable[str]], Awaitable[tuple[Address, ...]]],
+        addresses_for: Callable[[], Awaitable[tuple[Address, ...]]],
     ) -> None:
         self._local, self._remote = local, remote
         self._other_hosts, self._addresses_for = other_hosts, addresses_for
@@ -72,7 +72,7 @@ class HostsEngine:
             return await self._local.start(order)
         async with self._lock:
             try:
-                addresses = await self._addresses_for(self._other_hosts)
+                addresses = await self._addresses_for()
             except ConfigError as error:
                 raise StartFailed(str(error), is_final=True) from None
         return await self._remote.start(replace(order, coordinators=addresses))

@@ -103,7 +103,7 @@ def _run(options: RunOptions) -> int:
     from farandole.engines.kubernetes_pods import PodWatch
     from farandole.engines.slurm_engine import SlurmEngine
     from farandole.engines.ssh_engine import SshEngine
-    from farandole.launch.job_runner import beginning, in_turn, run_job
+    from farandole.launch.job_runner import JobSetup, beginning, in_turn, run_job
     from farandole.launch.output import output_options
     from farandole.launch.report import Loudness, Report
 
@@ -126,23 +126,25 @@ def _run(options: RunOptions) -> int:
             ssh = None if options.joining is not None else SshEngine(options.ssh, on_event)
             outcome = asyncio.run(
                 run_job(
-                    config,
-                    options.command,
-                    hosts=slurm or _hosts(options),
-                    engine=slurm or ssh,
-                    reason_to_end=None if slurm is None else slurm.reason_to_end,
-                    interfaces=options.interfaces,
-                    remote_folder=options.remote_folder,
-                    host=options.host,
-                    port=options.port,
-                    output=output,
-                    on_event=on_event,
-                    extra_environment={**options.environment, **begun.environment},
-                    origin=begun.origin,
-                    joining=options.joining,
-                    fork_server=options.fork_server,
-                    watch=None if options.pods is None else PodWatch(options.pods, on_event),
-                    preemption=options.preemption,
+                    JobSetup(
+                        config=config,
+                        command=options.command,
+                        hosts=slurm or _hosts(options),
+                        engine=slurm or ssh,
+                        reason_to_end=None if slurm is None else slurm.reason_to_end,
+                        interfaces=options.interfaces,
+                        remote_folder=options.remote_folder,
+                        host=options.host,
+                        port=options.port,
+                        output=output,
+                        on_event=on_event,
+                        extra_environment={**options.environment, **begun.environment},
+                        origin=begun.origin,
+                        joining=options.joining,
+                        fork_server=options.fork_server,
+                        watch=None if options.pods is None else PodWatch(options.pods, on_event),
+                        preemption=options.preemption,
+                    )
                 )
             )
         report.ended(outcome.exit_code, outcome.reason)

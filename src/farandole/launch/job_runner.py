@@ -8,10 +8,8 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeAlias
 
 from farandole.agent.agent import Agent, AgentConfig
 from farandole.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
@@ -28,7 +26,6 @@ from farandole.engines.fleet import Fleet
 from farandole.engines.host_list import HostSlots
 from farandole.engines.local_engine import HostsEngine, LocalEngine
 from farandole.env import CheckpointEnv, carried_environment, environment_of, inherited_environment
-from farandole.errors import ConfigError
 from farandole.events import (
     AgentsAwaited,
     Event,
@@ -49,38 +46,15 @@ from farandole.wire.authentication import new_token
 from farandole.wire.function_call import FunctionJob
 from farandole.wire.messages import Welcome
 
-Observer: TypeAlias = Callable[[], Coroutine[None, None, None]]
-"""Runs until it is cancelled."""
+_LOOPBACK = "127.0.0.1"
+_FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
 
 
-async def run_job(
-    config: JobConfig,
-    command: Sequence[str],
-    *,
-    hosts: tuple[HostSlots, ...] | HostDiscovery | None = None,
-    engine: Engine | None = None,
-    interfaces: Sequence[str] = (),
-    remote_folder: str = "",
-    host: str = "",
-    port: int = 0,
-    output: OutputOptions,
-    on_event: Callable[[Event], None],
-    extra_environment: Mapping[str, str] | None = None,
-    origin: Origin | None = None,
-    joining: Joining | None = None,
-    fork_server: ForkServerUse = "off",
-    sink: OutputSink | None = None,
-    error_folder: str = "",
-    order_of_hosts: Mapping[str, int] | None = None,
-    watch: HostWatch | None = None,
-    preemption: Preemption | None = None,
-    reason_to_end: Callable[[Event], str] | None = None,
-    function: FunctionJob | None = None,
-) -> Outcome:
-    """Run `command` as the job's workers until the job has ended; none of its processes is left then, whatever was
-    raised. An empty first word of the command stands for the Python of each agent. In the main thread the first SIGINT,
-    SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM at once.
+@dataclass(frozen=True, kw_only=True)
+class JobSetup:
+    """How a job runs.
 
+    config, command    the command of the workers. An empty first word stands for the Python of each agent
     hosts              where workers run, in the order of their ranks: each name is a host of its own. Or a repeated
                        discovery. None: localhost, with as many slots as the job may ever need.
     engine             starts the agents of hosts that are other machines; it is closed at the end. None: such hosts are
@@ -89,12 +63,15 @@ async def run_job(
     remote_folder      the working directory of workers on other machines; empty: the path of this process's own
     host, port         the address of the coordinator. Empty: loopback, or where hosts are other machines the addresses
                        at which they may reach it; port 0 lets the system choose
+    output             for the sink
+    on_event           called with each event of the job
     extra_environment  variables of the workers in addition to those of this process
     origin             the beginning of the job's numbers; given when it writes checkpoints
     joining            the other agents that may offer slots; given when config.takes_agents
     fork_server        whether replacements are forked by a process that has imported torch. While it makes one, this
                        process becomes the parent of its descendants' orphans
     sink               takes the workers' output instead of one that is made of `output`; it is closed at the end
+    error_folder       the folder for the workers' error files on this machine; empty: they are removed with the job
     order_of_hosts     all hosts that agents may offer, with their slots, in the order of their ranks; None: any may
                        join, in any order
     watch              observes hosts from which agents join by themselves; None: only their heartbeats count
@@ -104,213 +81,262 @@ async def run_job(
     reason_to_end      returns for an event why the job must end, with grace; empty: it need not
     function           the call that travels to all agents, and the receiver of their workers' returns; of jobs of
                        farandole.run(), which need no folder of theirs
-    error_folder       the folder for the workers' error files on this machine; empty: they are removed with the job
+    """
 
-    Raises ConfigError when the coordinator cannot listen there, when a host cannot be used or all have fewer slots than
-    the requested workers, when the first discovery fails, and when this process may not open as many files as the job
+    config: JobConfig
+    command: Sequence[str]
+    hosts: tuple[HostSlots, ...] | HostDiscovery | None = None
+    engine: Engine | None = None
+    interfaces: Sequence[str] = ()
+    remote_folder: str = ""
+    host: str = ""
+    port: int = 0
+    output: OutputOptions
+    on_event: Callable[[Event], None]
+    extra_environment: Mapping[str, str] = field(default_factory=dict)
+    origin: Origin | None = None
+    joining: Joining | None = None
+    fork_server: ForkServerUse = "off"
+    sink: OutputSink | None = None
+    error_folder: str = ""
+    order_of_hosts: Mapping[str, int] | None = None
+    watch: HostWatch | None = None
+    preemption: Preemption | None = None
+    reason_to_end: Callable[[Event], str] | None = None
+    function: FunctionJob | None = None
+
+
+async def run_job(setup: JobSetup) -> Outcome:
+    """Run the job until it has ended; none of its processes is left then, whatever was raised. In the main thread the
+    first SIGINT, SIGTERM or SIGHUP ends the job with grace, a second SIGINT or SIGTERM at once.
+
+    Raises ConfigError when the coordinator cannot listen, when a host cannot be used or all have fewer slots than the
+    requested workers, when the first discovery fails, and when this process may not open as many files as the job
     needs.
     """
-    is_of_engine = engine is not None and id(hosts) == id(engine)
-    hosts_source = HostsSource(config, hosts, engine is not None, on_event, are_all_others=is_of_engine)
-    first = await hosts_source.first()
-    here = sum(each.slots for each in first if each.name not in hosts_source.others)
-    reserve_descriptors(max(here, config.max_np or 0))
-    # Without line ends: engines pass it to their agents as a line.
-    job_id, token = secrets.token_hex(8), new_token() if joining is None else joining.token
+    return await _JobRun(setup).run()
 
-    def on_decision(event: Event) -> None:
-        if isinstance(event, HostDrained | HostUndrained):
-            fleet.on_decision(event)
-        elif isinstance(event, GenerationStarted) and event.bootstrap:
-            fleet.training_begins()
-        on_event(event)
-        if reason_to_end is not None and (reason := reason_to_end(event)):
-            # Not at once: an event comes in the middle of a decision.
-            asyncio.get_running_loop().call_soon(coordinator.request_stop, False, reason)
 
-    async def own_addresses_for(others: Iterable[str]) -> tuple[str, ...]:
-        return await asyncio.to_thread(addresses_for, tuple(others), interfaces)
+class _JobRun:
+    """One job, from the search for its hosts to its end: `await run()`, once."""
 
-    own_command = with_own_python(command)
-    sink = OutputSink(output) if sink is None else sink
-    forks: ForkServerUse = fork_server if config.may_start_workers_again else "off"
-    is_open = joining is not None or bool(hosts_source.others) or not hosts_source.are_fixed
-    job_file = None if joining is None else joining.job_file
-    may_be_reached = bool(hosts_source.others) or job_file is not None
-    try:
-        listen_on = (host,) if host else await own_addresses_for(hosts_source.others) if may_be_reached else ()
+    def __init__(self, setup: JobSetup) -> None:
+        self._setup, self._config = setup, setup.config
+        self._is_of_engine = setup.engine is not None and id(setup.hosts) == id(setup.engine)
+        self._source = HostsSource(
+            setup.config, setup.hosts, setup.engine is not None, setup.on_event, are_all_others=self._is_of_engine
+        )
+        self._command = with_own_python(setup.command)
+        self._forks: ForkServerUse = setup.fork_server if setup.config.may_start_workers_again else "off"
+        self._job_id = secrets.token_hex(8)
+        self._token = new_token() if setup.joining is None else setup.joining.token
+
+    async def run(self) -> Outcome:
+        """Run the job to its end."""
+        setup, joining = self._setup, self._setup.joining
+        first = await self._source.first()
+        here = sum(each.slots for each in first if each.name not in self._source.others)
+        reserve_descriptors(max(here, self._config.max_np or 0))
+        self._sink = OutputSink(setup.output) if setup.sink is None else setup.sink
+        try:
+            self._coordinator = await self._start_coordinator()
+            if joining is not None:
+                address, file = str(self._coordinator.address), str(joining.job_file or "")
+                setup.on_event(AgentsAwaited(address, joining.token_file, file))
+            self._environment = {**inherited_environment(), **setup.extra_environment}
+            if here:
+                slots = workers_at_most(self._config, here)
+                self._environment = share_cores(self._environment, slots, setup.on_event)
+            self._fleet = self._make_fleet()
+            with (
+                shared(None if joining is None else joining.job_file, self._job_file()),
+                _ending_on_signals(self._coordinator, self._fleet, setup.on_event, self._config.grace_s),
+                announced(self._job_id, self._coordinator.address, self._token, self._command) as problem,
+            ):
+                if problem:
+                    setup.on_event(JobNotAnnounced(problem))
+                if setup.order_of_hosts is not None:
+                    self._coordinator.offer(setup.order_of_hosts, may_change=False)
+                return await self._serve()
+        finally:
+            self._sink.close()
+
+    # The coordinator, and where it can be reached -----------------------------------------------------------
+
+    async def _start_coordinator(self) -> Coordinator:
+        setup, others = self._setup, self._source.others
+        is_open = setup.joining is not None or bool(others) or not self._source.are_fixed
+        may_be_reached = bool(others) or (setup.joining is not None and setup.joining.job_file is not None)
+        listen_on: tuple[str, ...] = (_LOOPBACK,)
+        if setup.host:
+            listen_on = (setup.host,)
+        elif may_be_reached:
+            listen_on = await self._own_addresses() or listen_on
         coordinator = Coordinator(
-            config,
-            token,
-            job_id=job_id,
-            hosts=listen_on or (_LOOPBACK,),
-            port=port,
-            on_event=on_decision,
-            origin=origin,
-            welcome=_welcome(config, command, job_id, extra_environment, forks, function) if is_open else None,
-            on_output=RemoteOutput(sink),
-            offers_joined=is_of_engine,
-            function=function,
+            self._config,
+            self._token,
+            job_id=self._job_id,
+            hosts=listen_on,
+            port=setup.port,
+            on_event=self._on_decision,
+            origin=setup.origin,
+            welcome=self._welcome() if is_open else None,
+            on_output=RemoteOutput(self._sink),
+            offers_joined=self._is_of_engine,
+            function=setup.function,
         )
         await coordinator.start()
-    except ConfigError:
-        sink.close()
-        raise
-    if joining is not None:
-        on_event(AgentsAwaited(str(coordinator.address), joining.token_file, str(job_file or "")))
-    environment = {**inherited_environment(), **(extra_environment or {})}
-    if here:
-        environment = share_cores(environment, workers_at_most(config, here), on_event)
+        return coordinator
 
-    def order_for(on: HostSlots) -> AgentOrder:
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            job_id=self._job_id,
+            command=tuple(self._setup.command),
+            folder=os.getcwd(),
+            environment={**carried_environment(), **self._setup.extra_environment},
+            detection_budget_s=self._config.detection_budget_s,
+            grace_s=self._config.grace_s,
+            is_elastic=self._config.may_change,
+            fork_server=self._forks,
+            max_restarts=self._config.max_restarts or 0,
+            needs_folder=self._setup.function is None,
+        )
+
+    def _job_file(self) -> JobFile:
+        return JobFile(
+            self._job_id,
+            os.getpid(),
+            born(os.getpid()),
+            self._coordinator.address,
+            self._token,
+            tuple(self._setup.command),
+            wall_time_s(),
+            self._reachable(),
+        )
+
+    async def _own_addresses(self) -> tuple[str, ...]:
+        return await asyncio.to_thread(addresses_for, tuple(self._source.others), self._setup.interfaces)
+
+    async def _addresses_for_others(self) -> tuple[Address, ...]:
+        """Return the addresses at which other machines may reach the coordinator, which listens there then."""
+        if not self._setup.host and all(each.host == _LOOPBACK for each in self._coordinator.addresses):
+            await self._coordinator.listen(await self._own_addresses())  # the first other machine has come
+        return self._reachable()
+
+    def _reachable(self) -> tuple[Address, ...]:
+        addresses = self._coordinator.addresses
+        outside = tuple(each for each in addresses if self._setup.host or each.host != _LOOPBACK)
+        return outside or addresses  # a machine without a network has loopback alone
+
+    # The fleet ---------------------------------------------------------------------------------------------
+
+    def _make_fleet(self) -> Fleet:
+        local = LocalEngine(self._make_agent)
+        return Fleet(
+            HostsEngine(local, self._setup.engine, self._source.others, self._addresses_for_others),
+            self._order_for,
+            on_gone=self._coordinator.agent_gone,
+            on_event=self._setup.on_event,
+            is_over=lambda: self._coordinator.has_ended,
+            must_succeed=self._source.are_fixed or self._is_of_engine,
+        )
+
+    def _order_for(self, on: HostSlots) -> AgentOrder:
         return AgentOrder(
             on.name,
             on.slots,
-            coordinator.addresses,
-            token,
-            folder=remote_folder,
-            interfaces=tuple(interfaces),
-            preemption=str(preemption or Preemption()),
+            self._coordinator.addresses,
+            self._token,
+            folder=self._setup.remote_folder,
+            interfaces=tuple(self._setup.interfaces),
+            preemption=str(self._setup.preemption or Preemption()),
         )
 
-    def make_agent(order: AgentOrder) -> Agent:
+    def _make_agent(self, order: AgentOrder) -> Agent:
+        """Return the agent of a host name that is this machine."""
+        setup, config = self._setup, self._config
         agent_config = AgentConfig(
             name=order.host,
             host=order.host,
             slots=order.slots,
-            coordinator=coordinator.address,
-            job_id=job_id,
-            token=token,
-            command=own_command,
-            environment=environment,
+            coordinator=self._coordinator.address,
+            job_id=self._job_id,
+            token=self._token,
+            command=self._command,
+            environment=self._environment,
             detection_budget_s=config.detection_budget_s,
             grace_s=config.grace_s,
             is_elastic=config.may_change,
-            fork_server=forks,
-            store_port=coordinator.store_port,
+            fork_server=self._forks,
+            store_port=self._coordinator.store_port,
             max_restarts=config.max_restarts or 0,
-            error_folder=error_folder,
-            data_host=own_addresses(interfaces)[0] if interfaces else "",
+            error_folder=setup.error_folder,
+            data_host=own_addresses(setup.interfaces)[0] if setup.interfaces else "",
         )
-        return Agent(agent_config, sink, on_event, call=b"" if function is None else function.call)
+        call = b"" if setup.function is None else setup.function.call
+        return Agent(agent_config, self._sink, setup.on_event, call=call)
 
-    async def addresses_of_coordinator(others: Iterable[str]) -> tuple[Address, ...]:
-        if not host and all(each.host == _LOOPBACK for each in coordinator.addresses):
-            await coordinator.listen(await own_addresses_for(others))  # the first other machine has come
-        return reachable()
+    # While it runs -----------------------------------------------------------------------------------------
 
-    def reachable() -> tuple[Address, ...]:
-        outside = tuple(each for each in coordinator.addresses if host or each.host != _LOOPBACK)
-        return outside or coordinator.addresses  # a machine without a network has loopback alone
-
-    def on_notice(notice: Notice) -> None:
-        if notice.must_leave:
-            coordinator.request_stop(now=False, reason=notice.reason)
-
-    observers: list[Observer] = []
-    if watch is not None:
-        observers.append(partial(watch.run, HostReports(coordinator.agent_leaves, coordinator.agent_gone)))
-    if preemption is not None:
-        observers.append(partial(watch_for_notices, preemption, on_notice, on_event))
-    fleet = Fleet(
-        HostsEngine(LocalEngine(make_agent), engine, hosts_source.others, addresses_of_coordinator),
-        order_for,
-        on_gone=coordinator.agent_gone,
-        on_event=on_event,
-        is_over=lambda: coordinator.has_ended,
-        must_succeed=hosts_source.are_fixed or is_of_engine,
-    )
-    started_s = wall_time_s()
-    file = JobFile(
-        job_id, os.getpid(), born(os.getpid()), coordinator.address, token, tuple(command), started_s, reachable()
-    )
-    try:
-        with (
-            shared(job_file, file),
-            _ending_on_signals(coordinator, fleet, on_event, config.grace_s),
-            announced(job_id, coordinator.address, token, own_command) as problem,
-        ):
-            if problem:
-                on_event(JobNotAnnounced(problem))
-            if order_of_hosts is not None:
-                coordinator.offer(order_of_hosts, may_change=False)
-            # Else the job uses all slots that its agents offer.
-            offers = is_of_engine or not config.takes_agents
-            return await _run_all(coordinator, fleet, hosts_source, config, offers, observers)
-    finally:
-        sink.close()
-
-
-_LOOPBACK = "127.0.0.1"
-
-
-def _welcome(
-    config: JobConfig,
-    command: Sequence[str],
-    job_id: str,
-    extra_environment: Mapping[str, str] | None,
-    fork_server: ForkServerUse,
-    function: FunctionJob | None,
-) -> Welcome:
-    return Welcome(
-        job_id=job_id,
-        command=tuple(command),
-        folder=os.getcwd(),
-        environment={**carried_environment(), **(extra_environment or {})},
-        detection_budget_s=config.detection_budget_s,
-        grace_s=config.grace_s,
-        is_elastic=config.may_change,
-        fork_server=fork_server,
-        max_restarts=config.max_restarts or 0,
-        needs_folder=function is None,
-    )
-
-
-_FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
-
-
-async def _run_all(
-    coordinator: Coordinator,
-    fleet: Fleet,
-    source: HostsSource,
-    config: JobConfig,
-    offers: bool,
-    observers: Iterable[Observer],
-) -> Outcome:
-    def on_hosts(hosts: tuple[HostSlots, ...]) -> None:
-        if offers:
-            coordinator.offer({each.name: each.slots for each in hosts}, may_change=not source.are_fixed)
-        fleet.follow(hosts)
-
-    async def follow_hosts() -> None:
+    async def _serve(self) -> Outcome:
+        coordinator, fleet, source = self._coordinator, self._fleet, self._source
+        self._on_hosts(source.hosts)
+        self._serving = asyncio.create_task(coordinator.run())
+        tasks: set[asyncio.Task[Outcome] | asyncio.Task[None]] = {self._serving}
+        tasks |= {asyncio.create_task(observe) for observe in self._observers()}
         try:
-            await source.follow(on_hosts)
-        except HostsOver as error:
-            coordinator.request_stop(now=False, reason=str(error))
-            await asyncio.wait([serving])
+            done, _ = await asyncio.wait({*tasks, fleet.broken}, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
+            await fleet.gone(self._config.grace_s + _FAREWELL_S)
+            return self._serving.result()
+        except asyncio.CancelledError:
+            # Announced to all, as after a signal: an agent that loses its coordinator has to treat that as a fault.
+            coordinator.request_stop(now=False, reason="the launcher was interrupted")
+            await fleet.gone(self._config.grace_s + _FAREWELL_S)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await fleet.close()
 
-    on_hosts(source.hosts)
-    serving = asyncio.create_task(coordinator.run())
-    tasks: set[asyncio.Task[Outcome] | asyncio.Task[None]] = {serving}
-    if not source.are_fixed:
-        tasks.add(asyncio.create_task(follow_hosts()))
-    tasks |= {asyncio.create_task(observe()) for observe in observers}
-    try:
-        done, _ = await asyncio.wait({*tasks, fleet.broken}, return_when=asyncio.FIRST_COMPLETED)
-        for each in done:
-            each.result()
-        await fleet.gone(config.grace_s + _FAREWELL_S)
-        return serving.result()
-    except asyncio.CancelledError:
-        # Announced to all, as after a signal: an agent that loses its coordinator has to treat that as a fault.
-        coordinator.request_stop(now=False, reason="the launcher was interrupted")
-        await fleet.gone(config.grace_s + _FAREWELL_S)
-        raise
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        await fleet.close()
+    def _observers(self) -> Iterator[Coroutine[None, None, None]]:
+        """Yield what runs beside the coordinator, until it is cancelled."""
+        setup = self._setup
+        if not self._source.are_fixed:
+            yield self._follow_hosts()
+        if setup.watch is not None:
+            yield setup.watch.run(HostReports(self._coordinator.agent_leaves, self._coordinator.agent_gone))
+        if setup.preemption is not None:
+            yield watch_for_notices(setup.preemption, self._on_notice, setup.on_event)
+
+    async def _follow_hosts(self) -> None:
+        try:
+            await self._source.follow(self._on_hosts)
+        except HostsOver as error:
+            self._coordinator.request_stop(now=False, reason=str(error))
+            await asyncio.wait([self._serving])
+
+    def _on_hosts(self, hosts: tuple[HostSlots, ...]) -> None:
+        if self._is_of_engine or not self._config.takes_agents:  # else the job uses all slots that its agents offer
+            self._coordinator.offer({each.name: each.slots for each in hosts}, may_change=not self._source.are_fixed)
+        self._fleet.follow(hosts)
+
+    def _on_decision(self, event: Event) -> None:
+        setup = self._setup
+        if isinstance(event, HostDrained | HostUndrained):
+            self._fleet.on_decision(event)
+        elif isinstance(event, GenerationStarted) and event.bootstrap:
+            self._fleet.training_begins()
+        setup.on_event(event)
+        if setup.reason_to_end is not None and (reason := setup.reason_to_end(event)):
+            # Not at once: an event comes in the middle of a decision.
+            asyncio.get_running_loop().call_soon(self._coordinator.request_stop, False, reason)
+
+    def _on_notice(self, notice: Notice) -> None:
+        if notice.must_leave:
+            self._coordinator.request_stop(now=False, reason=notice.reason)
 
 
 @contextlib.contextmanager

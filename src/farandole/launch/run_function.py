@@ -29,7 +29,7 @@ from farandole.env import CheckpointEnv, read_start_timeout_s
 from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
 from farandole.launch.arguments import checkpoint_settings
-from farandole.launch.job_runner import Beginning, beginning, run_job
+from farandole.launch.job_runner import Beginning, JobSetup, beginning, run_job
 from farandole.launch.output import OutputOptions, OutputSink, output_options
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import WITHOUT_EFFECT
@@ -354,18 +354,20 @@ def run_and_wait(
             begun.watch(event)
 
         return run_job(
-            config,
-            command,
-            hosts=hosts,
-            engine=started.make_engine(on_event),
-            interfaces=started.interfaces,
-            host=started.host,
-            function=function,
-            output=output or OutputOptions(),
-            sink=OutputSink(output or OutputOptions(), *streams) if any(streams) else None,
-            on_event=on_event,
-            extra_environment={**(environment or {}), **begun.environment},
-            origin=begun.origin,
+            JobSetup(
+                config=config,
+                command=command,
+                hosts=hosts,
+                engine=started.make_engine(on_event),
+                interfaces=started.interfaces,
+                host=started.host,
+                function=function,
+                output=output or OutputOptions(),
+                sink=OutputSink(output or OutputOptions(), *streams) if any(streams) else None,
+                on_event=on_event,
+                extra_environment={**(environment or {}), **begun.environment},
+                origin=begun.origin,
+            )
         )
 
     try:

@@ -83,7 +83,7 @@ def _run(options: TorchrunOptions, report: Report) -> int:
 
     from farandole.engines.host_list import HostSlots
     from farandole.launch.job_files import EventFile
-    from farandole.launch.job_runner import in_turn, run_job
+    from farandole.launch.job_runner import JobSetup, in_turn, run_job
     from farandole.launch.output import OutputOptions
     from farandole.launch.torchrun_output import FailureReport, TorchrunOutput, run_folder
 
@@ -97,21 +97,23 @@ def _run(options: TorchrunOptions, report: Report) -> int:
     async def run() -> Outcome:
         sink = TorchrunOutput(options, folder)
         return await run_job(
-            config,
-            options.command,
-            hosts=(HostSlots("localhost", options.workers),),
-            host="127.0.0.1" if node is None else _numeric(node.host),
-            port=0 if node is None else node.port,
-            output=OutputOptions(),
-            on_event=in_turn(
-                sink.on_event, failures.on_event, report.on_event, None if events is None else events.on_event
-            ),
-            extra_environment=options.environment,
-            joining=None if node is None else _joining(node),
-            fork_server=options.fork_server,
-            sink=sink,
-            error_folder="" if folder is None else str(folder),
-            order_of_hosts=_order_of_hosts(options, node),
+            JobSetup(
+                config=config,
+                command=options.command,
+                hosts=(HostSlots("localhost", options.workers),),
+                host="127.0.0.1" if node is None else _numeric(node.host),
+                port=0 if node is None else node.port,
+                output=OutputOptions(),
+                on_event=in_turn(
+                    sink.on_event, failures.on_event, report.on_event, None if events is None else events.on_event
+                ),
+                extra_environment=options.environment,
+                joining=None if node is None else _joining(node),
+                fork_server=options.fork_server,
+                sink=sink,
+                error_folder="" if folder is None else str(folder),
+                order_of_hosts=_order_of_hosts(options, node),
+            )
         )
 
     with nullcontext() if options.events is None else EventFile(options.events, report.note) as events:
