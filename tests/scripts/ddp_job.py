@@ -4,6 +4,7 @@ parameters have the same bits."""
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,15 @@ def main() -> None:
     torch.set_num_threads(1)
     fd.init()
     dist.init_process_group("gloo", init_method=f"file://{options.store}", rank=fd.rank(), world_size=fd.size())
+    compare(options.loader)
+    # A DistributedDataParallel that is freed after its group may wait for ever for the interpreter's lock (torch 2.13,
+    # ~Reducer in torch/csrc/distributed/c10d/reducer.cpp).
+    gc.collect()
+    dist.destroy_process_group()
 
+
+def compare(loader: str) -> None:
+    """Train both models, and compare their parameters."""
     ours, theirs = model(), model()
     optimizer = fd.DistributedOptimizer(torch.optim.AdamW(ours.parameters(), lr=1e-3))
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
@@ -38,7 +47,7 @@ def main() -> None:
                 F.cross_entropy(each(x), y).backward()
                 its_optimizer.step()
 
-    if options.loader == "torch":
+    if loader == "torch":
         train(shares())
     else:
         with_loader(ours, optimizer, train)
@@ -46,10 +55,6 @@ def main() -> None:
         ours, theirs
     )
     print(f"the same bits after {STEPS} steps", flush=True)
-    # A DistributedDataParallel that is freed after its group may wait for ever for the interpreter's lock (torch 2.13,
-    # ~Reducer in torch/csrc/distributed/c10d/reducer.cpp).
-    del train, parallel
-    dist.destroy_process_group()
 
 
 def with_loader(ours: torch.nn.Module, optimizer: Any, train: Any) -> None:
