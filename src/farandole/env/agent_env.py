@@ -72,6 +72,22 @@ def read_job_env(environ: Mapping[str, str] = os.environ) -> JobEnv:
     return read_variables(environ, JobEnv)
 
 
+BUCKET_MB = "FARANDOLE_BUCKET_MB"
+RECONFIGURE = "FARANDOLE_RECONFIGURE"
+
+
+def read_bucket_mb(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the least size of a bucket of gradients, in megabytes, as it was written; None: it is chosen
+    automatically."""
+    return environ.get(BUCKET_MB) or None
+
+
+def read_reconfigure(default: bool, environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether process groups of torch live through the generations, by FARANDOLE_RECONFIGURE. Raises ConfigError
+    for another value than 0 or 1."""
+    return bool(read_value(environ, RECONFIGURE, Switch, default))
+
+
 def read_transport() -> str:
     """Return the way in which tensors travel between workers."""
     return read_job_env().transport

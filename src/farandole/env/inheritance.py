@@ -7,28 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from farandole.env.agent_env import EXIT_NOTICE, HorovodPlace, Switch, TorchrunPlace, read_value
+from farandole.env.agent_env import BUCKET_MB, EXIT_NOTICE, RECONFIGURE, HorovodPlace, TorchrunPlace
 
 # Variables for tuning -------------------------------------------------------------------------------------------------
 #
-# Variables by which a user tunes a process: gradients, process groups, memory allocation and NCCL; and the folder of
-# running jobs.
-
-BUCKET_MB = "FARANDOLE_BUCKET_MB"
-RECONFIGURE = "FARANDOLE_RECONFIGURE"
-
-
-def read_bucket_mb(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the least size of a bucket of gradients, in megabytes, as it was written; None: it is chosen
-    automatically."""
-    return environ.get(BUCKET_MB) or None
-
-
-def read_reconfigure(default: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether process groups of torch live through the generations, by FARANDOLE_RECONFIGURE. Raises ConfigError
-    for another value than 0 or 1."""
-    return bool(read_value(environ, RECONFIGURE, Switch, default))
-
+# Variables by which a user tunes a process: memory allocation and NCCL; and the folder of running jobs.
 
 # Memory allocation ----------------------------------------------------------------------------------------------------
 

@@ -149,6 +149,9 @@ def let_whole_groups_follow() -> None:
     _do_whole_groups_follow = True
 
 
+_has_met = False  # this process has entered the world of a job
+
+
 def _enter_world() -> None:
     assert _init is not None, "call register() first"
     _init()
@@ -157,7 +160,9 @@ def _enter_world() -> None:
 def _follow(entered: world.World | None) -> None:
     """Follow a new generation: c10d's own records of the default group get its size. They are private, and nothing else
     changes them while the group exists (torch 2.13, torch/distributed/distributed_c10d.py, _World)."""
-    if entered is not None:
+    global _has_met
+    if entered is not None and not _has_met:
+        _has_met = True
         note_meeting()
     group = dist.group.WORLD
     if isinstance(group, FarandoleGroup) and group.members.worlds is not JOB:

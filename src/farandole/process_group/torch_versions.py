@@ -6,6 +6,7 @@ the older way is used up to 2.9: it works there, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def ended_work(tensors: Sequence[torch.Tensor]) -> Work:
     return work
 
 
+@functools.cache  # asked in each generation
 def can_reconfigure() -> bool:
     """Return whether the members of a process group can be exchanged: since torch 2.14 (pytorch#186298).
 
