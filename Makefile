@@ -32,12 +32,6 @@ test-engines: $(READY)  ## the engines' tests; installs what they need: packages
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
 
-test-engines: $(READY)  ## engines on real clusters of their own: Ray, Spark (Java 17); installs them into .venv-engines, 2 GB
-	@$(PYTHON) -m venv .venv-engines
-	@.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	@.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[ray,spark]'
-	@.venv-engines/bin/python -m pytest tests/engines
-
 chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 (root), SPARES=1; see docs/chaos.md
 	@$(BIN)/python -m tests.chaos.run --seed $${SEED:-1} --minutes $${MINUTES:-5} --hosts $${HOSTS:-0} --spares $${SPARES:-0}
 

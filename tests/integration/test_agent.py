@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -338,3 +339,24 @@ def test_survivors_hear_of_a_death_within_milliseconds(tmp_path: Path) -> None:
     print("kill -9 to ABORT at the last survivor, ms:", [f"{each:.2f}" for each in sorted(latencies_ms)])
     # 1 to 3 on an idle machine. The bound is for a busy one: no timer and no poll is on this path.
     assert min(latencies_ms) < 50.0
+
+
+def test_an_order_that_comes_while_the_agent_ends_starts_nothing_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+
+    async def test() -> None:
+        async with serving(tmp_path, [*TALKING_WORKER, "stubborn"], grace_s=0.5) as served:
+            await served.spawn("w1")
+            served.agent.cancel()
+            await asyncio.sleep(0)
+            served.say(Spawn("w2", 1, Placement(1, 2, 1, 2, 0, 1)))
+            await asyncio.wait([served.agent], timeout=DEADLINE_S)
+            assert served.agent.done()
+            assert list(scratch.iterdir()) == []
+
+    run(test())
+    assert list(scratch.iterdir()) == []

@@ -177,16 +177,17 @@ class Agent:
         `connect` raises."""
         config = self._config
         self._channel = await self._dial() if self._joined is None else self._joined
-        self._server.start()
         self._guards_channel = await self._dial_for_guard() if config.is_apart else None
+        if self._datagrams is not None:
+            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
+                await self._datagrams.open(Address(config.coordinator.host, config.heartbeat_port))
+        # From here to the try block nothing is awaited: whatever is started is also ended.
+        self._server.start()
         died = None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied())
         self._processes.start(died)
         error_folder = Path(config.error_folder) if config.error_folder else self._processes.scratch / "errors"
         self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
         self._pages.start()
-        if self._datagrams is not None:
-            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
-                await self._datagrams.open(Address(config.coordinator.host, config.heartbeat_port))
         obedience, lease = asyncio.create_task(self._obey()), asyncio.create_task(self._hold_lease())
         heartbeats, watch, statuses = (
             asyncio.create_task(each) for each in (self._heartbeat(), self._look_at_processes(), self._send_statuses())
@@ -208,13 +209,14 @@ class Agent:
         finally:
             self._stop_waiting_for_answers()
             lease.cancel()
+            obedience.cancel()  # an order to spawn that came from now on would start a worker that nothing ends
             try:
                 await to_its_end(self._processes.end(grace_s))
             finally:
                 if self._is_abandoned and died is not None:
                     with contextlib.suppress(OSError):  # the coordinator is gone, too
                         os.write(*died)  # as the guard does, which has ended
-                for task in (obedience, heartbeats, watch, statuses, *self._dumps):
+                for task in (heartbeats, watch, statuses, *self._dumps):
                     task.cancel()
                 self._server.stop()
                 self._pages.stop()
