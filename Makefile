@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
+.PHONY: help demo test test-hosts test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -12,9 +12,13 @@ help:  ## what there is
 demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 	@$(BIN)/python examples/digits/demo.py
 
-test: $(READY)  ## all tests but the long chaos runs; LANES=2 files at a time
-	@echo "Running the tests, with real processes and real kills; this takes a few minutes ..."
-	@$(BIN)/python -m pytest -n $${LANES:-2} --dist loadfile
+test: $(READY)  ## all tests but the long chaos runs and those of the engines; LANES=2 files at a time
+	@echo "Running the tests, with real processes and real kills; this takes some ten minutes ..."
+	@$(BIN)/python -m pytest -n $${LANES:-2} --dist loadfile --no-loadscope-reorder --ignore tests/engines
+
+test-hosts: $(READY)  ## of the engines' tests those that this machine has the programs for: sshd, Slurm, mpirun; installs nothing
+	@echo "Running the tests of hosts that are started by ssh, Slurm or mpirun, as far as these are installed ..."
+	@$(BIN)/python -m pytest tests/engines
 
 test-engines: $(READY)  ## the engines' tests; installs what they need: packages of Debian, as root, and of PyPI, in .venv-engines
 	@missing=$$(for each in sshd:openssh-server srun:slurm-wlm munged:munge mpirun:openmpi-bin; do \

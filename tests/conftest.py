@@ -28,6 +28,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"random seed: --hypothesis-seed={config.option.hypothesis_seed}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests that must be alone last: each of them keeps the other lanes waiting."""
+    items.sort(key=_must_be_alone)
+
+
+def _must_be_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
 def pytest_collection_finish() -> None:
     """The tests' tensors are small, and their ranks are threads: torch's own threads would only wait, and busily so.
     The modules and the collected tests are excluded from the garbage collection, each run of which took 0.3 s."""
@@ -60,5 +69,5 @@ def _alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return
     lock = Path(tmp_path_factory.getbasetemp().parent) / "alone.lock"
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_EX if _must_be_alone(request.node) else fcntl.LOCK_SH)
         yield

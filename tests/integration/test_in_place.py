@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import jobs
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "script_of_torchrun.py"
 UNSUITABLE = ROOT / "tests" / "scripts" / "unsuitable_script.py"
@@ -33,12 +35,8 @@ class Job:
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder = folder
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self._output = (folder / "output").open("wb")
-        self._process = subprocess.Popen(
-            command, stdout=self._output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        self._process = jobs.start(command, self._output)
         self._deadline_s = time.monotonic() + DEADLINE_S
 
     def __enter__(self) -> Job:
@@ -52,6 +50,7 @@ class Job:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._output.close()
+        jobs.check_nothing_is_left(self._process)
 
     def logs(self) -> Logs:
         """Return the entries of each worker, by process id."""
@@ -217,7 +216,7 @@ def test_a_newcomer_passes_over_what_is_done_and_joins(tmp_path: Path, undisturb
 
 
 def test_a_newcomer_that_is_killed_while_it_passes_over_is_replaced(tmp_path: Path, undisturbed: Path) -> None:
-    words = ("--batch-size", "12", "--pause", "0.3", "--until-logs", "4", "--until-size", "2")
+    words = ("--batch-size", "12", "--pause", "0.1", "--until-logs", "4", "--until-size", "2")
     with in_place(tmp_path / "job", 2, *WORDS, *words) as job:
         logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 2)
         killed = [sorted(logs)[1]]
@@ -301,32 +300,41 @@ SECOND = "the script iterates for training over a second DataLoader (loops_of_to
 COUNTS = "next() of the training loader is in a loop that counts its batches"
 
 
-@pytest.mark.parametrize(
-    ("loop", "reason"),
-    [
-        ("two_phases", SECOND),
-        ("alternating", SECOND),
-        ("zipped", SECOND),
-        ("by_turns", SECOND),
-        ("counted", COUNTS),
-        ("accumulated", COUNTS),
-        ("looked_through", "the script takes a batch of its training loader before the last one is trained"),
-        ("cycled", "SGD.step() with samples that come from no batch of the first training loader"),
-    ],
-)
+STATIC_LOOPS = {
+    "two_phases": SECOND,
+    "alternating": SECOND,
+    "zipped": SECOND,
+    "by_turns": SECOND,
+    "counted": COUNTS,
+    "accumulated": COUNTS,
+    "looked_through": "the script takes a batch of its training loader before the last one is trained",
+    "cycled": "SGD.step() with samples that come from no batch of the first training loader",
+}
+
+
+@pytest.fixture(scope="module")
+def digests_of_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The digests that torchrun's workers come to, by the loop."""
+    with torchrun(tmp_path_factory.mktemp("loops") / "torchrun", 2, *STATIC_LOOPS, script=LOOPS) as job:
+        logs = job.wait()
+    return {
+        loop: {each["digest"] for log in logs.values() for each in entries(log, "over") if each["loop"] == loop}
+        for loop in STATIC_LOOPS
+    }
+
+
+@pytest.mark.parametrize("loop", STATIC_LOOPS)
 def test_a_script_that_turns_out_not_to_qualify_goes_on_as_under_torchrun(
-    tmp_path: Path, loop: str, reason: str
+    tmp_path: Path, digests_of_torchrun: dict[str, set[str]], loop: str
 ) -> None:
-    digests = []
-    for launch in (torchrun, in_place):
-        with launch(tmp_path / launch.__name__, 2, loop, script=LOOPS) as job:
-            digests.append({end["digest"] for end in ends(job.wait()).values()})
-            output = job.output()
-    assert len(digests[0]) == 1
-    assert digests[0] == digests[1], output
+    with in_place(tmp_path, 2, loop, script=LOOPS) as job:
+        digests = {end["digest"] for end in ends(job.wait()).values()}
+        output = job.output()
+    assert len(digests) == 1
+    assert digests == digests_of_torchrun[loop], output
     assert output.count("this job is static from here on, with 2 workers") == 1
     assert "loops_of_torchrun.py:" in output
-    assert reason in output
+    assert STATIC_LOOPS[loop] in output
 
 
 def of_table(logs: Logs, table: int, epoch: int) -> list[Entry]:

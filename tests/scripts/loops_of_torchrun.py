@@ -145,7 +145,7 @@ LOOPS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("loop", choices=LOOPS)
+    parser.add_argument("loops", nargs="+", choices=LOOPS, metavar="LOOP", help="each trains a model of its own")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
@@ -154,6 +154,12 @@ def main() -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    for loop in options.loops:
+        run(loop, options)
+    dist.destroy_process_group()
+
+
+def run(loop: str, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = DDP(torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 4)).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -175,12 +181,11 @@ def main() -> None:
         time.sleep(options.pause)
 
     tell(at="begin", epoch=-1, rank=dist.get_rank())
-    LOOPS[options.loop](train, first, second, options.epochs)
+    LOOPS[loop](train, first, second, options.epochs)
     weights = torch.cat([each.detach().flatten() for each in model.parameters()])
-    tell(at="over", digest=hashlib.sha256(weights.numpy().tobytes()).hexdigest(), lr=0.05)
+    tell(at="over", loop=loop, digest=hashlib.sha256(weights.numpy().tobytes()).hexdigest(), lr=0.05)
     if dist.get_rank() == 0:
         torch.save(model.module.state_dict(), options.folder / "final.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
