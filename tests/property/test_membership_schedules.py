@@ -471,7 +471,7 @@ def test_no_order_of_inputs_breaks_a_rule_or_raises(first: int) -> None:
             *(random_input(dice, 0.3 if follows_hosts else 0.0) for _ in range(150)),
         ):
             now_s += dice.choice([0.0, 0.01, 1.0])
-            job, actions = decide(job, happened, now_s)
+            job, actions = decide(job, [happened], now_s)
             try:
                 invariants.watch(happened, actions, now_s)
             except AssertionError as error:

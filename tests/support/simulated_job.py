@@ -52,6 +52,7 @@ from farandole.wire.messages import (
     WorkerMessage,
 )
 from tests.support.membership_invariants import MembershipInvariants
+from tests.support.simulated_generation import SimulatedGeneration
 from tests.support.simulated_worker import SimulatedWorker
 
 _LONGEST_RUN_S = 1e6
@@ -93,8 +94,7 @@ class SimulatedJob:
         self.history: list[tuple[float, Input]] = []
         self.logged: list[Event] = []
         self.workers: dict[str, SimulatedWorker] = {}  # all workers so far
-        self.members_of: dict[int, tuple[str, ...]] = {}
-        self.agreed: dict[int, int | str] = {}  # by generation: the agreed planned number, or "finish"
+        self.generations: dict[int, SimulatedGeneration] = {}
         self.bad_links: set[frozenset[str]] = set()
         self.silent_links: set[frozenset[str]] = (
             set()
@@ -153,7 +153,7 @@ class SimulatedJob:
         """Make one decision, check it, and execute it."""
         self.history.append((self.now_s, happened))
         before = self.job
-        self.job, actions = decide(before, happened, self.now_s)
+        self.job, actions = decide(before, [happened], self.now_s)
         self._count_spares(before)
         self.invariants.watch(happened, actions, self.now_s)
         for action in actions:
@@ -201,7 +201,7 @@ class SimulatedJob:
             self.draining.discard(agent)
             for worker in self.alive():
                 if worker.agent == agent:
-                    worker.is_alive = False
+                    worker.die()
             lease_end_s = None if lease_s is None else self.now_s + lease_s
             self.feed(AgentLost(agent, "its host is silent", lease_end_s))
             again_s = max(1.0, lease_s or 0.0)
@@ -265,7 +265,7 @@ class SimulatedJob:
     def exit(self, worker: SimulatedWorker, exit_code: int) -> None:
         """End a worker's process. Its last messages and its exit may reach the agent in either order."""
         if worker.is_alive:
-            worker.is_alive = False
+            worker.die()
             exited = WorkerExited(worker.name, exit_code)
             if self._hints.random() < 0.5:  # the kernel frees its memory before its exit is known
                 self.after(self.delay_s(), lambda: self.tell(worker.agent, WorkerDying(worker.name)))
@@ -301,8 +301,9 @@ class SimulatedJob:
             return
         match message:
             case Spawn(name, slot, _, attempt):
-                beside = [worker.name for worker in self.alive() if worker.attempt != attempt]
-                assert not beside, f"{name} of attempt {attempt} is started beside {beside} of another one"
+                if self.job.config.max_restarts is not None:
+                    beside = [worker.name for worker in self.alive() if worker.attempt != attempt]
+                    assert not beside, f"{name} of attempt {attempt} is started beside {beside} of another one"
                 worker = self.workers[name] = SimulatedWorker(self, name, agent, slot, attempt)
                 if self.random.random() < self.habits.crashes / 4:
                     worker.is_alive = False
@@ -331,8 +332,9 @@ class SimulatedJob:
 
     def _note_starts(self, message: ToAgent) -> None:
         if isinstance(message, StartWorkers):
-            number = self.job.generation.number if self.job.generation else 0
-            self.members_of[number] = self.job.generation.members if self.job.generation else ()
+            generation = self.job.generation
+            if generation is not None and generation.number not in self.generations:
+                self.generations[generation.number] = SimulatedGeneration(generation.members)
 
     # Queries ---------------------------------------------------------------------------------------------
 
@@ -341,12 +343,9 @@ class SimulatedJob:
 
     def peers_of(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
         """Return the living neighbours of a worker on the ring of its generation."""
-        members = self.members_of.get(worker.current, ())
-        if worker.name not in members:
-            return []
-        place = members.index(worker.name)
-        around = {members[place - 1], members[(place + 1) % len(members)]} - {worker.name}
-        return [self.workers[name] for name in sorted(around) if self.workers[name].is_alive]
+        generation = worker.generation
+        around = () if generation is None else sorted(generation.neighbours(worker.name))
+        return [self.workers[name] for name in around if self.workers[name].is_alive]
 
     def is_silent(self, one: SimulatedWorker, other: SimulatedWorker) -> bool:
         """Return whether packets between the two get lost."""
@@ -355,13 +354,10 @@ class SimulatedJob:
 
     def is_stuck(self, number: int) -> bool:
         """Return whether some ring of a generation has a connection without progress: all of its members wait."""
-        members = [self.workers[name] for name in self.members_of.get(number, ())]
+        if not self.silent_links or number not in self.generations:
+            return False
+        members = [self.workers[name] for name in self.generations[number].members]
         return any(self.is_silent(members[place - 1], each) for place, each in enumerate(members))
-
-    def members_in(self, number: int) -> list[SimulatedWorker]:
-        """Return the members of a generation, if all of them live and are in it; else an empty list."""
-        members = [self.workers[name] for name in self.members_of.get(number, ())]
-        return members if all(each.is_alive and each.is_in(number) for each in members) else []
 
     # Faults ----------------------------------------------------------------------------------------------
 

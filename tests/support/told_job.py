@@ -69,7 +69,7 @@ class ToldJob:
     # Inputs ----------------------------------------------------------------------------------------------
 
     def feed(self, happened: Input) -> ToldJob:
-        self.job, self.actions = decide(self.job, happened, self.now_s)
+        self.job, self.actions = decide(self.job, [happened], self.now_s)
         self._invariants.watch(happened, self.actions, self.now_s)
         return self
 

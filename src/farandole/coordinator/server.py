@@ -249,7 +249,7 @@ class Coordinator:
     def _decide(self, happened: Input) -> None:
         self._notice_stall()
         try:
-            self._job, actions = decide(self._job, happened, self._clock.now_s())
+            self._job, actions = decide(self._job, [happened], self._clock.now_s())
             deadline_s = next_deadline(self._job)
         except Exception as error:  # noqa: BLE001 - a bug in a rule ends the job, and says so
             self._fail(error)
