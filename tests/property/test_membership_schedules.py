@@ -52,6 +52,7 @@ HOSTS_SCHEDULES = SPARES_SCHEDULES = SCHEDULES
 JOINING_SCHEDULES = SCHEDULES // 2
 BATCH = 200
 KEPT = 600  # as many of each kind are looked at again
+GATHERS_S = (0.0, 0.0, 0.001, 0.02, 0.3)  # each input alone, or those of so long together
 
 
 def random_config(dice: random.Random) -> JobConfig:
@@ -96,6 +97,7 @@ def random_habits(dice: random.Random) -> Habits:
         hangs=0.1 if rough else 0.0,
         crashes=0.05 if rough else 0.0,
         fails_late=0.05 if rough else 0.0,
+        gathers_s=dice.choice(GATHERS_S),
     )
 
 
@@ -374,7 +376,7 @@ def random_asked_world(seed: int) -> SimulatedJob:
     dice = random.Random(seed)
     num_proc = dice.randint(2, 4)
     config = JobConfig(num_proc, min_np=dice.randint(1, 2), max_np=6, restarts=3, elastic_timeout_s=30.0)
-    world = SimulatedJob(config, seed, Habits(agrees=dice.random() < 0.7))
+    world = SimulatedJob(config, seed, Habits(agrees=dice.random() < 0.7, gathers_s=dice.choice(GATHERS_S)))
     for agent in "abc":
         world.connect(agent, dice.randint(1, 3))
 
@@ -465,13 +467,16 @@ def test_no_order_of_inputs_breaks_a_rule_or_raises(first: int) -> None:
         follows_hosts = seed % 2 == 1
         config = random_horovod_config(dice) if follows_hosts else random_config(dice)
         job, invariants, now_s = new_job(config, "fuzz"), MembershipInvariants(config), 0.0
-        for happened in (
+        inputs = [
             AgentConnected("a", "a", 3),
             *sensible_beginning(dice),
             *(random_input(dice, 0.3 if follows_hosts else 0.0) for _ in range(150)),
-        ):
+        ]
+        while inputs:
+            together = 1 if seed % 4 < 2 else dice.choice([1, 1, 2, 5, 20])
+            happened, inputs = inputs[:together], inputs[together:]
             now_s += dice.choice([0.0, 0.01, 1.0])
-            job, actions = decide(job, [happened], now_s)
+            job, actions = decide(job, happened, now_s)
             try:
                 invariants.watch(happened, actions, now_s)
             except AssertionError as error:
@@ -497,6 +502,7 @@ def random_restarting_world(seed: int) -> SimulatedJob:
         is_elastic=dice.random() < 0.2,
         calls_init=dice.random() < 0.6,
         crashes=dice.choice([0.0, 0.0, 0.1, 0.5]),
+        gathers_s=dice.choice(GATHERS_S),
     )
     world = SimulatedJob(config, seed, habits)
     if dice.random() < 0.4:

@@ -6,6 +6,7 @@ Keeps its own records, from inputs and actions alone, so that it shares no mista
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from farandole.config import JobConfig
 from farandole.coordinator import (
@@ -21,7 +22,15 @@ from farandole.coordinator import (
     SendAgent,
     UndrainRequested,
 )
-from farandole.events import AllWorkersRestart, HostBlacklisted, HostDrained, JobBecameStatic, JobEnds, StateLost
+from farandole.events import (
+    AllWorkersRestart,
+    HostBlacklisted,
+    HostDrained,
+    HostUndrained,
+    JobBecameStatic,
+    JobEnds,
+    StateLost,
+)
 from farandole.wire.messages import (
     Abort,
     Dismissed,
@@ -48,8 +57,8 @@ from farandole.wire.messages import (
 
 
 class MembershipInvariants:
-    """Checks decisions. Call `watch` with each input, its actions, and the time. Raises AssertionError when a rule is
-    broken."""
+    """Checks decisions. Call `watch` with the inputs of each decision, its actions, and the time. Raises AssertionError
+    when a rule is broken."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
@@ -87,6 +96,7 @@ class MembershipInvariants:
         self._is_finishing = False
         self._failed: set[str] = set()
         self._killed: set[str] = set()
+        self._just_gone: dict[str, tuple[str, int]] = {}  # workers that were lost among the inputs of this decision
         self.attempt = 0
         self.restarts_of_all = self.restarts_for_slots = 0
         self._is_restarting = False
@@ -95,12 +105,15 @@ class MembershipInvariants:
     def is_banned(self, host: str) -> bool:
         return self._now_s < self._bans.get(host, 0.0)
 
-    def watch(self, happened: Input, actions: list[Action], now_s: float) -> None:
+    def watch(self, inputs: Sequence[Input], actions: list[Action], now_s: float) -> None:
         """Check one decision."""
         self._now_s = now_s
-        to_blame = self._host_to_blame(happened)
+        self._just_gone.clear()
         assert self.ended is None or actions == [], f"actions after the end: {actions}"
-        self._hear(happened)
+        to_blame = set()
+        for happened in inputs:
+            to_blame.add(self._host_to_blame(happened))
+            self._hear(happened)
         starts: dict[str, Start] = {}
         self._is_ending |= any(isinstance(action, Log) and isinstance(action.event, JobEnds) for action in actions)
         for action in actions:
@@ -117,7 +130,7 @@ class MembershipInvariants:
                         assert all(self.slot_of[worker][0] == action.agent for worker in some)
                         starts |= some
                     case Kill(worker):
-                        assert worker in self.slot_of, f"killing {worker}, which is gone"
+                        assert worker in self.slot_of or worker in self._just_gone, f"killing {worker}, which is gone"
                         self._killed.add(worker)
                     case Dismissed():
                         self._check_dismissed(action.agent)
@@ -127,6 +140,8 @@ class MembershipInvariants:
                 self._check_became_static(action.event)
             elif isinstance(action, Log) and isinstance(action.event, HostDrained):
                 self._check_drained(action.event)
+            elif isinstance(action, Log) and isinstance(action.event, HostUndrained):
+                self._draining -= {agent for agent, host in self._hosts.items() if host == action.event.host}
             elif isinstance(action, Log) and isinstance(action.event, StateLost):
                 assert self._was_synced, "a state was lost that nobody had"
                 assert self._holders.intersection(self.members) <= self._left, "there is a holder"
@@ -138,8 +153,9 @@ class MembershipInvariants:
                 self.ended = action
         if starts:
             self._check_start(starts)
-        if to_blame is not None and self._config.on_failure == "host" and not self._is_ending:
-            assert self.is_banned(to_blame), f"a member on {to_blame} was lost, and the host is not out"
+        for host in to_blame - {None}:
+            if self._config.on_failure == "host" and not self._is_ending:
+                assert self.is_banned(host), f"a member on {host} was lost, and the host is not out"
 
     def _hear(self, happened: Input) -> None:
         match happened:
@@ -183,12 +199,12 @@ class MembershipInvariants:
                 match said:
                     case Hello():
                         self._said_hello.add(worker)
-                    case Elastic():
+                    case Elastic() if self.members:  # workers wait in init() until then
                         self._elastic.add(worker)
                     case Ready(number) if number == self._told.get(worker):
                         self._ready[worker] = number
                     case Synced(number) if (
-                        number == self.number and worker in self.members and worker not in self._left
+                        number == self.number and worker in self.members and worker not in self._left | self._dying
                     ):
                         self._holders.add(worker)
                         self._was_synced = True
@@ -238,11 +254,13 @@ class MembershipInvariants:
     def _check_drained(self, event: HostDrained) -> None:
         self._draining |= {agent for agent, host in self._hosts.items() if host == event.host}
         self._leaving.update(event.workers)
-        assert all(self._hosts[self.slot_of[worker][0]] == event.host for worker in event.workers)
+        slot_of = {**self._just_gone, **self.slot_of}
+        assert all(self._hosts[slot_of[worker][0]] == event.host for worker in event.workers)
 
     def _forget(self, workers: list[str]) -> None:
         for worker in workers:
-            self.slot_of.pop(worker, None)
+            if worker in self.slot_of:
+                self._just_gone[worker] = self.slot_of.pop(worker)
             self._holders.discard(worker)
 
     def _check_restart_of_all(self, event: AllWorkersRestart) -> None:
@@ -294,7 +312,10 @@ class MembershipInvariants:
         assert not self._released, f"{worker} was started after the release"
 
     def _check_told(self, agent: str, worker: str, message: object) -> None:
-        assert self._is_with(worker, agent), f"{worker} is not with {agent} (any more)"
+        may_be_gone = not isinstance(message, Abort | Prepare | Released)
+        if may_be_gone and self._just_gone.get(worker, ("",))[0] == agent:
+            return  # The answer to an input that came just before the end of the worker.
+        assert self._is_with(worker, agent), f"{worker} is not with {agent} (any more): {message}"
         assert worker not in self._left or type(message).__name__ == "Stop", f"{worker} had left"
         if isinstance(message, Abort | Prepare):
             assert worker in self.members, f"{message} to {worker}, which is no member"

@@ -14,6 +14,7 @@ from functools import partial
 
 from farandole.config import JobConfig
 from farandole.coordinator import (
+    Action,
     AgentConnected,
     AgentLost,
     AgentReported,
@@ -68,6 +69,7 @@ class Habits:
                      coordinator must survive as well
     hangs, crashes   how often a start hangs, or fails with an exit code
     fails_late       how often a released worker ends with a failure
+    gathers_s        for so long the coordinator gathers inputs before it decides; 0: each is decided alone
     """
 
     is_elastic: bool = True
@@ -76,6 +78,7 @@ class Habits:
     hangs: float = 0.0
     crashes: float = 0.0
     fails_late: float = 0.0
+    gathers_s: float = 0.0
 
 
 class SimulatedJob:
@@ -90,6 +93,8 @@ class SimulatedJob:
         self.habits = habits or Habits()
         self.job: Job = new_job(config, f"job{seed}", origin=origin)
         self.invariants = MembershipInvariants(config)
+        self._inbox: list[Input] = []
+        self._will_decide = False
         self.now_s = 0.0
         self.history: list[tuple[float, Input]] = []
         self.logged: list[Event] = []
@@ -149,13 +154,34 @@ class SimulatedJob:
                 return
         raise AssertionError("the job never comes to rest")
 
+    def report(self, happened: Input) -> None:
+        """Let an input arrive. It is decided at once, or together with those that arrive soon after."""
+        if not self.habits.gathers_s:
+            self.feed(happened)
+            return
+        self._inbox.append(happened)
+        if not self._will_decide:
+            self._will_decide = True
+            self.after(self.habits.gathers_s, self._decide)
+
     def feed(self, happened: Input) -> None:
+        """Decide on an input now, together with those that have arrived before."""
+        self._inbox.append(happened)
+        self._decide()
+
+    def _decide(self) -> None:
+        self._will_decide = False
+        inputs, self._inbox = self._inbox, []
+        if inputs:
+            self._settle(inputs)
+
+    def _settle(self, inputs: list[Input]) -> None:
         """Make one decision, check it, and execute it."""
-        self.history.append((self.now_s, happened))
+        self.history += [(self.now_s, happened) for happened in inputs]
         before = self.job
-        self.job, actions = decide(before, [happened], self.now_s)
+        self.job, actions = self.decide(before, inputs)
         self._count_spares(before)
-        self.invariants.watch(happened, actions, self.now_s)
+        self.invariants.watch(inputs, actions, self.now_s)
         for action in actions:
             if isinstance(action, SendAgent):
                 self._note_starts(action.message)
@@ -164,6 +190,10 @@ class SimulatedJob:
                 self.logged.append(action.event)
             elif isinstance(action, EndJob):
                 self.end = action
+
+    def decide(self, job: Job, inputs: list[Input]) -> tuple[Job, list[Action]]:
+        """Call the real decision code. Benchmarks measure this call."""
+        return decide(job, inputs, self.now_s)
 
     def _count_spares(self, before: Job) -> None:
         old, new = before.generation, self.job.generation
@@ -178,7 +208,7 @@ class SimulatedJob:
         """Let an agent join."""
         self._agents.add(agent)
         self._slots[agent] = slots
-        self.feed(AgentConnected(agent, host or f"host-of-{agent}", slots))
+        self.report(AgentConnected(agent, host or f"host-of-{agent}", slots))
 
     def offer(self, slots: dict[str, int], may_change: bool = True) -> None:
         """Set the current hosts. Hosts without an agent get one, of the same name, after a while."""
@@ -253,7 +283,7 @@ class SimulatedJob:
 
         def arrive() -> None:
             if agent in self._agents:
-                self.feed(AgentReported(agent, message))
+                self.report(AgentReported(agent, message))
 
         self.in_order(("up", agent), arrive)
 

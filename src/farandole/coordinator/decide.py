@@ -153,6 +153,7 @@ def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -
 
 def _settle(transition: Transition) -> None:
     if transition.job.ending is None:
+        regroup.abort_for_faults(transition)
         worker_messages.kill_overdue(transition)
         capacity.end_quarantines(transition)
         capacity.end_backoffs(transition)

@@ -101,6 +101,8 @@ def steps_stalled(transition: Transition, input: StepsStalled) -> None:
     job = transition.job
     if not job.is_elastic or job.is_released or job.generation is None or input.number != job.number:
         return
+    if transition.faults:
+        return
     members = {worker.name: worker for worker in job.survivors()}
     hung = [name for name in input.in_own_code if name in members]
     if members.keys() != {*input.in_own_code, *input.waiting}:
@@ -133,7 +135,7 @@ def _all_wait(transition: Transition, input: StepsStalled, how_long: str) -> Non
     transition.change(stall=StepStall(input.step, times))
     transition.log(CollectiveStalled(input.step, input.waiting, input.stalled_s))
     if times <= MOST_RETRIES:
-        regroup.abort(transition, f"all workers have waited for each other for {how_long}")
+        transition.faults.append(f"all workers have waited for each other for {how_long}")
         return
     transition.end(
         1,

@@ -476,6 +476,7 @@ class Transition:
         self.job = job
         self.now_s = now_s
         self.actions: list[Action] = []
+        self.faults: list[str] = []  # sentences: the members must regroup because of them
         self._own: dict[Literal["workers", "slots"], dict[Any, Any]] = {}
 
     def change(self, **fields: Any) -> None:

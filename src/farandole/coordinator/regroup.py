@@ -59,6 +59,13 @@ def abort(transition: Transition, reason: str) -> None:
     transition.log(RegroupBegan(number, reason, survivors))
 
 
+def abort_for_faults(transition: Transition) -> None:
+    """End the running generation if the inputs contained faults: once, however many there were."""
+    if transition.faults:
+        reason, transition.faults = "; ".join(transition.faults), []
+        abort(transition, reason)
+
+
 def end_if_hopeless(transition: Transition) -> None:
     """End a job in which no further generation can ever start."""
     if is_state_lost(transition.job) and transition.job.has_checkpoint and not _is_end_of_all(transition.job):

@@ -122,7 +122,7 @@ def _elastic(transition: Transition, worker: Worker) -> None:
     capacity.report_spare(transition, worker)
     if looked_static and (gone := set(transition.job.generation.members).difference(transition.job.workers)):
         # They ended with code 0 while the script still looked static. The other workers need them.
-        regroup.abort(transition, f"{', '.join(sorted(gone))} exited before the elastic function")
+        transition.faults.append(f"{', '.join(sorted(gone))} exited before the elastic function")
 
 
 def _ready(transition: Transition, worker: Worker, number: int) -> None:
