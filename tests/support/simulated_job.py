@@ -95,6 +95,7 @@ class SimulatedJob:
         self.invariants = MembershipInvariants(config)
         self._inbox: list[Input] = []
         self._will_decide = False
+        self._deadline_s = next_deadline(self.job)
         self.now_s = 0.0
         self.history: list[tuple[float, Input]] = []
         self.logged: list[Event] = []
@@ -140,7 +141,7 @@ class SimulatedJob:
     def run(self) -> None:
         """Run until no event is pending and the coordinator waits for nothing."""
         while self.now_s < _LONGEST_RUN_S:
-            deadline_s = next_deadline(self.job)
+            deadline_s = self._deadline_s
             if self._events and (deadline_s is None or self._events[0][0] <= deadline_s):
                 at_s, _, do = heapq.heappop(self._events)
                 self.now_s = max(self.now_s, at_s)
@@ -148,7 +149,7 @@ class SimulatedJob:
             elif deadline_s is not None:
                 self.now_s = max(self.now_s, deadline_s)
                 self.feed(Tick())
-                after_s = next_deadline(self.job)
+                after_s = self._deadline_s
                 assert after_s is None or after_s > self.now_s, "a Tick at the deadline must move the deadline"
             else:
                 return
@@ -156,13 +157,18 @@ class SimulatedJob:
 
     def report(self, happened: Input) -> None:
         """Let an input arrive. It is decided at once, or together with those that arrive soon after."""
-        if not self.habits.gathers_s:
+        gathers_s = self.gathers_s()
+        if not gathers_s:
             self.feed(happened)
             return
         self._inbox.append(happened)
         if not self._will_decide:
             self._will_decide = True
-            self.after(self.habits.gathers_s, self._decide)
+            self.after(gathers_s, self._decide)
+
+    def gathers_s(self) -> float:
+        """Return for how long the coordinator gathers inputs from now on; 0: it decides at once."""
+        return self.habits.gathers_s
 
     def feed(self, happened: Input) -> None:
         """Decide on an input now, together with those that have arrived before."""
@@ -179,9 +185,9 @@ class SimulatedJob:
         """Make one decision, check it, and execute it."""
         self.history += [(self.now_s, happened) for happened in inputs]
         before = self.job
-        self.job, actions = self.decide(before, inputs)
+        self.job, actions, self._deadline_s = self.decide(before, inputs)
         self._count_spares(before)
-        self.invariants.watch(inputs, actions, self.now_s)
+        self.check(inputs, actions)
         for action in actions:
             if isinstance(action, SendAgent):
                 self._note_starts(action.message)
@@ -191,9 +197,14 @@ class SimulatedJob:
             elif isinstance(action, EndJob):
                 self.end = action
 
-    def decide(self, job: Job, inputs: list[Input]) -> tuple[Job, list[Action]]:
-        """Call the real decision code. Benchmarks measure this call."""
-        return decide(job, inputs, self.now_s)
+    def decide(self, job: Job, inputs: list[Input]) -> tuple[Job, list[Action], float | None]:
+        """Call the real decision code, and return the next deadline, too. Benchmarks measure this call."""
+        after, actions = decide(job, inputs, self.now_s)
+        return after, actions, next_deadline(after)
+
+    def check(self, inputs: list[Input], actions: list[Action]) -> None:
+        """Check the invariants."""
+        self.invariants.watch(inputs, actions, self.now_s)
 
     def _count_spares(self, before: Job) -> None:
         old, new = before.generation, self.job.generation
