@@ -228,6 +228,10 @@ class Coordinator:
         finally:
             await self._close()
 
+    def status(self) -> Status:
+        """Return the status of the job now."""
+        return self._commands.status()
+
     @property
     def has_ended(self) -> bool:
         """True when the job is over; its agents have been told so."""
