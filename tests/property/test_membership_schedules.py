@@ -52,6 +52,7 @@ HOSTS_SCHEDULES = SPARES_SCHEDULES = SCHEDULES
 JOINING_SCHEDULES = SCHEDULES // 2
 BATCH = 200
 KEPT = 600  # as many of each kind are looked at again
+LARGE_WORKERS = int(os.environ.get("LARGE_WORKERS", "256"))  # `make schedules`: 1,024
 GATHERS_S = (0.0, 0.0, 0.001, 0.02, 0.3)  # each input alone, or those of so long together
 
 
@@ -97,6 +98,7 @@ def random_habits(dice: random.Random) -> Habits:
         hangs=0.1 if rough else 0.0,
         crashes=0.05 if rough else 0.0,
         fails_late=0.05 if rough else 0.0,
+        repeats=dice.choice([0.0, 0.0, 0.05, 0.3]),
         gathers_s=dice.choice(GATHERS_S),
     )
 
@@ -371,6 +373,29 @@ def test_the_schedules_reach_the_cases_they_are_meant_for() -> None:
     assert max(world.invariants.number for world in worlds) >= 8
 
 
+def random_large_world(seed: int) -> SimulatedJob:
+    """Many hosts of eight workers, and bursts of faults, each of which may hit some of the workers or a whole host."""
+    dice = random.Random(seed)
+    habits = replace(random_habits(dice), is_elastic=True, hangs=0.0, crashes=0.0, gathers_s=0.01)
+    world = SimulatedJob(JobConfig(LARGE_WORKERS, elastic_timeout_s=30.0, start_timeout_s=20.0), seed, habits)
+    hosts = LARGE_WORKERS // 8
+    for index in range(hosts):
+        agent = "ab"[index] if index < 2 else f"host{index}"
+        world.after(index / hosts, partial(world.connect, agent, 8))
+    for _ in range(3):
+        at_s = dice.uniform(1.0, 5.0)
+        for _ in range(dice.choice([1, 3, 20])):
+            world.after(at_s, lambda: hurt(world))
+            at_s += 10 ** dice.uniform(-4, -0.5)
+        world.after(at_s, partial(world.lose_agent, f"host{dice.randrange(2, hosts)}", dice.choice([None, 0.3])))
+    return world
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_large_job_keeps_the_rules_and_comes_to_a_good_end(seed: int) -> None:
+    check_schedule(seed, random_large_world)
+
+
 def random_asked_world(seed: int) -> SimulatedJob:
     """People scale the job, drain hosts and want them back; workers die, and links between hosts break, meanwhile."""
     dice = random.Random(seed)
@@ -502,6 +527,7 @@ def random_restarting_world(seed: int) -> SimulatedJob:
         is_elastic=dice.random() < 0.2,
         calls_init=dice.random() < 0.6,
         crashes=dice.choice([0.0, 0.0, 0.1, 0.5]),
+        repeats=dice.choice([0.0, 0.0, 0.05, 0.3]),
         gathers_s=dice.choice(GATHERS_S),
     )
     world = SimulatedJob(config, seed, habits)

@@ -404,18 +404,21 @@ class MembershipInvariants:
             assert self._holders.intersection(starts), "a generation without a holder"
 
     def _check_places(self, by_rank: list[str], starts: dict[str, Start]) -> None:
-        size = len(by_rank)
+        size, rank_of = len(by_rank), {worker: rank for rank, worker in enumerate(by_rank)}
         local: defaultdict[str, list[str]] = defaultdict(list)
         for worker in by_rank:
             local[self._hosts[self.slot_of[worker][0]]].append(worker)
+        across = {
+            local_rank: sorted((rank_of[mates[local_rank]] for mates in local.values() if len(mates) > local_rank))
+            for local_rank in range(max(map(len, local.values())))
+        }
         for rank, worker in enumerate(by_rank):
             start, mates = starts[worker], local[self._hosts[self.slot_of[worker][0]]]
             place = start.placement
             assert (place.rank, place.size) == (rank, size)
             assert (place.local_rank, place.local_size) == (mates.index(worker), len(mates))
-            across = [others[place.local_rank] for others in local.values() if len(others) > place.local_rank]
-            assert place.cross_size == len(across)
-            assert place.cross_rank == sorted(across, key=by_rank.index).index(worker)
+            assert place.cross_size == len(across[place.local_rank])
+            assert place.cross_rank == across[place.local_rank].index(rank)
             assert (start.previous.worker, start.previous.rank) == (by_rank[rank - 1], (rank - 1) % size)
             following = (rank + 1) % size
             assert (start.next.worker, start.next.rank) == (by_rank[following], following)

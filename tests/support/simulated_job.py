@@ -53,7 +53,7 @@ from farandole.wire.messages import (
     WorkerMessage,
 )
 from tests.support.membership_invariants import MembershipInvariants
-from tests.support.simulated_generation import SimulatedGeneration
+from tests.support.simulated_generation import SimulatedGeneration, TrainingInvariants
 from tests.support.simulated_worker import SimulatedWorker
 
 _LONGEST_RUN_S = 1e6
@@ -69,6 +69,7 @@ class Habits:
                      coordinator must survive as well
     hangs, crashes   how often a start hangs, or fails with an exit code
     fails_late       how often a released worker ends with a failure
+    repeats          how often a message reaches the coordinator twice, the second time after later ones
     gathers_s        for so long the coordinator gathers inputs before it decides; 0: each is decided alone
     """
 
@@ -78,6 +79,7 @@ class Habits:
     hangs: float = 0.0
     crashes: float = 0.0
     fails_late: float = 0.0
+    repeats: float = 0.0
     gathers_s: float = 0.0
 
 
@@ -101,6 +103,7 @@ class SimulatedJob:
         self.logged: list[Event] = []
         self.workers: dict[str, SimulatedWorker] = {}  # all workers so far
         self.generations: dict[int, SimulatedGeneration] = {}
+        self.training = TrainingInvariants()
         self.bad_links: set[frozenset[str]] = set()
         self.silent_links: set[frozenset[str]] = (
             set()
@@ -297,6 +300,8 @@ class SimulatedJob:
                 self.report(AgentReported(agent, message))
 
         self.in_order(("up", agent), arrive)
+        if self.habits.repeats and self._hints.random() < self.habits.repeats:
+            self.after(self._hints.uniform(0.0, 1.0), lambda: self.in_order(("up", agent), arrive))
 
     def say(self, worker: SimulatedWorker, message: WorkerMessage) -> None:
         """Send a message from a worker through its agent to the coordinator."""
@@ -375,7 +380,9 @@ class SimulatedJob:
         if isinstance(message, StartWorkers):
             generation = self.job.generation
             if generation is not None and generation.number not in self.generations:
-                self.generations[generation.number] = SimulatedGeneration(generation.members)
+                is_bootstrap = next(iter(message.starts.values())).bootstrap
+                simulated = SimulatedGeneration(generation.number, generation.members, is_bootstrap)
+                self.generations[generation.number] = simulated
 
     # Queries ---------------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class SimulatedWorker:
     prepared  newest PREPARE that still counts       ready     number for which it sent READY, and waits for START
     synced, stepped, finished   generation in which it reported so
     waits_in  generation without progress, in which it probes its neighbours
+    steps     in its state
     """
 
     def __init__(self, world: SimulatedJob, name: str, agent: str, slot: int, attempt: int = 0) -> None:
@@ -46,7 +47,7 @@ class SimulatedWorker:
         self.is_alive, self.hangs = True, False
         self.is_elastic = self.is_failing = self.has_left = False
         self.current = self.ordered = self.prepared = self.ready = self.synced = self.finished = self.waits_in = 0
-        self.stepped = 0
+        self.stepped = self.steps = 0
 
     @property
     def generation(self) -> SimulatedGeneration | None:
@@ -95,6 +96,7 @@ class SimulatedWorker:
                 self.world.after(self._pause_s(), self._enter_elastic)
                 return
             case Start(id):
+                assert id.number > max(self.current, self.ordered - 1), f"{self.name} hears an outdated START: {id}"
                 if self.generation is not None:
                     self.generation.absent.add(self.name)
                 self.current, self.prepared, self.ready = id.number, 0, 0
@@ -192,15 +194,17 @@ class SimulatedWorker:
         if world.is_stuck(number):
             self.wait_for_bytes()
             return
-        if not generation.has_met:
-            generation.has_met = True
+        if generation.step is None:
+            steps = [world.workers[name].steps for name in generation.members]
+            generation.step = world.training.has_met(generation, steps)
             self._wake_all(generation)
+        world.training.trains(generation)
         if self.synced != number:
             broken = [p for p in world.peers_of(self) if frozenset((p.name, self.name)) in world.bad_links]
             for peer in broken:
                 world.say(self, LinkBroken(number, peer.name, "connect", "timed out"))
             if not broken:
-                self.synced = number
+                self.synced, self.steps = number, generation.step
                 generation.unsynced.discard(self.name)
                 world.say(self, Synced(number))
                 if not generation.unsynced:
@@ -209,7 +213,7 @@ class SimulatedWorker:
         if generation.unsynced:
             return
         if self.stepped != number:
-            self.stepped = number
+            self.stepped, self.steps = number, self.steps + 1
             world.say(self, FirstStep(number, 0.001, 0.001, 0.002, 0.003, 0.004, 0, 0))
         if world.habits.agrees:
             self._follow_all(generation)
