@@ -3,8 +3,8 @@
 python -m benchmarks.coordinator_decisions --workers 8 64 512 4096 32768
 
 Time is virtual: workers answer after random delays, mostly below a millisecond, sometimes a fifth of a second. The CPU
-time is that of the coordinator alone: each arriving message is opened (MAC) and decoded, inputs that arrive together are
-decided, events are formatted as log lines, and each message to an agent is encoded and sealed as one frame.
+time is that of the coordinator alone: each arriving message is opened (MAC) and decoded, inputs that arrive together
+are decided, events are formatted as log lines, and each message to an agent is encoded and sealed as one frame.
 
 start   from the first agent to the last report of a confirmed state in generation 1
 told    one worker is killed: from its exit until START of the next generation is told to all
@@ -113,7 +113,8 @@ def measure(workers: int, seed: int) -> list[Cost]:
         slots = min(SLOTS, workers - index * SLOTS)
         job.after(_ARRIVE_WITHIN_S * index / hosts, lambda host=f"h{index}", slots=slots: job.connect(host, slots))  # type: ignore[misc]
     job.run()
-    assert job.job.generation is not None and len(job.job.generation.members) == workers
+    assert job.job.generation is not None
+    assert len(job.job.generation.members) == workers
     job.begin("told")
     job.exit(job.alive()[workers // 2], -9)
     job.run()
@@ -138,8 +139,8 @@ def main() -> None:
             found.append(cost)
             print(
                 f"{cost.phase:7} {cost.workers:7} {cost.cpu_s:7.3f} {1e3 * cost.longest_s:5.0f} ms {cost.decisions:10} "
-                f"{cost.messages_up:12} {cost.bytes_up / 1e6:9.3f} {cost.messages_down:14} {cost.bytes_down / 1e6:9.3f} "
-                f"{cost.took_s:8.2f}",
+                f"{cost.messages_up:12} {cost.bytes_up / 1e6:9.3f} "
+                f"{cost.messages_down:14} {cost.bytes_down / 1e6:9.3f} {cost.took_s:8.2f}",
                 flush=True,
             )
     if options.json:

@@ -10,6 +10,7 @@ import contextlib
 import random
 import sys
 
+from farandole.agent.agent import STATUS_EVERY_S
 from farandole.liveness.heartbeats import Heartbeats, heartbeat_period_s
 from farandole.machine import installed_software, now_s
 from farandole.membership import LONGEST_BETWEEN_S, Address, Phase, WorkerStatus
@@ -38,10 +39,8 @@ from farandole.wire.messages import (
     Welcome,
     WorkerExited,
     WorkerMessage,
-    WorkersSeen,
 )
 
-_STATUS_EVERY_S = 0.5
 _DIALS_AT_A_TIME = 64
 
 
@@ -83,6 +82,7 @@ class SimulatedAgent:
         self._steps = 0
         self._heartbeats = Heartbeats(now_s())
         self._channel: Channel[ToAgent]
+        self._every_s = 0.0
 
     async def run(self) -> None:
         async with self._fleet.dials:
@@ -96,9 +96,9 @@ class SimulatedAgent:
             welcome = await self._channel.receive()
             assert isinstance(welcome, Welcome), welcome
         tasks = [
-            asyncio.create_task(self._beat(heartbeat_period_s(welcome.detection_budget_s))),
-            asyncio.create_task(self._send_statuses()),
+            asyncio.create_task(self._beat()),
         ]
+        self._every_s = heartbeat_period_s(welcome.detection_budget_s)
         try:
             with contextlib.suppress(ConnectionError):
                 while not isinstance(message := await self._channel.receive(), JobOver):
@@ -113,27 +113,26 @@ class SimulatedAgent:
             del self._workers[worker]
             self._channel.send(WorkerExited(worker, exit_code))
 
-    async def _beat(self, every_s: float) -> None:
-        await asyncio.sleep(self._fleet.random.uniform(0.0, every_s))
+    async def _beat(self) -> None:
+        await asyncio.sleep(self._fleet.random.uniform(0.0, self._every_s))
+        reported, reported_s, looked_s = -1, 0.0, 0.0
         while True:
-            self._channel.send(Heartbeat(self._heartbeats.next(now_s()), self._heartbeats.received))
-            await asyncio.sleep(every_s)
-
-    async def _send_statuses(self) -> None:
-        await asyncio.sleep(self._fleet.random.uniform(0.0, _STATUS_EVERY_S))
-        sent, sent_s = -1, 0.0
-        while True:
-            self._steps += self._fleet.is_training
-            if sent != self._steps or now_s() - sent_s >= LONGEST_BETWEEN_S:
-                sent, sent_s = self._steps, now_s()
-                status = WorkerStatus(self._steps, 1, self._steps, Phase.USER)
-                self._channel.send(WorkersSeen(dict.fromkeys(self._workers, status)))
-            await asyncio.sleep(_STATUS_EVERY_S)
+            statuses = None
+            if now_s() - looked_s >= STATUS_EVERY_S:
+                looked_s = now_s()
+                self._steps += self._fleet.is_training
+                if reported != self._steps or looked_s - reported_s >= LONGEST_BETWEEN_S:
+                    reported, reported_s = self._steps, looked_s
+                    status = WorkerStatus(self._steps, 1, self._steps, Phase.USER)
+                    statuses = dict.fromkeys(self._workers, status)
+            self._channel.send(Heartbeat(self._heartbeats.next(now_s()), self._heartbeats.received, statuses))
+            await asyncio.sleep(self._every_s)
 
     def _obey(self, message: ToAgent) -> None:
         match message:
-            case CoordinatorHeartbeat(sequence, received):
+            case CoordinatorHeartbeat(sequence, received, every_s):
                 self._heartbeats.record(sequence, received)
+                self._every_s = every_s
             case Spawn(name):
                 self._workers[name] = False
                 address = Address("127.0.0.1", 20000 + int(name[1:]) % 40000)

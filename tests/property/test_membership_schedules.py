@@ -23,6 +23,7 @@ from farandole.coordinator import (
     new_job,
 )
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
+from farandole.coordinator.shutdown import STOPPED_EXIT_CODE
 from farandole.events import HostDrained, HostUndrained, LinksDistrusted, WorkerLost
 from farandole.membership import Address, Origin
 from farandole.wire.messages import (
@@ -281,7 +282,7 @@ def check_schedule(seed: int, make_world: Callable[[int], SimulatedJob] = random
         assert world.end or not world.job.generation, "the training is over and the job is not"
         if world.end is None:
             return world
-        if world.job.is_released:
+        if world.job.is_released and world.end.exit_code != STOPPED_EXIT_CODE:
             assert (world.end.exit_code == 0) == (not world.invariants.failed_after_release) or world.job.losses
     except AssertionError as error:
         recent = "\n".join(f"{at_s:10.4f} {happened}" for at_s, happened in world.history[-60:])

@@ -96,6 +96,7 @@ class MembershipInvariants:
         self._is_finishing = False
         self._failed: set[str] = set()
         self._killed: set[str] = set()
+        self._just_elastic: set[str] = set()  # and that said so among these inputs
         self._just_gone: dict[str, tuple[str, int]] = {}  # workers that were lost among the inputs of this decision
         self.attempt = 0
         self.restarts_of_all = self.restarts_for_slots = 0
@@ -109,6 +110,7 @@ class MembershipInvariants:
         """Check one decision."""
         self._now_s = now_s
         self._just_gone.clear()
+        self._just_elastic.clear()
         assert self.ended is None or actions == [], f"actions after the end: {actions}"
         to_blame = set()
         for happened in inputs:
@@ -201,6 +203,7 @@ class MembershipInvariants:
                         self._said_hello.add(worker)
                     case Elastic() if self.members:  # workers wait in init() until then
                         self._elastic.add(worker)
+                        self._just_elastic.add(worker)
                     case Ready(number) if number == self._told.get(worker):
                         self._ready[worker] = number
                     case Synced(number) if (
@@ -276,7 +279,8 @@ class MembershipInvariants:
         assert self.restarts_of_all <= most, f"{self.restarts_of_all} restarts of all workers, of {most}"
         assert event.attempt == self.restarts_of_all + 1
         assert not self._is_restarting, "a second restart of all workers begins during the first one"
-        assert not self._elastic.intersection(self.members), "an elastic job needs no restart of all workers"
+        were_elastic = self._elastic - self._just_elastic
+        assert not were_elastic.intersection(self.members), "an elastic job needs no restart of all workers"
         self._is_restarting, self.members = True, ()
 
     def _check_became_static(self, event: JobBecameStatic) -> None:
@@ -409,7 +413,7 @@ class MembershipInvariants:
         for worker in by_rank:
             local[self._hosts[self.slot_of[worker][0]]].append(worker)
         across = {
-            local_rank: sorted((rank_of[mates[local_rank]] for mates in local.values() if len(mates) > local_rank))
+            local_rank: sorted(rank_of[others[local_rank]] for others in local.values() if len(others) > local_rank)
             for local_rank in range(max(map(len, local.values())))
         }
         for rank, worker in enumerate(by_rank):

@@ -32,7 +32,7 @@ from farandole.coordinator.job import Action, EndJob, Job, Log, SendAgent, new_j
 from farandole.coordinator.store_server import StoreServer
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
-from farandole.liveness.heartbeats import SLOW_BUDGET_S, Heartbeats
+from farandole.liveness.heartbeats import SLOW_BUDGET_S, Heartbeats, heartbeat_period_s
 from farandole.machine import different_software, installed_software, now_s
 from farandole.membership import Address, Origin
 from farandole.wire.channel import (
@@ -78,15 +78,12 @@ from farandole.wire.messages import (
     WorkerPrinted,
     WorkerRanked,
     WorkerSilent,
-    WorkersSeen,
 )
 
 STRANGERS_LIMIT = 512
 """Connections that may prove the token at the same time."""
 
 _SHORTEST_WAIT_S = 0.001
-
-_LOOK_AT_STATUSES_S = 0.5  # an agent does not report its workers' statuses more often
 
 _LONGEST_REST_S = 0.02
 
@@ -151,7 +148,7 @@ class Coordinator:
         self._offers_joined = offers_joined
         self._offered: dict[str, int] = {}
         self._joined: dict[str, int] = {}  # hosts beside those, with the slots of their agents
-        self._looks = 0
+        self._next_heartbeat_s = 0.0
         self._hang_detector = HangDetector(config.step_timeout_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._processes: dict[str, str] = {}  # of the agents that are connected or were until just now
@@ -349,12 +346,14 @@ class Coordinator:
             reason = f"nothing was received from it for {silent_s:.2f} s (--detection-budget {budget_s:g})"
             self._lose(agent, reason, self._heartbeats.lease_end_s(agent), silent_s)
         if self._clock.now_s() >= self._next_hang_look_s:
-            self._next_hang_look_s = self._clock.now_s() + _LOOK_AT_STATUSES_S
+            self._next_hang_look_s = self._clock.now_s() + self._hang_detector.look_every_s
             if (stalled := self._hang_detector.look(self._job, self._clock.now_s())) is not None:
                 self._decide(stalled)
-        self._looks += 1
-        if self._looks % 2 == 0:
-            self._heartbeats.heartbeat(self._send)
+        if self._clock.now_s() >= self._next_heartbeat_s:
+            every_s = heartbeat_period_s(self._config.detection_budget_s, len(self._channels))
+            self._hang_detector.heartbeat_s = every_s
+            self._next_heartbeat_s = self._clock.now_s() + every_s - self._silence.look_every_s / 2
+            self._heartbeats.heartbeat(self._send, every_s)
         self._clock.expect_look(self._silence.look_every_s)
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
 
@@ -505,9 +504,10 @@ class Coordinator:
             if self._function is not None:
                 self._function.on_return(message)
             channel.send(PartReceived(message.worker))
-        elif isinstance(message, WorkersSeen):
-            self._hang_detector.record(agent, message.workers, self._clock.now_s())
-        elif not isinstance(message, Heartbeat):
+        elif isinstance(message, Heartbeat):
+            if message.workers is not None:
+                self._hang_detector.record(agent, message.workers, self._clock.now_s())
+        else:
             if isinstance(message, WorkerExited | WorkerDying):
                 self._report_steps()
             self._report(AgentReported(agent, message))
@@ -650,11 +650,11 @@ class AgentHeartbeats:
         if self._port is not None:
             self._port.forget(agent)
 
-    def heartbeat(self, send: Callable[[str, CoordinatorHeartbeat], None]) -> None:
-        """Send a heartbeat to each agent, with `send` and by datagram."""
+    def heartbeat(self, send: Callable[[str, CoordinatorHeartbeat], None], every_s: float) -> None:
+        """Send a heartbeat to each agent, with `send` and by datagram. Agents are to send theirs `every_s`."""
         for agent, heartbeats in self._heartbeats.items():
             sequence = heartbeats.next(self._now_s())
-            send(agent, CoordinatorHeartbeat(sequence, heartbeats.received))
+            send(agent, CoordinatorHeartbeat(sequence, heartbeats.received, every_s))
             if self._port is not None:
                 self._port.send(agent, sequence, heartbeats.received)
 
