@@ -42,7 +42,6 @@ from farandole.wire.messages import (
     StartWorkers,
     Synced,
     WorkerExited,
-    WorkersSeen,
 )
 from tests.support.jobs import SCRIPTS, processes_with
 from tests.support.waiting import DEADLINE_S, EventLog, run
@@ -66,7 +65,7 @@ class Served:
     async def hear(self, kind: type[MessageT]) -> MessageT:
         """The next message, unwrapped, which has to be of this kind."""
         message: Message = Heartbeat(0)
-        while isinstance(message, Heartbeat | WorkersSeen):
+        while isinstance(message, Heartbeat):
             message = await asyncio.wait_for(self.channel.receive(), DEADLINE_S)
         if isinstance(message, FromWorker):
             message = message.message
@@ -299,7 +298,7 @@ class FaultyChannel:
         self.is_closed = True
 
 
-@pytest.mark.parametrize("kind", [Heartbeat, WorkersSeen])
+@pytest.mark.parametrize("kind", [Heartbeat])
 def test_an_agent_that_cannot_do_what_it_has_to_do_now_and_then_ends_with_the_error(
     kind: type[Message], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ Keeps its own records, from inputs and actions alone, so that it shares no mista
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from farandole.config import JobConfig
 from farandole.coordinator import (
@@ -21,7 +22,15 @@ from farandole.coordinator import (
     SendAgent,
     UndrainRequested,
 )
-from farandole.events import AllWorkersRestart, HostBlacklisted, HostDrained, JobBecameStatic, JobEnds, StateLost
+from farandole.events import (
+    AllWorkersRestart,
+    HostBlacklisted,
+    HostDrained,
+    HostUndrained,
+    JobBecameStatic,
+    JobEnds,
+    StateLost,
+)
 from farandole.wire.messages import (
     Abort,
     Dismissed,
@@ -48,8 +57,8 @@ from farandole.wire.messages import (
 
 
 class MembershipInvariants:
-    """Checks decisions. Call `watch` with each input, its actions, and the time. Raises AssertionError when a rule is
-    broken."""
+    """Checks decisions. Call `watch` with the inputs of each decision, its actions, and the time. Raises AssertionError
+    when a rule is broken."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
@@ -87,6 +96,8 @@ class MembershipInvariants:
         self._is_finishing = False
         self._failed: set[str] = set()
         self._killed: set[str] = set()
+        self._just_elastic: set[str] = set()  # and that said so among these inputs
+        self._just_gone: dict[str, tuple[str, int]] = {}  # workers that were lost among the inputs of this decision
         self.attempt = 0
         self.restarts_of_all = self.restarts_for_slots = 0
         self._is_restarting = False
@@ -95,12 +106,16 @@ class MembershipInvariants:
     def is_banned(self, host: str) -> bool:
         return self._now_s < self._bans.get(host, 0.0)
 
-    def watch(self, happened: Input, actions: list[Action], now_s: float) -> None:
+    def watch(self, inputs: Sequence[Input], actions: list[Action], now_s: float) -> None:
         """Check one decision."""
         self._now_s = now_s
-        to_blame = self._host_to_blame(happened)
+        self._just_gone.clear()
+        self._just_elastic.clear()
         assert self.ended is None or actions == [], f"actions after the end: {actions}"
-        self._hear(happened)
+        to_blame = set()
+        for happened in inputs:
+            to_blame.add(self._host_to_blame(happened))
+            self._hear(happened)
         starts: dict[str, Start] = {}
         self._is_ending |= any(isinstance(action, Log) and isinstance(action.event, JobEnds) for action in actions)
         for action in actions:
@@ -117,7 +132,7 @@ class MembershipInvariants:
                         assert all(self.slot_of[worker][0] == action.agent for worker in some)
                         starts |= some
                     case Kill(worker):
-                        assert worker in self.slot_of, f"killing {worker}, which is gone"
+                        assert worker in self.slot_of or worker in self._just_gone, f"killing {worker}, which is gone"
                         self._killed.add(worker)
                     case Dismissed():
                         self._check_dismissed(action.agent)
@@ -127,6 +142,8 @@ class MembershipInvariants:
                 self._check_became_static(action.event)
             elif isinstance(action, Log) and isinstance(action.event, HostDrained):
                 self._check_drained(action.event)
+            elif isinstance(action, Log) and isinstance(action.event, HostUndrained):
+                self._draining -= {agent for agent, host in self._hosts.items() if host == action.event.host}
             elif isinstance(action, Log) and isinstance(action.event, StateLost):
                 assert self._was_synced, "a state was lost that nobody had"
                 assert self._holders.intersection(self.members) <= self._left, "there is a holder"
@@ -138,8 +155,9 @@ class MembershipInvariants:
                 self.ended = action
         if starts:
             self._check_start(starts)
-        if to_blame is not None and self._config.on_failure == "host" and not self._is_ending:
-            assert self.is_banned(to_blame), f"a member on {to_blame} was lost, and the host is not out"
+        for host in to_blame - {None}:
+            if self._config.on_failure == "host" and not self._is_ending:
+                assert self.is_banned(host), f"a member on {host} was lost, and the host is not out"
 
     def _hear(self, happened: Input) -> None:
         match happened:
@@ -183,12 +201,13 @@ class MembershipInvariants:
                 match said:
                     case Hello():
                         self._said_hello.add(worker)
-                    case Elastic():
+                    case Elastic() if self.members:  # workers wait in init() until then
                         self._elastic.add(worker)
+                        self._just_elastic.add(worker)
                     case Ready(number) if number == self._told.get(worker):
                         self._ready[worker] = number
                     case Synced(number) if (
-                        number == self.number and worker in self.members and worker not in self._left
+                        number == self.number and worker in self.members and worker not in self._left | self._dying
                     ):
                         self._holders.add(worker)
                         self._was_synced = True
@@ -238,11 +257,13 @@ class MembershipInvariants:
     def _check_drained(self, event: HostDrained) -> None:
         self._draining |= {agent for agent, host in self._hosts.items() if host == event.host}
         self._leaving.update(event.workers)
-        assert all(self._hosts[self.slot_of[worker][0]] == event.host for worker in event.workers)
+        slot_of = {**self._just_gone, **self.slot_of}
+        assert all(self._hosts[slot_of[worker][0]] == event.host for worker in event.workers)
 
     def _forget(self, workers: list[str]) -> None:
         for worker in workers:
-            self.slot_of.pop(worker, None)
+            if worker in self.slot_of:
+                self._just_gone[worker] = self.slot_of.pop(worker)
             self._holders.discard(worker)
 
     def _check_restart_of_all(self, event: AllWorkersRestart) -> None:
@@ -258,7 +279,8 @@ class MembershipInvariants:
         assert self.restarts_of_all <= most, f"{self.restarts_of_all} restarts of all workers, of {most}"
         assert event.attempt == self.restarts_of_all + 1
         assert not self._is_restarting, "a second restart of all workers begins during the first one"
-        assert not self._elastic.intersection(self.members), "an elastic job needs no restart of all workers"
+        were_elastic = self._elastic - self._just_elastic
+        assert not were_elastic.intersection(self.members), "an elastic job needs no restart of all workers"
         self._is_restarting, self.members = True, ()
 
     def _check_became_static(self, event: JobBecameStatic) -> None:
@@ -294,7 +316,10 @@ class MembershipInvariants:
         assert not self._released, f"{worker} was started after the release"
 
     def _check_told(self, agent: str, worker: str, message: object) -> None:
-        assert self._is_with(worker, agent), f"{worker} is not with {agent} (any more)"
+        may_be_gone = not isinstance(message, Abort | Prepare | Released)
+        if may_be_gone and self._just_gone.get(worker, ("",))[0] == agent:
+            return  # The answer to an input that came just before the end of the worker.
+        assert self._is_with(worker, agent), f"{worker} is not with {agent} (any more): {message}"
         assert worker not in self._left or type(message).__name__ == "Stop", f"{worker} had left"
         if isinstance(message, Abort | Prepare):
             assert worker in self.members, f"{message} to {worker}, which is no member"
@@ -383,18 +408,21 @@ class MembershipInvariants:
             assert self._holders.intersection(starts), "a generation without a holder"
 
     def _check_places(self, by_rank: list[str], starts: dict[str, Start]) -> None:
-        size = len(by_rank)
+        size, rank_of = len(by_rank), {worker: rank for rank, worker in enumerate(by_rank)}
         local: defaultdict[str, list[str]] = defaultdict(list)
         for worker in by_rank:
             local[self._hosts[self.slot_of[worker][0]]].append(worker)
+        across = {
+            local_rank: sorted(rank_of[others[local_rank]] for others in local.values() if len(others) > local_rank)
+            for local_rank in range(max(map(len, local.values())))
+        }
         for rank, worker in enumerate(by_rank):
             start, mates = starts[worker], local[self._hosts[self.slot_of[worker][0]]]
             place = start.placement
             assert (place.rank, place.size) == (rank, size)
             assert (place.local_rank, place.local_size) == (mates.index(worker), len(mates))
-            across = [others[place.local_rank] for others in local.values() if len(others) > place.local_rank]
-            assert place.cross_size == len(across)
-            assert place.cross_rank == sorted(across, key=by_rank.index).index(worker)
+            assert place.cross_size == len(across[place.local_rank])
+            assert place.cross_rank == across[place.local_rank].index(rank)
             assert (start.previous.worker, start.previous.rank) == (by_rank[rank - 1], (rank - 1) % size)
             following = (rank + 1) % size
             assert (start.next.worker, start.next.rank) == (by_rank[following], following)

@@ -14,6 +14,7 @@ from functools import partial
 
 from farandole.config import JobConfig
 from farandole.coordinator import (
+    Action,
     AgentConnected,
     AgentLost,
     AgentReported,
@@ -52,6 +53,7 @@ from farandole.wire.messages import (
     WorkerMessage,
 )
 from tests.support.membership_invariants import MembershipInvariants
+from tests.support.simulated_generation import SimulatedGeneration, TrainingInvariants
 from tests.support.simulated_worker import SimulatedWorker
 
 _LONGEST_RUN_S = 1e6
@@ -67,6 +69,8 @@ class Habits:
                      coordinator must survive as well
     hangs, crashes   how often a start hangs, or fails with an exit code
     fails_late       how often a released worker ends with a failure
+    repeats          how often a message reaches the coordinator twice, the second time after later ones
+    gathers_s        for so long the coordinator gathers inputs before it decides; 0: each is decided alone
     """
 
     is_elastic: bool = True
@@ -75,6 +79,8 @@ class Habits:
     hangs: float = 0.0
     crashes: float = 0.0
     fails_late: float = 0.0
+    repeats: float = 0.0
+    gathers_s: float = 0.0
 
 
 class SimulatedJob:
@@ -89,12 +95,15 @@ class SimulatedJob:
         self.habits = habits or Habits()
         self.job: Job = new_job(config, f"job{seed}", origin=origin)
         self.invariants = MembershipInvariants(config)
+        self._inbox: list[Input] = []
+        self._will_decide = False
+        self._deadline_s = next_deadline(self.job)
         self.now_s = 0.0
         self.history: list[tuple[float, Input]] = []
         self.logged: list[Event] = []
         self.workers: dict[str, SimulatedWorker] = {}  # all workers so far
-        self.members_of: dict[int, tuple[str, ...]] = {}
-        self.agreed: dict[int, int | str] = {}  # by generation: the agreed planned number, or "finish"
+        self.generations: dict[int, SimulatedGeneration] = {}
+        self.training = TrainingInvariants()
         self.bad_links: set[frozenset[str]] = set()
         self.silent_links: set[frozenset[str]] = (
             set()
@@ -135,7 +144,7 @@ class SimulatedJob:
     def run(self) -> None:
         """Run until no event is pending and the coordinator waits for nothing."""
         while self.now_s < _LONGEST_RUN_S:
-            deadline_s = next_deadline(self.job)
+            deadline_s = self._deadline_s
             if self._events and (deadline_s is None or self._events[0][0] <= deadline_s):
                 at_s, _, do = heapq.heappop(self._events)
                 self.now_s = max(self.now_s, at_s)
@@ -143,19 +152,45 @@ class SimulatedJob:
             elif deadline_s is not None:
                 self.now_s = max(self.now_s, deadline_s)
                 self.feed(Tick())
-                after_s = next_deadline(self.job)
+                after_s = self._deadline_s
                 assert after_s is None or after_s > self.now_s, "a Tick at the deadline must move the deadline"
             else:
                 return
         raise AssertionError("the job never comes to rest")
 
+    def report(self, happened: Input) -> None:
+        """Let an input arrive. It is decided at once, or together with those that arrive soon after."""
+        gathers_s = self.gathers_s()
+        if not gathers_s:
+            self.feed(happened)
+            return
+        self._inbox.append(happened)
+        if not self._will_decide:
+            self._will_decide = True
+            self.after(gathers_s, self._decide)
+
+    def gathers_s(self) -> float:
+        """Return for how long the coordinator gathers inputs from now on; 0: it decides at once."""
+        return self.habits.gathers_s
+
     def feed(self, happened: Input) -> None:
+        """Decide on an input now, together with those that have arrived before."""
+        self._inbox.append(happened)
+        self._decide()
+
+    def _decide(self) -> None:
+        self._will_decide = False
+        inputs, self._inbox = self._inbox, []
+        if inputs:
+            self._settle(inputs)
+
+    def _settle(self, inputs: list[Input]) -> None:
         """Make one decision, check it, and execute it."""
-        self.history.append((self.now_s, happened))
+        self.history += [(self.now_s, happened) for happened in inputs]
         before = self.job
-        self.job, actions = decide(before, happened, self.now_s)
+        self.job, actions, self._deadline_s = self.decide(before, inputs)
         self._count_spares(before)
-        self.invariants.watch(happened, actions, self.now_s)
+        self.check(inputs, actions)
         for action in actions:
             if isinstance(action, SendAgent):
                 self._note_starts(action.message)
@@ -164,6 +199,15 @@ class SimulatedJob:
                 self.logged.append(action.event)
             elif isinstance(action, EndJob):
                 self.end = action
+
+    def decide(self, job: Job, inputs: list[Input]) -> tuple[Job, list[Action], float | None]:
+        """Call the real decision code, and return the next deadline, too. Benchmarks measure this call."""
+        after, actions = decide(job, inputs, self.now_s)
+        return after, actions, next_deadline(after)
+
+    def check(self, inputs: list[Input], actions: list[Action]) -> None:
+        """Check the invariants."""
+        self.invariants.watch(inputs, actions, self.now_s)
 
     def _count_spares(self, before: Job) -> None:
         old, new = before.generation, self.job.generation
@@ -178,7 +222,7 @@ class SimulatedJob:
         """Let an agent join."""
         self._agents.add(agent)
         self._slots[agent] = slots
-        self.feed(AgentConnected(agent, host or f"host-of-{agent}", slots))
+        self.report(AgentConnected(agent, host or f"host-of-{agent}", slots))
 
     def offer(self, slots: dict[str, int], may_change: bool = True) -> None:
         """Set the current hosts. Hosts without an agent get one, of the same name, after a while."""
@@ -201,7 +245,7 @@ class SimulatedJob:
             self.draining.discard(agent)
             for worker in self.alive():
                 if worker.agent == agent:
-                    worker.is_alive = False
+                    worker.die()
             lease_end_s = None if lease_s is None else self.now_s + lease_s
             self.feed(AgentLost(agent, "its host is silent", lease_end_s))
             again_s = max(1.0, lease_s or 0.0)
@@ -253,9 +297,11 @@ class SimulatedJob:
 
         def arrive() -> None:
             if agent in self._agents:
-                self.feed(AgentReported(agent, message))
+                self.report(AgentReported(agent, message))
 
         self.in_order(("up", agent), arrive)
+        if self.habits.repeats and self._hints.random() < self.habits.repeats:
+            self.after(self._hints.uniform(0.0, 1.0), lambda: self.in_order(("up", agent), arrive))
 
     def say(self, worker: SimulatedWorker, message: WorkerMessage) -> None:
         """Send a message from a worker through its agent to the coordinator."""
@@ -265,7 +311,7 @@ class SimulatedJob:
     def exit(self, worker: SimulatedWorker, exit_code: int) -> None:
         """End a worker's process. Its last messages and its exit may reach the agent in either order."""
         if worker.is_alive:
-            worker.is_alive = False
+            worker.die()
             exited = WorkerExited(worker.name, exit_code)
             if self._hints.random() < 0.5:  # the kernel frees its memory before its exit is known
                 self.after(self.delay_s(), lambda: self.tell(worker.agent, WorkerDying(worker.name)))
@@ -301,8 +347,9 @@ class SimulatedJob:
             return
         match message:
             case Spawn(name, slot, _, attempt):
-                beside = [worker.name for worker in self.alive() if worker.attempt != attempt]
-                assert not beside, f"{name} of attempt {attempt} is started beside {beside} of another one"
+                if self.job.config.max_restarts is not None:
+                    beside = [worker.name for worker in self.alive() if worker.attempt != attempt]
+                    assert not beside, f"{name} of attempt {attempt} is started beside {beside} of another one"
                 worker = self.workers[name] = SimulatedWorker(self, name, agent, slot, attempt)
                 if self.random.random() < self.habits.crashes / 4:
                     worker.is_alive = False
@@ -331,8 +378,11 @@ class SimulatedJob:
 
     def _note_starts(self, message: ToAgent) -> None:
         if isinstance(message, StartWorkers):
-            number = self.job.generation.number if self.job.generation else 0
-            self.members_of[number] = self.job.generation.members if self.job.generation else ()
+            generation = self.job.generation
+            if generation is not None and generation.number not in self.generations:
+                is_bootstrap = next(iter(message.starts.values())).bootstrap
+                simulated = SimulatedGeneration(generation.number, generation.members, is_bootstrap)
+                self.generations[generation.number] = simulated
 
     # Queries ---------------------------------------------------------------------------------------------
 
@@ -341,12 +391,9 @@ class SimulatedJob:
 
     def peers_of(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
         """Return the living neighbours of a worker on the ring of its generation."""
-        members = self.members_of.get(worker.current, ())
-        if worker.name not in members:
-            return []
-        place = members.index(worker.name)
-        around = {members[place - 1], members[(place + 1) % len(members)]} - {worker.name}
-        return [self.workers[name] for name in sorted(around) if self.workers[name].is_alive]
+        generation = worker.generation
+        around = () if generation is None else sorted(generation.neighbours(worker.name))
+        return [self.workers[name] for name in around if self.workers[name].is_alive]
 
     def is_silent(self, one: SimulatedWorker, other: SimulatedWorker) -> bool:
         """Return whether packets between the two get lost."""
@@ -355,13 +402,10 @@ class SimulatedJob:
 
     def is_stuck(self, number: int) -> bool:
         """Return whether some ring of a generation has a connection without progress: all of its members wait."""
-        members = [self.workers[name] for name in self.members_of.get(number, ())]
+        if not self.silent_links or number not in self.generations:
+            return False
+        members = [self.workers[name] for name in self.generations[number].members]
         return any(self.is_silent(members[place - 1], each) for place, each in enumerate(members))
-
-    def members_in(self, number: int) -> list[SimulatedWorker]:
-        """Return the members of a generation, if all of them live and are in it; else an empty list."""
-        members = [self.workers[name] for name in self.members_of.get(number, ())]
-        return members if all(each.is_alive and each.is_in(number) for each in members) else []
 
     # Faults ----------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from farandole.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from tests.support.simulated_generation import SimulatedGeneration
     from tests.support.simulated_job import SimulatedJob
 
 
@@ -38,6 +39,7 @@ class SimulatedWorker:
     prepared  newest PREPARE that still counts       ready     number for which it sent READY, and waits for START
     synced, stepped, finished   generation in which it reported so
     waits_in  generation without progress, in which it probes its neighbours
+    steps     in its state
     """
 
     def __init__(self, world: SimulatedJob, name: str, agent: str, slot: int, attempt: int = 0) -> None:
@@ -45,7 +47,27 @@ class SimulatedWorker:
         self.is_alive, self.hangs = True, False
         self.is_elastic = self.is_failing = self.has_left = False
         self.current = self.ordered = self.prepared = self.ready = self.synced = self.finished = self.waits_in = 0
-        self.stepped = 0
+        self.stepped = self.steps = 0
+
+    @property
+    def generation(self) -> SimulatedGeneration | None:
+        """The generation that it entered last, if it is a member of one."""
+        generation = self.world.generations.get(self.current)
+        return generation if generation is not None and self.name in generation.ranks else None
+
+    def note_presence(self) -> None:
+        """Tell the other members whether this worker is in their generation. Call it after each change."""
+        if (generation := self.generation) is None:
+            return
+        if self.is_alive and self.is_in(self.current):
+            generation.absent.discard(self.name)
+        else:
+            generation.absent.add(self.name)
+
+    def die(self) -> None:
+        """End the process."""
+        self.is_alive = False
+        self.note_presence()
 
     def boot(self) -> None:
         """Import modules, then call init()."""
@@ -74,6 +96,9 @@ class SimulatedWorker:
                 self.world.after(self._pause_s(), self._enter_elastic)
                 return
             case Start(id):
+                assert id.number > max(self.current, self.ordered - 1), f"{self.name} hears an outdated START: {id}"
+                if self.generation is not None:
+                    self.generation.absent.add(self.name)
                 self.current, self.prepared, self.ready = id.number, 0, 0
                 if not self.is_elastic:
                     self.world.after(self._pause_s(), self._enter_elastic)
@@ -95,6 +120,7 @@ class SimulatedWorker:
             case Stop():
                 self.world.after(self.world.delay_s(), lambda: self.world.exit(self, 1))
                 return
+        self.note_presence()
         self._look_soon()
 
     def look(self) -> None:
@@ -114,6 +140,7 @@ class SimulatedWorker:
         """Let user code raise."""
         if self.is_alive and self.current:
             self.is_failing = True
+            self.note_presence()
             self.world.say(self, Failed(summary, f"Traceback ...\n{summary}"))
             if exits:
                 self.world.after(self._pause_s(), lambda: self.world.exit(self, 1))
@@ -138,9 +165,7 @@ class SimulatedWorker:
             return
         peers = self.world.peers_of(self)
         silent = [peer.name for peer in peers if self.world.is_silent(self, peer)]
-        members = self.world.members_of.get(number, ())
-        place = members.index(self.name)
-        around = {members[place - 1], members[(place + 1) % len(members)]} - {self.name}
+        around = self.world.generations[number].neighbours(self.name)
         # A worker whose host is gone has no answer; where only the process is gone, the kernel answers.
         gone = [name for name in sorted(around) if not self.world.workers[name].is_alive]
         silent += [name for name in gone if self.world.random.random() < 0.5]
@@ -157,52 +182,58 @@ class SimulatedWorker:
     def _enter_elastic(self) -> None:
         if self.is_alive and not self.is_elastic and self.world.habits.is_elastic:
             self.is_elastic = True
+            self.note_presence()
             self.world.say(self, Elastic())
             self._look_soon()
 
     def _train(self) -> None:
         """Sync with the others, then continue until a planned boundary or the end of training."""
-        if not self.world.members_in(self.current):
+        world, number, generation = self.world, self.current, self.generation
+        if generation is None or generation.absent:
             return
-        world, number = self.world, self.current
         if world.is_stuck(number):
             self.wait_for_bytes()
             return
+        if generation.step is None:
+            steps = [world.workers[name].steps for name in generation.members]
+            generation.step = world.training.has_met(generation, steps)
+            self._wake_all(generation)
+        world.training.trains(generation)
         if self.synced != number:
             broken = [p for p in world.peers_of(self) if frozenset((p.name, self.name)) in world.bad_links]
             for peer in broken:
                 world.say(self, LinkBroken(number, peer.name, "connect", "timed out"))
             if not broken:
-                self.synced = number
+                self.synced, self.steps = number, generation.step
+                generation.unsynced.discard(self.name)
                 world.say(self, Synced(number))
-                self._wake_all()
+                if not generation.unsynced:
+                    self._wake_all(generation)
             return
-        members = world.members_in(number)
-        if any(member.synced != number for member in members):
+        if generation.unsynced:
             return
         if self.stepped != number:
-            self.stepped = number
+            self.stepped, self.steps = number, self.steps + 1
             world.say(self, FirstStep(number, 0.001, 0.001, 0.002, 0.003, 0.004, 0, 0))
         if world.habits.agrees:
-            self._follow_all(members)
+            self._follow_all(generation)
         else:
             self._decide_alone()
 
-    def _follow_all(self, members: list[SimulatedWorker]) -> None:
+    def _follow_all(self, generation: SimulatedGeneration) -> None:
         """Agree on a boundary, or on the end of training, and act accordingly."""
-        world, number = self.world, self.current
-        if number not in world.agreed:
-            if self.prepared and all(member.prepared == self.prepared for member in members):
-                world.agreed[number] = self.prepared
-                self._wake_all()
-            elif world.is_training_over:
-                world.agreed[number] = "finish"
-                self._wake_all()
-        agreed = world.agreed.get(number)
-        if agreed == "finish":
+        workers = self.world.workers
+        if generation.agreed is None:
+            if self.prepared and all(workers[name].prepared == self.prepared for name in generation.members):
+                generation.agreed = self.prepared
+                self._wake_all(generation)
+            elif self.world.is_training_over:
+                generation.agreed = "finish"
+                self._wake_all(generation)
+        if generation.agreed == "finish":
             self._finish()
-        elif isinstance(agreed, int) and self.ready != agreed:
-            self._say_ready(agreed)
+        elif isinstance(generation.agreed, int) and self.ready != generation.agreed:
+            self._say_ready(generation.agreed)
 
     def _decide_alone(self) -> None:
         finishes = self.world.is_training_over and self.world.random.random() < 0.5
@@ -225,9 +256,9 @@ class SimulatedWorker:
     def _look_soon(self) -> None:
         self.world.after(self.world.delay_s(), self.look)
 
-    def _wake_all(self) -> None:
-        for member in self.world.members_in(self.current):
-            member._look_soon()
+    def _wake_all(self, generation: SimulatedGeneration) -> None:
+        for name in generation.members:
+            self.world.workers[name]._look_soon()
 
     def _pause_s(self) -> float:
         return self.world.random.uniform(0.0, 0.5)

@@ -69,8 +69,8 @@ class ToldJob:
     # Inputs ----------------------------------------------------------------------------------------------
 
     def feed(self, happened: Input) -> ToldJob:
-        self.job, self.actions = decide(self.job, happened, self.now_s)
-        self._invariants.watch(happened, self.actions, self.now_s)
+        self.job, self.actions = decide(self.job, [happened], self.now_s)
+        self._invariants.watch([happened], self.actions, self.now_s)
         return self
 
     def connect(self, agent: str, slots: int, host: str | None = None) -> ToldJob:

@@ -61,7 +61,6 @@ from farandole.wire.messages import (
     WorkerExited,
     WorkerMessage,
     WorkerMet,
-    WorkersSeen,
 )
 
 if TYPE_CHECKING:
@@ -69,6 +68,8 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 0.5
 """Shortest time in seconds between two reports of the worker statuses."""
+
+_TIMER_TOLERANCE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,9 @@ class Agent:
         self._is_abandoned = False
         self._server = WorkerServer(self._on_message, self._on_refused)
         self._heartbeats = Heartbeats(since_boot_s())
+        self._heartbeat_every_s = heartbeat_period_s(config.detection_budget_s)
+        self._reported: dict[str, WorkerStatus] = {}
+        self._reported_s = self._look_at_statuses_s = now_s()
         self._datagrams = (
             HeartbeatSocket(config.token, config.heartbeat_id, self._heartbeats.record)
             if config.heartbeat_port
@@ -189,14 +193,12 @@ class Agent:
         self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
         self._pages.start()
         obedience, lease = asyncio.create_task(self._obey()), asyncio.create_task(self._hold_lease())
-        heartbeats, watch, statuses = (
-            asyncio.create_task(each) for each in (self._heartbeat(), self._look_at_processes(), self._send_statuses())
-        )
+        heartbeats, watch = (asyncio.create_task(each) for each in (self._heartbeat(), self._look_at_processes()))
         grace_s = config.grace_s
         try:
             # The later ones end only by an internal error, which must not be silent: without its heartbeats an agent is
             # declared lost, and without the watch a stopped worker blocks the others.
-            ends = (obedience, self._processes.broken, watch, heartbeats, statuses)
+            ends = (obedience, self._processes.broken, watch, heartbeats)
             await asyncio.wait((*ends, lease), return_when=asyncio.FIRST_COMPLETED)
             for end in ends:
                 if end.done():
@@ -216,7 +218,7 @@ class Agent:
                 if self._is_abandoned and died is not None:
                     with contextlib.suppress(OSError):  # the coordinator is gone, too
                         os.write(*died)  # as the guard does, which has ended
-                for task in (heartbeats, watch, statuses, *self._dumps):
+                for task in (heartbeats, watch, *self._dumps):
                     task.cancel()
                 self._server.stop()
                 self._pages.stop()
@@ -327,6 +329,7 @@ class Agent:
                 self._returns[order.worker].set()
         elif isinstance(order, CoordinatorHeartbeat):
             self._heartbeats.record(order.sequence, order.received)
+            self._heartbeat_every_s = order.every_s or self._heartbeat_every_s
 
     @property
     def _store(self) -> Address | None:
@@ -411,14 +414,14 @@ class Agent:
     # Timers -----------------------------------------------------------------------------------------------
 
     async def _heartbeat(self) -> None:
-        every_s = heartbeat_period_s(self._config.detection_budget_s)
         while True:
-            sequence = self._heartbeats.next(since_boot_s())
-            self._channel.send(Heartbeat(sequence, self._heartbeats.received if self._config.is_apart else None))
+            sequence, statuses = self._heartbeats.next(since_boot_s()), self._changed_statuses()
+            received = self._heartbeats.received if self._config.is_apart else None
+            self._channel.send(Heartbeat(sequence, received, statuses))
             if self._datagrams is not None:
                 self._datagrams.send(sequence, self._heartbeats.received)
             self._processes.heartbeat()
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(self._heartbeat_every_s)
 
     async def _hold_lease(self) -> Service:
         """Wait until the coordinator may have declared this agent lost: its workers must not run then. Never returns in
@@ -452,18 +455,21 @@ class Agent:
                 self._on_event(StoppedWorkerKilled(worker, budget_s))
                 self._processes.kill(worker, grace_s=0.0)
 
-    async def _send_statuses(self) -> None:
-        """Send the statuses of the workers to the coordinator, including workers that hold the interpreter's lock or
-        are stopped."""
-        reported: dict[str, WorkerStatus] = {}
-        reported_s = now_s()
-        while True:
-            await asyncio.sleep(STATUS_EVERY_S)
-            self._report_meetings()
-            seen = self._pages.look()
-            if seen != reported or now_s() - reported_s >= LONGEST_BETWEEN_S:
-                self._channel.send(WorkersSeen(seen))
-                reported, reported_s = seen, now_s()
+    def _changed_statuses(self) -> dict[str, WorkerStatus] | None:
+        """Return the statuses of the workers if it is time to report them.
+
+        They include workers that hold the interpreter's lock or are stopped.
+        """
+        time_s = now_s()
+        if time_s < self._look_at_statuses_s:
+            return None
+        self._look_at_statuses_s = time_s + STATUS_EVERY_S - _TIMER_TOLERANCE_S
+        self._report_meetings()
+        seen = self._pages.look()
+        if seen == self._reported and time_s < self._reported_s + LONGEST_BETWEEN_S:
+            return None
+        self._reported, self._reported_s = seen, time_s
+        return seen
 
     def _report_meetings(self) -> None:
         """Report the workers of which it has become known since the last call whether they have met the others."""

@@ -12,7 +12,7 @@ import msgspec
 
 from farandole.coordinator import regroup
 from farandole.coordinator.inputs import AgentConnected, HostsOffered
-from farandole.coordinator.job import AgentRecord, Ban, Job, Offer, Slot, SlotUse, Transition, Worker
+from farandole.coordinator.job import AgentRecord, Ban, Job, Offer, Slot, Transition, Worker
 from farandole.events import (
     AgentJoined,
     HostAdded,
@@ -68,10 +68,9 @@ def close_slot(transition: Transition, slot: Slot) -> None:
     transition.change_slot(slot, is_open=False, is_held_back=False)
 
 
-def vacate_slot(transition: Transition, slot: Slot, reason: str) -> str | None:
-    """Close a slot that may have a worker. A member leaves at the next boundary; any other worker is stopped at once.
+def vacate_slot(transition: Transition, slot: Slot, worker: Worker | None, reason: str) -> str | None:
+    """Close a slot that may have a `worker`. A member leaves at the next boundary; any other worker is stopped at once.
     Return the worker's name if this call makes it leave."""
-    worker = _occupants(transition.job).get(slot)
     close_slot(transition, slot)
     if worker is None or worker.is_leaving or worker.has_left or worker.is_dying or worker.killed_for:
         return None
@@ -126,13 +125,19 @@ def fill(transition: Transition) -> None:
     if job.is_released or job.whole_restart is not None or _may_not_start_together(transition):
         return
     new = [*_refill(transition), *_open_more(transition)]
-    for worker in new:
-        _spawn(transition, worker)
+    if new:
+        _spawn(transition, new)
 
 
 def usable_slots(job: Job) -> int:
     """Return the number of slots in which workers can be started now."""
-    return sum(each.slot is not None for each in slot_candidates(job))
+    usable = {
+        agent.name: agent.slots
+        for agent in job.agents.values()
+        if agent.is_connected and not agent.is_draining and not job.is_banned(agent.host)
+    }
+    given_up = sum(use.is_given_up and slot.index < usable.get(slot.agent, 0) for slot, use in job.slots.items())
+    return sum(usable.values()) - given_up
 
 
 def last_call_deadline(job: Job) -> float | None:
@@ -192,7 +197,7 @@ def _open_more(transition: Transition) -> list[str]:
     for place, slot in enumerate(free[:missing]):
         if slot is not None and _admits(transition.job):
             restarts = job.slots[slot].restarts if slot in job.slots else 0
-            transition.change(slots={**transition.job.slots, slot: SlotUse(restarts=restarts)})
+            transition.open_slot(slot, restarts)
             new.append(_add_worker(transition, slot, is_awaited=waits and place < missing_members))
     return new
 
@@ -200,33 +205,42 @@ def _open_more(transition: Transition) -> list[str]:
 def _add_worker(transition: Transition, slot: Slot, is_awaited: bool) -> str:
     job = transition.job
     worker = Worker(f"w{job.spawned}", slot, is_awaited=is_awaited)
-    transition.change(workers={**job.workers, worker.name: worker}, spawned=job.spawned + 1)
+    transition.add_worker(worker)
+    transition.change(spawned=job.spawned + 1)
     return worker.name
 
 
-def _spawn(transition: Transition, name: str) -> None:
+def _spawn(transition: Transition, names: Sequence[str]) -> None:
+    """Order the start of workers, each for the place that it will most likely get."""
     job = transition.job
-    worker = job.workers[name]
-    slot = worker.slot
-    hosts, rank = expected_hosts(job, worker)
-    groups = list(dict.fromkeys(hosts))
-    expected = expected_placement(job, worker)
-    group_rank = groups.index(hosts[rank])
-    transition.change_worker(name, place=expected)
-    transition.send(slot.agent, Spawn(name, slot.index, expected, job.attempt, group_rank, len(groups)))
-    restart = job.slots[slot].restarts
-    transition.log(
-        WorkerSpawned(
-            name,
-            slot.index,
-            job.host_of(worker),
-            restart,
-            job.config.restarts,
-            expected.rank,
-            expected.local_rank,
-            job.attempt,
+    hosts, ranks = expected_hosts(job)
+    places = placements(hosts)
+    groups = {host: group for group, host in enumerate(dict.fromkeys(hosts))}
+    for name in names:
+        worker = job.workers[name]
+        slot = worker.slot
+        host = job.host_of(worker)
+        if slot in ranks:
+            place, size, group_rank, group_size = places[ranks[slot]], len(hosts), groups[host], len(groups)
+        else:  # beyond the workers with which the training begins
+            place, size = placements([*hosts, host])[-1], len(hosts) + 1
+            group_rank, group_size = groups.get(host, len(groups)), len({*groups, host})
+        if job.generation is None:
+            place = msgspec.structs.replace(place, size=max(size, job.target))
+        transition.change_worker(name, place=place)
+        transition.send(slot.agent, Spawn(name, slot.index, place, job.attempt, group_rank, group_size))
+        transition.log(
+            WorkerSpawned(
+                name,
+                slot.index,
+                host,
+                job.slots[slot].restarts,
+                job.config.restarts,
+                place.rank,
+                place.local_rank,
+                job.attempt,
+            )
         )
-    )
 
 
 def _aim_at(transition: Transition, size: int) -> None:
@@ -235,9 +249,10 @@ def _aim_at(transition: Transition, size: int) -> None:
     reason = f"the target size of the job is {size} workers"
     staying = [worker for worker in transition.job.survivors() if not worker.is_leaving]
     for worker in staying[size:]:
-        vacate_slot(transition, worker.slot, reason)
+        vacate_slot(transition, worker.slot, worker, reason)
+    occupants = _occupants(transition.job)
     for slot in _dispensable(transition.job)[: max(0, open_slots(transition.job) - slots_wanted(transition.job))]:
-        vacate_slot(transition, slot, reason)
+        vacate_slot(transition, slot, occupants.get(slot), reason)
 
 
 def _admits(job: Job) -> bool:
@@ -367,9 +382,10 @@ def choose_newcomers(job: Job, staying: Sequence[Worker], room: int) -> list[Wor
 def report_spare(transition: Transition, worker: Worker) -> None:
     """Report a newcomer that has no rank among the members and waits."""
     job = transition.job
-    staying = [member for member in job.survivors() if not member.is_leaving]
-    is_full = job.change is None and len(staying) >= job.target
-    if job.spares and is_full and not job.is_member(worker.name):
+    if not job.spares or job.change is not None or job.is_member(worker.name):
+        return
+    staying = sum(not member.is_leaving for member in job.each_survivor())
+    if staying >= job.target:
         transition.log(SpareWaits(worker.name, worker.slot.index, job.host_of(worker)))
 
 
@@ -469,9 +485,9 @@ def _drain(transition: Transition, agents: Iterable[AgentRecord], reason: str) -
         if agent.is_draining or transition.job.is_released:
             continue
         transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_draining=True)})
-        going = []
+        going, occupants = [], _occupants(transition.job)
         for slot in [slot for slot in transition.job.slots if slot.agent == agent.name]:
-            worker = vacate_slot(transition, slot, f"host {agent.host} is drained")
+            worker = vacate_slot(transition, slot, occupants.get(slot), f"host {agent.host} is drained")
             transition.change_slot(slot, is_given_up=False)
             going += [worker] if worker is not None else []
         transition.log(HostDrained(agent.host, reason, tuple(going)))
@@ -499,8 +515,9 @@ def _in_order(old: Mapping[str, Offer], slots_of: Mapping[str, int], offered: in
 def _withdraw(transition: Transition, host: str, left: int) -> None:
     """Keep only the first `left` slots of each agent of the host."""
     job, going = transition.job, list[str]()
+    occupants = _occupants(job)
     for slot in [slot for slot in job.slots if job.host(slot) == host and slot.index >= left]:
-        worker = vacate_slot(transition, slot, f"host {host} is no longer offered")
+        worker = vacate_slot(transition, slot, occupants.get(slot), f"host {host} is no longer offered")
         transition.change_slot(slot, is_given_up=False)
         going += [worker] if worker is not None else []
     transition.log(HostRemoved(host, left, tuple(going)))
@@ -609,7 +626,7 @@ def slot_candidates(job: Job) -> list[SlotCandidate]:
 def worker_capacity(job: Job) -> int:
     """Return for how many workers there is capacity, including hosts whose agents have not joined yet."""
     if job.offers is None:
-        return len(slot_candidates(job))
+        return usable_slots(job)
     left = {agent.host for agent in job.agents.values() if agent.is_draining}
     offered = sum(offer.slots for host, offer in job.offers.items() if host not in left and not job.is_banned(host))
     given_up = [
@@ -620,29 +637,20 @@ def worker_capacity(job: Job) -> int:
     return offered - len(given_up)
 
 
-def expected_placement(job: Job, worker: Worker) -> Placement:
-    """Return the placement that a new worker will most likely get. At the start it follows the order of the slots;
-    later the newcomer comes after the members that stay."""
-    hosts, rank = expected_hosts(job, worker)
-    expected = placements(hosts)[rank]
-    return msgspec.structs.replace(expected, size=max(len(hosts), job.target)) if job.generation is None else expected
-
-
-def expected_hosts(job: Job, worker: Worker) -> tuple[list[str], int]:
-    """Return the hosts of the members that there will most likely be, by rank, and the rank of a new worker."""
+def expected_hosts(job: Job) -> tuple[list[str], dict[Slot, int]]:
+    """Return the hosts of the members that there will most likely be, by rank, and the ranks of the slots of those that
+    are not members yet. At the start the ranks follow the order of the slots; later newcomers come after the members
+    that stay."""
     if job.generation is None:
         opened = {slot for slot, use in job.slots.items() if use.is_open}
-        candidates = [each for each in slot_candidates(job) if each.slot is None or each.slot in opened][
-            : max(job.target, 1)
-        ]
-        rank = next((place for place, each in enumerate(candidates) if each.slot == worker.slot), len(candidates))
-        hosts = [each.host for each in candidates]
-        if rank == len(candidates):
-            hosts.append(job.host_of(worker))
-        return hosts, rank
-    staying = [member for member in job.survivors() if not member.is_leaving]
+        candidates = [each for each in slot_candidates(job) if each.slot is None or each.slot in opened]
+        expected = candidates[: max(job.target, 1)]
+        ranks = {each.slot: rank for rank, each in enumerate(expected) if each.slot is not None}
+        return [each.host for each in expected], ranks
+    staying = [member for member in job.each_survivor() if not member.is_leaving]
     coming = sorted(job.newcomers(), key=job.slot_order)
-    return [job.host_of(each) for each in (*staying, *coming)], len(staying) + coming.index(worker)
+    hosts = [job.host_of(each) for each in (*staying, *coming)]
+    return hosts, {worker.slot: rank for rank, worker in enumerate(coming, len(staying))}
 
 
 def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from farandole.coordinator import capacity
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
-from farandole.coordinator.job import Job, Worker, counted, listed
+from farandole.coordinator.job import AgentRecord, Job, Worker, counted, listed
 from farandole.wire.control import (
     Accepted,
     AskDrain,
@@ -187,16 +188,20 @@ def _hosts(job: Job, now_s: float) -> list[HostStatus]:
     """Return the offered hosts, and the hosts that have an agent, in the order of their ranks."""
     offers = job.offers or {}
     order = {agent.host: agent.order for agent in job.agents.values()} | {h: offer.order for h, offer in offers.items()}
+    workers = Counter(job.host_of(worker) for worker in job.workers.values())
+    agents_on: defaultdict[str, list[AgentRecord]] = defaultdict(list)
+    for agent in job.agents.values():
+        agents_on[agent.host].append(agent)
     found = []
     for host in sorted(order, key=lambda host: order[host]):
-        agents = [agent for agent in job.agents.values() if agent.host == host]
+        agents = agents_on[host]
         count = offers[host].slots if host in offers else sum(each.slots for each in agents if each.is_connected)
         ban = job.bans.get(host)
         found.append(
             HostStatus(
                 host=host,
                 slots=count,
-                workers=sum(job.host_of(worker) == host for worker in job.workers.values()),
+                workers=workers[host],
                 is_connected=any(agent.is_connected for agent in agents),
                 is_drained=any(agent.is_draining for agent in agents),
                 failures=ban.failures if ban else 0,

@@ -1,4 +1,4 @@
-"""The coordinator's one decision: `decide(job, input, now_s)` returns the next job and the actions. Pure.
+"""The coordinator's one decision: `decide(job, inputs, now_s)` returns the next job and the actions. Pure.
 
 Each theme has a file. The death of a worker is handled by worker_failure.py, then regroup.py.
 
@@ -12,11 +12,15 @@ Each theme has a file. The death of a worker is handled by worker_failure.py, th
     failure_detection.py      no worker makes progress, or connections fail: probes prove which links are broken
     shutdown.py               from the first Finished, or from a request to stop, to the last exit
 
-An input first changes the known facts (`_apply_input`); then `_settle` draws the conclusions from them. So no rule
-depends on which input came last, and old, repeated or contradictory ones change nothing.
+The inputs first change the known facts (`_apply_input`); then `_settle` draws the conclusions from them. So no rule
+depends on which input came last, and old, repeated or contradictory ones change nothing. Inputs that arrived together
+are settled together: an input costs the same in a job of any size, and only the conclusions, once for all of them, cost
+more in a larger job (docs/scale.md).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from farandole.coordinator import (
     capacity,
@@ -54,15 +58,20 @@ from farandole.wire.messages import (
 )
 
 
-def decide(job: Job, input: Input, now_s: float) -> tuple[Job, list[Action]]:
-    """Return the job after `input`, and the actions to take, in order. `now_s`: a monotonic clock, in seconds."""
+def decide(job: Job, inputs: Sequence[Input], now_s: float) -> tuple[Job, list[Action]]:
+    """Return the job after the inputs, and the actions to take, in order.
+
+    inputs  in the order in which they arrived
+    now_s   a monotonic clock, in seconds
+    """
     if job.ending is not None and job.ending.is_done:
         return job, []
     transition = Transition(job, now_s)
-    if job.ending is not None:
-        shutdown.record(transition, input)
-    else:
-        _apply_input(transition, input)
+    for input in inputs:
+        if transition.job.ending is None:
+            _apply_input(transition, input)
+        else:
+            shutdown.record(transition, input)
     _settle(transition)
     return transition.job, transition.actions
 
@@ -144,6 +153,7 @@ def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -
 
 def _settle(transition: Transition) -> None:
     if transition.job.ending is None:
+        regroup.abort_for_faults(transition)
         worker_messages.kill_overdue(transition)
         capacity.end_quarantines(transition)
         capacity.end_backoffs(transition)

@@ -17,17 +17,23 @@ from farandole.events import CollectiveStalled, LinksDistrusted, StallNoticed, W
 from farandole.membership import LONGEST_BETWEEN_S, Phase, WorkerStatus
 from farandole.wire.messages import LinkBroken, Probe, Probed
 
-_FRESH_S = 1.25 * LONGEST_BETWEEN_S
-
 NOTICE_S = 60.0
 """Seconds after which, without a step timeout, the workers that block the others are named, once in a generation."""
 
 
 class HangDetector:
-    """`step_timeout_s`: the longest time without progress of any member; None: unlimited, but a stall is reported."""
+    """`step_timeout_s`: the longest time without progress of any member; None: unlimited, but a stall is reported.
+
+    Attributes:
+        look_every_s: How often to look: the start of a stall is known so exactly.
+        heartbeat_s: The time between two heartbeats of an agent, which contain the statuses.
+    """
 
     def __init__(self, step_timeout_s: float | None) -> None:
         self._timeout_s = step_timeout_s
+        self._limit_s = NOTICE_S if step_timeout_s is None else step_timeout_s
+        self.look_every_s = self._limit_s / 20
+        self.heartbeat_s = 0.0
         self._noticed: object = None  # the generation in which a stall was reported
         self._seen: dict[str, Mapping[str, WorkerStatus]] = {}  # by agent
         self._received_s: dict[str, float] = {}
@@ -58,10 +64,11 @@ class HangDetector:
             self._state = None
             return None
         statuses: dict[str, WorkerStatus] = {}
+        fresh_s = 1.25 * LONGEST_BETWEEN_S + self.heartbeat_s
         for member in members:
             agent = member.slot.agent
             status = self._seen.get(agent, {}).get(member.name)
-            if status is None or not member.is_elastic or now_s - self._received_s[agent] > _FRESH_S:
+            if status is None or not member.is_elastic or now_s - self._received_s[agent] > fresh_s:
                 self._state = None
                 return None
             statuses[member.name] = status
@@ -69,7 +76,7 @@ class HangDetector:
         if state != self._state:
             self._state, self._since_s = state, now_s
         stalled_s = now_s - self._since_s
-        if stalled_s < (NOTICE_S if self._timeout_s is None else self._timeout_s):
+        if stalled_s < self._limit_s:
             return None
         own_code = (Phase.USER, Phase.OUTSIDE)
         waiting = tuple(name for name, status in statuses.items() if status.phase not in own_code)
@@ -100,6 +107,8 @@ def steps_stalled(transition: Transition, input: StepsStalled) -> None:
     """Respond to steps that have stalled, unless the membership has changed meanwhile."""
     job = transition.job
     if not job.is_elastic or job.is_released or job.generation is None or input.number != job.number:
+        return
+    if transition.faults:
         return
     members = {worker.name: worker for worker in job.survivors()}
     hung = [name for name in input.in_own_code if name in members]
@@ -133,7 +142,7 @@ def _all_wait(transition: Transition, input: StepsStalled, how_long: str) -> Non
     transition.change(stall=StepStall(input.step, times))
     transition.log(CollectiveStalled(input.step, input.waiting, input.stalled_s))
     if times <= MOST_RETRIES:
-        regroup.abort(transition, f"all workers have waited for each other for {how_long}")
+        transition.faults.append(f"all workers have waited for each other for {how_long}")
         return
     transition.end(
         1,

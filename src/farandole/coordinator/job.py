@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from farandole.config import JobConfig
 from farandole.events import Event, JobEnds
@@ -14,9 +17,8 @@ from farandole.membership import Address, GenerationId, Origin, Placement, Progr
 from farandole.wire.messages import FirstStep, ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
 
 
-@dataclass(frozen=True, order=True)
-class Slot:
-    """Capacity for one worker: the `index`-th slot of an agent."""
+class Slot(msgspec.Struct, frozen=True, order=True):
+    """Capacity for one worker: the `index`-th slot of an agent. A key of many mappings, so its hash must be fast."""
 
     agent: str
     index: int
@@ -87,6 +89,7 @@ class Worker:
     elastic_s    when it did
     ready        last generation number for which it is quiescent
     synced       last generation in which it confirmed the state; above 0 it is a holder
+    stepped      last generation in which it reported its first step
     finished     last generation in which its elastic function returned
     shortfall    the part of its loader's promised work that it had not done then
     static_because  why it trains on as a part of a static job then; empty: it does not
@@ -110,6 +113,7 @@ class Worker:
     elastic_s: float | None = None
     ready: int = 0
     synced: int = 0
+    stepped: int = 0
     finished: int = 0
     shortfall: Shortfall | None = None
     static_because: str = ""
@@ -134,6 +138,11 @@ class Generation:
     @property
     def number(self) -> int:
         return self.id.number
+
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """The rank of each member."""
+        return {name: rank for rank, name in enumerate(self.members)}
 
 
 @dataclass(frozen=True)
@@ -185,7 +194,9 @@ class Recovery:
     number    of the newest generation
     began_s   when the first fault, or the plan, happened
     started_s when the newest generation was started
-    steps     by worker, for the workers that have applied one
+    slowest   the worker that took longest from START to its first step, among those that have applied one
+    step      its report; None: no worker has applied a step
+    steps_redone, samples_redone  the most that any of these workers reported
     """
 
     number: int
@@ -193,7 +204,10 @@ class Recovery:
     reason: str
     began_s: float
     started_s: float
-    steps: Mapping[str, FirstStep] = field(default_factory=dict)
+    slowest: str = ""
+    step: FirstStep | None = None
+    steps_redone: int = 0
+    samples_redone: int = 0
 
 
 @dataclass(frozen=True)
@@ -345,18 +359,23 @@ class Job:
 
     def is_member(self, name: str) -> bool:
         """Return whether the worker belongs to the generation that was started last."""
-        return self.generation is not None and name in self.generation.members
+        return self.generation is not None and name in self.generation.ranks
 
     def survivors(self) -> list[Worker]:
         """Return the members of the last generation that have not been lost, by rank."""
-        members = self.generation.members if self.generation else ()
-        known = (self.workers.get(name) for name in members)
-        return [worker for worker in known if worker is not None and not (worker.has_left or worker.is_dying)]
+        return list(self.each_survivor())
+
+    def each_survivor(self) -> Iterator[Worker]:
+        """Yield the survivors: for rules that mostly need to see only the first ones."""
+        for name in self.generation.members if self.generation else ():
+            worker = self.workers.get(name)
+            if worker is not None and not (worker.has_left or worker.is_dying):
+                yield worker
 
     def emergency_writer(self) -> str | None:
         """Return the worker that writes the emergency checkpoint when the job ends: the survivor of the lowest rank
         that holds the state and was not itself asked to end."""
-        fit = (w.name for w in self.survivors() if w.synced and w.raised is None and not w.killed_for)
+        fit = (w.name for w in self.each_survivor() if w.synced and w.raised is None and not w.killed_for)
         return next(fit, None)
 
     def candidates(self) -> list[Worker]:
@@ -388,7 +407,7 @@ class Job:
 
     def newcomers(self) -> list[Worker]:
         """Return the workers that are not members and may become members, at any stage of their start."""
-        members = frozenset(self.generation.members if self.generation else ())
+        members = self.generation.ranks if self.generation else {}
         return [
             worker
             for name, worker in self.workers.items()
@@ -439,6 +458,10 @@ def new_job(config: JobConfig, job_id: str, coordinator_epoch: int = 1, origin: 
 #
 # A decision in progress: the job so far, and the actions that it requires. A Transition exists only inside one
 # `decide`.
+#
+# The job that a decision begins with, and the one that it ends with, are never changed. In between, the mappings of
+# workers and slots belong to the transition: it copies each of them once, before the first change, so that a further
+# change costs the same in a job of any size.
 
 
 # After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.
@@ -453,23 +476,44 @@ class Transition:
         self.job = job
         self.now_s = now_s
         self.actions: list[Action] = []
+        self.faults: list[str] = []  # sentences: the members must regroup because of them
+        self._own: dict[Literal["workers", "slots"], dict[Any, Any]] = {}
 
     def change(self, **fields: Any) -> None:
         """Replace fields of the job."""
-        self.job = replace(self.job, **fields)
+        if any(getattr(self.job, name) is not value for name, value in fields.items()):
+            self.job = replace(self.job, **fields)
+
+    def add_worker(self, worker: Worker) -> None:
+        """Add a worker that is being started."""
+        self._of_this_transition("workers")[worker.name] = worker
 
     def change_worker(self, name: str, **fields: Any) -> None:
         """Replace fields of one worker."""
-        self.change(workers={**self.job.workers, name: replace(self.job.workers[name], **fields)})
+        self._of_this_transition("workers")[name] = replace(self.job.workers[name], **fields)
+
+    def open_slot(self, slot: Slot, restarts: int) -> None:
+        """Open a slot: the job wants a worker there."""
+        self._of_this_transition("slots")[slot] = SlotUse(restarts=restarts)
 
     def change_slot(self, slot: Slot, **fields: Any) -> None:
         """Replace fields of one slot's use."""
-        self.change(slots={**self.job.slots, slot: replace(self.job.slots[slot], **fields)})
+        self._of_this_transition("slots")[slot] = replace(self.job.slots[slot], **fields)
 
     def forget(self, names: Iterable[str]) -> None:
         """Remove workers whose processes are gone."""
-        gone = frozenset(names)
-        self.change(workers={name: worker for name, worker in self.job.workers.items() if name not in gone})
+        gone = list(names)
+        workers = self._of_this_transition("workers")
+        for name in gone:
+            workers.pop(name, None)
+
+    def _of_this_transition(self, name: Literal["workers", "slots"]) -> dict[Any, Any]:
+        """Return a mapping of the job that may be changed in place."""
+        own = self._own.get(name)
+        if own is None or getattr(self.job, name) is not own:
+            own = self._own[name] = dict(getattr(self.job, name))
+            self.change(**{name: own})
+        return own
 
     def send(self, agent: str, message: ToAgent) -> None:
         self.actions.append(SendAgent(agent, message))

@@ -59,6 +59,13 @@ def abort(transition: Transition, reason: str) -> None:
     transition.log(RegroupBegan(number, reason, survivors))
 
 
+def abort_for_faults(transition: Transition) -> None:
+    """End the running generation if the inputs contained faults: once, however many there were."""
+    if transition.faults:
+        reason, transition.faults = "; ".join(transition.faults), []
+        abort(transition, reason)
+
+
 def end_if_hopeless(transition: Transition) -> None:
     """End a job in which no further generation can ever start."""
     if is_state_lost(transition.job) and transition.job.has_checkpoint and not _is_end_of_all(transition.job):
@@ -70,7 +77,7 @@ def end_if_hopeless(transition: Transition) -> None:
 
 def awaits_exits(job: Job) -> bool:
     """Return whether workers are dying without which the job cannot continue: their exits will tell how they ended."""
-    return any(loss.dying for loss in job.losses) and (is_state_lost(job) or not job.survivors())
+    return any(loss.dying for loss in job.losses) and (is_state_lost(job) or not any(job.each_survivor()))
 
 
 def advance(transition: Transition) -> None:
@@ -141,7 +148,7 @@ def newcomers_deadline(job: Job) -> float | None:
 
 def lease_deadline(job: Job) -> float | None:
     """Return when a job without survivors may begin anew."""
-    return job.lease_end_s if job.change is not None and not job.survivors() else None
+    return job.lease_end_s if job.change is not None and not any(job.each_survivor()) else None
 
 
 def _may_go_on_elsewhere(transition: Transition) -> bool:
@@ -174,9 +181,10 @@ def _plan(transition: Transition) -> None:
     Only members inside an elastic function agree on boundaries; members that have finished do not.
     """
     job = transition.job
-    members, wanted = job.survivors(), wanted_members(job)
+    members = job.survivors()
     if any(not worker.is_elastic or job.has_finished(worker) for worker in members):
         return
+    wanted = wanted_members(job)
     joining = _missing_from(members, [*wanted, *_awaited(job)])
     leaving = _missing_from(wanted, members)
     if not joining and not leaving:
@@ -239,9 +247,12 @@ def _missing_from(some: Sequence[Worker], others: Sequence[Worker]) -> list[str]
 
 def _record_shortage(transition: Transition, change: Change) -> None:
     """Begin to wait for more workers, or give up waiting."""
-    config, present = transition.job.config, len(wanted_members(transition.job))
+    config = transition.job.config
+    staying = sum(not worker.is_leaving for worker in transition.job.each_survivor())
+    present = staying if staying >= config.min_np else len(wanted_members(transition.job))
     if present >= config.min_np:
-        transition.change(change=replace(change, short_since_s=None))
+        if change.short_since_s is not None:
+            transition.change(change=replace(change, short_since_s=None))
     elif (
         config.on_failure == "host"
         and capacity.worker_capacity(transition.job) < config.min_np
@@ -266,13 +277,12 @@ def _record_shortage(transition: Transition, change: Change) -> None:
 
 def _is_end_of_all(job: Job) -> bool:
     """Return whether the code raised and no member survives."""
-    return not job.survivors() and any(loss.raised for loss in job.losses)
+    return any(loss.raised for loss in job.losses) and not any(job.each_survivor())
 
 
 def _why_hopeless(job: Job) -> str | None:
     """Return the reason why no further generation can ever start, or None. A job never silently starts again at
     step 0."""
-    survivors = job.survivors()
     raised = [loss for loss in job.losses if loss.raised]
     how = "; ".join(loss.sentence for loss in job.losses)
     if _is_end_of_all(job):
@@ -283,7 +293,7 @@ def _why_hopeless(job: Job) -> str | None:
         return f"No worker is left: {how}."
     if is_state_lost(job):
         return f"The state of the job is lost: no worker that held it is left ({how})."
-    if not (survivors or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
+    if not (any(job.each_survivor()) or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
         return f"No worker is left ({how}), and none can be started: {why_not_refilled(job)}."
     return None
 
@@ -426,8 +436,16 @@ def recovery_started(transition: Transition, change: Change) -> None:
 def record_first_step(transition: Transition, worker: Worker, message: FirstStep) -> None:
     """Record that a member has applied the first step of a generation."""
     recovery = transition.job.recovery
-    if recovery is not None and message.number == recovery.number and transition.job.is_member(worker.name):
-        transition.change(recovery=replace(recovery, steps={**recovery.steps, worker.name: message}))
+    if recovery is None or message.number != recovery.number or not transition.job.is_member(worker.name):
+        return
+    transition.change_worker(worker.name, stepped=message.number)
+    is_slowest = recovery.step is None or _since_start_s(message) > _since_start_s(recovery.step)
+    recovery = replace(
+        recovery,
+        steps_redone=max(recovery.steps_redone, message.steps_redone),
+        samples_redone=max(recovery.samples_redone, message.samples_redone),
+    )
+    transition.change(recovery=replace(recovery, slowest=worker.name, step=message) if is_slowest else recovery)
 
 
 def conclude_recovery(transition: Transition) -> None:
@@ -438,21 +456,21 @@ def conclude_recovery(transition: Transition) -> None:
         return  # Or the next fault has already happened.
     if any(not member.how for member in job.lost_members if member.worker in job.workers):
         return  # Its exit code will tell how it ended.
-    if not all(worker.name in recovery.steps or job.has_finished(worker) for worker in job.survivors()):
+    if not all(worker.stepped == recovery.number or job.has_finished(worker) for worker in job.each_survivor()):
         return
     transition.change(recovery=None, lost_members=(), lost_at=None)
     end_deferral(transition)
-    if recovery.steps:
-        transition.log(_report(recovery, job.lost_members, job.lost_at))
+    if recovery.step is not None:
+        transition.log(_report(recovery, recovery.step, job.lost_members, job.lost_at))
 
 
-def _report(recovery: Recovery, lost_members: tuple[LostMember, ...], lost_at: int | None) -> Recovered:
-    def since_start_s(name: str) -> float:
-        step = recovery.steps[name]
-        return step.connected_s + step.synced_s + step.stepped_s
+def _since_start_s(step: FirstStep) -> float:
+    return step.connected_s + step.synced_s + step.stepped_s
 
-    slowest = max(recovery.steps, key=since_start_s)
-    step = recovery.steps[slowest]
+
+def _report(
+    recovery: Recovery, step: FirstStep, lost_members: tuple[LostMember, ...], lost_at: int | None
+) -> Recovered:
     regrouped_s = recovery.started_s - recovery.began_s
     silent_s = max((member.silent_s for member in lost_members), default=0.0)
     return Recovered(
@@ -462,15 +480,15 @@ def _report(recovery: Recovery, lost_members: tuple[LostMember, ...], lost_at: i
         lost=tuple(f"{member.worker}, which {member.how}" for member in lost_members),
         noticed=tuple(dict.fromkeys(member.noticed for member in lost_members)),
         last_lines=tuple(line for member in lost_members for line in member.last_lines),
-        total_ms=_ms(silent_s + regrouped_s + since_start_s(slowest)),
+        total_ms=_ms(silent_s + regrouped_s + _since_start_s(step)),
         silent_ms=_ms(silent_s),
         ready_ms=_ms(regrouped_s),
         connected_ms=_ms(step.connected_s),
         synced_ms=_ms(step.synced_s),
         first_step_ms=_ms(step.stepped_s),
-        slowest=slowest,
-        steps_redone=max(each.steps_redone for each in recovery.steps.values()),
-        samples_redone=max(each.samples_redone for each in recovery.steps.values()),
+        slowest=recovery.slowest,
+        steps_redone=recovery.steps_redone,
+        samples_redone=recovery.samples_redone,
         counts=step.counts,
         began_at=step.began_at,
         lost_at=lost_at,
@@ -510,5 +528,7 @@ def end_deferral_in_time(transition: Transition) -> None:
 
 def defers_restarts(job: Job) -> bool:
     """Return whether lost workers are not replaced yet."""
-    staying = sum(not worker.is_leaving for worker in job.survivors())
-    return job.restart_deferred_until_s is not None and staying >= max(1, job.config.min_np)
+    if job.restart_deferred_until_s is None:
+        return False
+    staying = sum(not worker.is_leaving for worker in job.each_survivor())
+    return staying >= max(1, job.config.min_np)

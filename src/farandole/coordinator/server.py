@@ -32,7 +32,7 @@ from farandole.coordinator.job import Action, EndJob, Job, Log, SendAgent, new_j
 from farandole.coordinator.store_server import StoreServer
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
-from farandole.liveness.heartbeats import SLOW_BUDGET_S, Heartbeats
+from farandole.liveness.heartbeats import SLOW_BUDGET_S, Heartbeats, heartbeat_period_s
 from farandole.machine import different_software, installed_software, now_s
 from farandole.membership import Address, Origin
 from farandole.wire.channel import (
@@ -78,13 +78,23 @@ from farandole.wire.messages import (
     WorkerPrinted,
     WorkerRanked,
     WorkerSilent,
-    WorkersSeen,
 )
 
 STRANGERS_LIMIT = 512
 """Connections that may prove the token at the same time."""
 
 _SHORTEST_WAIT_S = 0.001
+
+_LONGEST_REST_S = 0.02
+
+
+def rest_s(took_s: float) -> float:
+    """Return for how long inputs are gathered after a decision that took so long.
+
+    While all members of a large job report, within a second, most of its coordinator's time would else be spent on
+    conclusions from a few reports at a time. The decision of a small job is over before the next message has come.
+    """
+    return min(4 * took_s, _LONGEST_REST_S) if took_s > _SHORTEST_WAIT_S else 0.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class Coordinator:
         self._offers_joined = offers_joined
         self._offered: dict[str, int] = {}
         self._joined: dict[str, int] = {}  # hosts beside those, with the slots of their agents
-        self._looks = 0
+        self._next_heartbeat_s = 0.0
         self._hang_detector = HangDetector(config.step_timeout_s)
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._processes: dict[str, str] = {}  # of the agents that are connected or were until just now
@@ -151,6 +161,11 @@ class Coordinator:
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
+        self._inbox: list[Input] = []  # inputs on which the next decision is made, at the latest at this time:
+        self._decision: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._rests_until_s = 0.0  # by the clock of the event loop
+        self._next_hang_look_s = 0.0
+        self._knows_steps = False  # the inbox contains the newest number of decided steps
 
     async def start(self) -> None:
         """Listen for connections. Raises ConfigError when that fails, for example because the port is in use."""
@@ -210,6 +225,10 @@ class Coordinator:
         finally:
             await self._close()
 
+    def status(self) -> Status:
+        """Return the status of the job now."""
+        return self._commands.status()
+
     @property
     def has_ended(self) -> bool:
         """True when the job is over; its agents have been told so."""
@@ -234,6 +253,7 @@ class Coordinator:
         until the end of its lease."""
         if agent in self._silence and not self.has_ended:
             self._lose(agent, reason, None if are_workers_gone else self._heartbeats.lease_end_s(agent))
+            self._settle()
 
     def agent_leaves(self, agent: str, reason: str) -> None:
         """Let the workers of one agent leave at the next boundary: it will be taken away."""
@@ -246,10 +266,34 @@ class Coordinator:
 
     # Deciding ---------------------------------------------------------------------------------------------
 
+    def _report(self, happened: Input) -> None:
+        """Let an input be decided together with the others that arrive at the same time."""
+        self._inbox.append(happened)
+        if self._decision is None:
+            delay_s = self._rests_until_s - self._loop.time()
+            if delay_s > 0:
+                self._decision = self._loop.call_later(delay_s, self._settle)
+            else:
+                self._decision = self._loop.call_soon(self._settle)  # after all tasks whose sockets have been read
+
     def _decide(self, happened: Input) -> None:
+        """Decide on an input now, after those that have arrived before."""
+        self._inbox.append(happened)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Make one decision on all inputs that have arrived."""
+        if self._decision is not None:
+            self._decision.cancel()
+            self._decision = None
+        inputs, self._inbox = self._inbox, []
+        self._knows_steps = False
+        if not inputs:
+            return
         self._notice_stall()
+        began_s = self._loop.time()
         try:
-            self._job, actions = decide(self._job, happened, self._clock.now_s())
+            self._job, actions = decide(self._job, inputs, self._clock.now_s())
             deadline_s = next_deadline(self._job)
         except Exception as error:  # noqa: BLE001 - a bug in a rule ends the job, and says so
             self._fail(error)
@@ -257,6 +301,8 @@ class Coordinator:
         for action in actions:
             self._do(action)
         self._set_tick(deadline_s)
+        ended_s = self._loop.time()
+        self._rests_until_s = ended_s + rest_s(ended_s - began_s)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, SendAgent):
@@ -299,11 +345,15 @@ class Coordinator:
             budget_s = self._job.config.detection_budget_s
             reason = f"nothing was received from it for {silent_s:.2f} s (--detection-budget {budget_s:g})"
             self._lose(agent, reason, self._heartbeats.lease_end_s(agent), silent_s)
-        if (stalled := self._hang_detector.look(self._job, self._clock.now_s())) is not None:
-            self._decide(stalled)
-        self._looks += 1
-        if self._looks % 2 == 0:
-            self._heartbeats.heartbeat(self._send)
+        if self._clock.now_s() >= self._next_hang_look_s:
+            self._next_hang_look_s = self._clock.now_s() + self._hang_detector.look_every_s
+            if (stalled := self._hang_detector.look(self._job, self._clock.now_s())) is not None:
+                self._decide(stalled)
+        if self._clock.now_s() >= self._next_heartbeat_s:
+            every_s = heartbeat_period_s(self._config.detection_budget_s, len(self._channels))
+            self._hang_detector.heartbeat_s = every_s
+            self._next_heartbeat_s = self._clock.now_s() + every_s - self._silence.look_every_s / 2
+            self._heartbeats.heartbeat(self._send, every_s)
         self._clock.expect_look(self._silence.look_every_s)
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
 
@@ -316,15 +366,17 @@ class Coordinator:
         if (channel := self._channels.pop(agent, None)) is not None:
             channel.abort()
         self._on_output(agent, None)
-        self._decide(AgentLost(agent, reason, lease_end_s, silent_s))
+        self._report(AgentLost(agent, reason, lease_end_s, silent_s))
         if self._joined.pop(agent, None) is not None:
             self.offer(self._offered, may_change=True)
 
     def _report_steps(self) -> None:
         """Report the number of decided steps, as far as it is known, before a worker is lost."""
-        step = max(self._hang_detector.steps().values(), default=0)
-        if step > self._job.steps_seen:
-            self._decide(StepsSeen(step))
+        if not self._knows_steps:
+            self._knows_steps = True
+            step = max(self._hang_detector.steps().values(), default=0)
+            if step > self._job.steps_seen:
+                self._report(StepsSeen(step))
 
     # Connections: unauthenticated until token and hello, then an agent's or a command's --------------------
 
@@ -398,6 +450,7 @@ class Coordinator:
         self._agent_hosts.add(channel.peer_host)
         if hello.agent in self._silence:
             self._lose(hello.agent, "it connected again")
+            self._settle()  # no order to the lost agent may reach the one that has come
         if hello.is_apart and self._welcome is not None:
             heartbeat_id = self._heartbeats.begin(hello.agent)
             channel.send(
@@ -414,7 +467,7 @@ class Coordinator:
         if self._offers_joined and hello.host not in self._offered:
             self._joined[hello.agent] = hello.slots  # an agent on another machine has the name of its host
             self.offer(self._offered, may_change=True)
-        self._decide(AgentConnected(hello.agent, hello.host, hello.slots))
+        self._report(AgentConnected(hello.agent, hello.host, hello.slots))
         try:
             while True:
                 self._handle(hello.agent, channel, await channel.receive())
@@ -451,12 +504,13 @@ class Coordinator:
             if self._function is not None:
                 self._function.on_return(message)
             channel.send(PartReceived(message.worker))
-        elif isinstance(message, WorkersSeen):
-            self._hang_detector.record(agent, message.workers, self._clock.now_s())
-        elif not isinstance(message, Heartbeat):
+        elif isinstance(message, Heartbeat):
+            if message.workers is not None:
+                self._hang_detector.record(agent, message.workers, self._clock.now_s())
+        else:
             if isinstance(message, WorkerExited | WorkerDying):
                 self._report_steps()
-            self._decide(AgentReported(agent, message))
+            self._report(AgentReported(agent, message))
 
     def _close_listeners(self) -> None:
         for server in self._servers:
@@ -466,7 +520,7 @@ class Coordinator:
         self._close_listeners()
         self._store.close()
         self._heartbeats.close()
-        for timer in (self._look_timer, self._tick_timer):
+        for timer in (self._look_timer, self._tick_timer, self._decision):
             if timer is not None:
                 timer.cancel()
         conversing = self._strangers | self._conversations | self._serving
@@ -596,11 +650,11 @@ class AgentHeartbeats:
         if self._port is not None:
             self._port.forget(agent)
 
-    def heartbeat(self, send: Callable[[str, CoordinatorHeartbeat], None]) -> None:
-        """Send a heartbeat to each agent, with `send` and by datagram."""
+    def heartbeat(self, send: Callable[[str, CoordinatorHeartbeat], None], every_s: float) -> None:
+        """Send a heartbeat to each agent, with `send` and by datagram. Agents are to send theirs `every_s`."""
         for agent, heartbeats in self._heartbeats.items():
             sequence = heartbeats.next(self._now_s())
-            send(agent, CoordinatorHeartbeat(sequence, heartbeats.received))
+            send(agent, CoordinatorHeartbeat(sequence, heartbeats.received, every_s))
             if self._port is not None:
                 self._port.send(agent, sequence, heartbeats.received)
 

@@ -41,10 +41,12 @@ def release_if_all_finished(transition: Transition) -> None:
     """Release the members once all have finished in the same generation, and stop the workers that were never
     admitted."""
     job, generation = transition.job, transition.job.generation
-    members = job.survivors()
-    if generation is None or len(members) < len(generation.members):
+    if generation is None or not job.is_finishing:
         return
-    if not all(job.has_finished(worker) for worker in members):
+    if not all(job.has_finished(worker) for worker in job.each_survivor()):
+        return
+    members = job.survivors()
+    if len(members) < len(generation.members):
         return
     reason = next((worker.static_because for worker in members if worker.static_because), "")
     if reason:
@@ -85,7 +87,7 @@ def advance_completion(transition: Transition) -> None:
     period."""
     job = transition.job
     going = any(worker.has_left and worker.kill_at_s is not None for worker in job.workers.values())
-    if job.survivors() or going:
+    if any(job.each_survivor()) or going:
         return
     if job.losses:
         failures = "; ".join(loss.sentence for loss in job.losses)

@@ -64,7 +64,7 @@ def worker_dying(transition: Transition, worker: Worker) -> None:
     regroup.record_lost_member(transition, LostMember(worker.name, "the end of its main thread"))
     if worker.raised:
         transition.change_slot(worker.slot, is_held_back=True)
-    regroup.abort(transition, loss.sentence)
+    transition.faults.append(loss.sentence)
 
 
 def _with_reason(worker: Worker, how: str) -> str:
@@ -134,8 +134,7 @@ def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
     stopped = _take_hosts_out(transition, gone)
     if losses or stopped:
         transition.change(losses=(*transition.job.losses, *losses))
-        reasons = [*(loss.sentence for loss in losses), *stopped]
-        regroup.abort(transition, "; ".join(reasons))
+        transition.faults += [*(loss.sentence for loss in losses), *stopped]
 
 
 def _complete_loss(transition: Transition, one: ExitRecord) -> None:

@@ -116,13 +116,13 @@ def worker_met(transition: Transition, worker: Worker, has_met: bool) -> None:
 def _elastic(transition: Transition, worker: Worker) -> None:
     if transition.job.generation is None or worker.is_elastic:
         return
+    looked_static = not transition.job.is_elastic
     transition.change_worker(worker.name, is_elastic=True, elastic_s=transition.now_s)
     transition.change(is_elastic=True)
     capacity.report_spare(transition, worker)
-    gone = set(transition.job.generation.members).difference(transition.job.workers)
-    if gone and transition.job.change is None:
+    if looked_static and (gone := set(transition.job.generation.members).difference(transition.job.workers)):
         # They ended with code 0 while the script still looked static. The other workers need them.
-        regroup.abort(transition, f"{', '.join(sorted(gone))} exited before the elastic function")
+        transition.faults.append(f"{', '.join(sorted(gone))} exited before the elastic function")
 
 
 def _ready(transition: Transition, worker: Worker, number: int) -> None:
@@ -133,12 +133,13 @@ def _ready(transition: Transition, worker: Worker, number: int) -> None:
 
 def _synced(transition: Transition, worker: Worker, number: int) -> None:
     generation = transition.job.generation
-    if generation is None or number != generation.number or worker.name not in generation.members:
+    if generation is None or number != generation.number or not transition.job.is_member(worker.name):
         return
     transition.change_worker(worker.name, synced=number)
     transition.change(was_synced=True)
-    if all(member.synced == number for member in transition.job.survivors()):
-        transition.change(links=replace(transition.job.links, retries=0))
+    links = transition.job.links
+    if links.retries and all(member.synced == number for member in transition.job.each_survivor()):
+        transition.change(links=replace(links, retries=0))
 
 
 def _differed(transition: Transition, message: StatesDiffered) -> None:
@@ -220,7 +221,7 @@ def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
 
 
 def is_state_lost(job: Job) -> bool:
-    return job.was_synced and not any(worker.synced for worker in job.survivors())
+    return job.was_synced and not any(worker.synced for worker in job.each_survivor())
 
 
 def resume_from_checkpoint(transition: Transition) -> None:

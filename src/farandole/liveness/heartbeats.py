@@ -20,9 +20,17 @@ heartbeat also receives newer ones, and a side without contact for minutes count
 acknowledgement."""
 
 
-def heartbeat_period_s(budget_s: float) -> float:
-    """Return the seconds between two heartbeats where silence may last `budget_s`."""
-    return min(budget_s / 10, LONGEST_HEARTBEAT_S)
+_EACH_AGENT_S = 0.0015
+"""Heartbeats of all agents together come 667 times a second at most, unless that would be too rarely for the budget."""
+
+
+def heartbeat_period_s(budget_s: float, agents: int = 1) -> float:
+    """Return the seconds between two heartbeats where silence may last `budget_s`, in a job with so many agents.
+
+    Above about 200 agents heartbeats are rarer than ten in a budget, but never rarer than four: the coordinator would
+    else spend most of its idle time on them.
+    """
+    return max(min(budget_s / 10, LONGEST_HEARTBEAT_S), min(budget_s / 4, agents * _EACH_AGENT_S))
 
 
 class Heartbeats:

@@ -14,7 +14,7 @@ import msgspec
 from farandole.config import ForkServerUse
 from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall, WorkerStatus
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -384,15 +384,6 @@ class AgentLeaving(Message, frozen=True):
     reason: str
 
 
-class WorkersSeen(Message, frozen=True):
-    """The status of all workers of this agent that report one.
-
-    Sent when that changes, a few times a second at most, and every few seconds when it does not.
-    """
-
-    workers: dict[str, WorkerStatus]
-
-
 class WorkerMet(Message, frozen=True):
     """A worker has met the others, in init() or in a process group of torch.distributed. Without `has_met`: it has made
     a step of an optimizer, and has not met them."""
@@ -402,10 +393,17 @@ class WorkerMet(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """The agent is alive. `received` is the newest CoordinatorHeartbeat that it received; None when it gets none."""
+    """The agent is alive.
+
+    Attributes:
+        received: The newest CoordinatorHeartbeat that it received; None when it gets none.
+        workers: The status of all its workers that report one. In a few heartbeats a second at most, when that has
+            changed, and every few seconds when it has not; None: in another heartbeat.
+    """
 
     sequence: int
     received: int | None = None
+    workers: dict[str, WorkerStatus] | None = None
 
 
 class WorkerPrinted(Message, frozen=True):
@@ -461,7 +459,6 @@ AgentMessage: TypeAlias = (
     | WorkerDying
     | WorkerExited
     | SpawnFailed
-    | WorkersSeen
     | WorkerMet
     | AgentLeaving
     | Heartbeat
@@ -530,10 +527,16 @@ class Refused(Message, frozen=True):
 
 
 class CoordinatorHeartbeat(Message, frozen=True):
-    """The coordinator is alive. `received` is the newest Heartbeat that it received."""
+    """The coordinator is alive.
+
+    Attributes:
+        received: The newest Heartbeat that it received.
+        every_s: The time between two heartbeats of the agent from now on; 0: as before.
+    """
 
     sequence: int
     received: int
+    every_s: float = 0.0
 
 
 class Spawn(Message, frozen=True):

@@ -103,7 +103,7 @@ def test_old_news_of_a_first_step_do_not_count() -> None:
     told = ToldJob(3, restarts=0).training().exited("w1", -9).ready(2, "w0", "w2").stepped("w0")
     told.exited("w2", -9).ready(3, "w0")
     assert told.job.recovery is not None
-    assert told.job.recovery.steps == {}
+    assert told.job.recovery.step is None
 
 
 def test_members_that_have_finished_need_no_further_step() -> None:
