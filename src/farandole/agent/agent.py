@@ -33,7 +33,7 @@ from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_p
 from farandole.liveness.status_reporting import DUMP_SIGNAL
 from farandole.machine import now_s, since_boot_s, wall_time_s
 from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus
-from farandole.wire.authentication import Role, derive_data_key
+from farandole.wire.authentication import Role, derive_data_key, derive_key
 from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.function_call import PART_BYTES, call_file, return_file
 from farandole.wire.messages import (
@@ -297,6 +297,7 @@ class Agent:
                 detection_budget_s=self._config.detection_budget_s,
                 status_page=self._pages.add(order.worker),
                 store=str(self._store or ""),
+                group_secret=derive_key(self._config.token, b"groups", self._config.job_id.encode()).hex(),
             )
             added = environment_of(worker_env)
             if order.expected is not None:
