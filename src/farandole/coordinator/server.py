@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from farandole.config import JobConfig
+from farandole.coordinator.admission import why_not_admitted
 from farandole.coordinator.control_requests import judge, status_of
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.failure_detection import HangDetector, JobClock, Silence
@@ -428,8 +429,9 @@ class Coordinator:
             return Refused(
                 "this job does not accept agents of other machines (farandole run --token-file)", is_final=True
             )
-        if hello.slots < 1:
-            return Refused(f"it offers {hello.slots} slots", is_final=True)
+        others = {agent: self._job.agents[agent].slots for agent in self._channels if agent in self._job.agents}
+        if reason := why_not_admitted(hello, others):
+            return Refused(reason, is_final=True)
         if different := different_software(hello.software, installed_software()):
             return Refused(different, is_final=True)
         if hello.agent in self._silence and self._processes.get(hello.agent) != hello.process:
