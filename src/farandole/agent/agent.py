@@ -36,6 +36,7 @@ from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStat
 from farandole.wire.authentication import Role, derive_data_key, derive_key
 from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.function_call import PART_BYTES, call_file, return_file
+from farandole.wire.listening import RefusalReports
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,
@@ -149,6 +150,7 @@ class Agent:
         call: bytes = b"",
     ) -> None:
         self._config, self._sink, self._on_event = config, sink, on_event
+        self._refused = RefusalReports(on_event)
         self._joined, self._call = channel, call
         self._returns: dict[str, asyncio.Event] = {}  # by worker: set when its last part was received
         self._is_obeying = True
@@ -359,7 +361,7 @@ class Agent:
         self._channel.send(FromWorker(worker, message))
 
     def _on_refused(self, who: str, reason: str) -> None:
-        self._on_event(ConnectionRefused(who, reason))
+        self._refused(ConnectionRefused(who, reason))
 
     def _on_exit_notice(self, worker: str) -> None:
         """Handle a worker whose main thread has apparently ended. If so, the process ends in any case, and its group is
