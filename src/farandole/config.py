@@ -14,6 +14,15 @@ after the beginning of the training; "on" all."""
 
 LEAST_DETECTION_BUDGET_S = 0.1
 
+LONGEST_NAME = 253
+"""Characters of the name of a host: as many as the domain name system permits (RFC 1035)."""
+MOST_SLOTS = 4_096
+"""Slots of one host."""
+MOST_AGENTS = 32_768
+"""Agents of one job, and its hosts."""
+MOST_WORKERS = 65_536
+"""Workers of one job, and the slots of all its hosts: beyond it a number is a mistake."""
+
 
 @dataclass(frozen=True)
 class JobConfig:
@@ -82,6 +91,9 @@ class JobConfig:
     def __post_init__(self) -> None:
         if self.num_proc < 1:
             raise ConfigError(f"-np must be at least 1, got {self.num_proc}")
+        for flag, number in (("-np", self.num_proc), ("--max-np", self.max_np or 0), ("--spares", self.spares)):
+            if number > MOST_WORKERS:
+                raise ConfigError(f"{flag} must be at most {MOST_WORKERS}, got {number}")
         if self.min_np < 1:
             raise ConfigError(f"--min-np must be at least 1, got {self.min_np}")
         if self.max_np is not None and self.min_np > self.max_np:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -44,6 +45,7 @@ from farandole.wire.messages import (
     WorkerExited,
 )
 from tests.support.jobs import SCRIPTS, processes_with
+from tests.support.listening import listening
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
@@ -107,12 +109,12 @@ async def serving(
     """An agent that runs `command` for each worker and is connected to the test."""
     accepted: asyncio.Future[Channel[AgentMessage]] = asyncio.get_running_loop().create_future()
 
-    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted.set_result(await accept(reader, writer, TOKEN, JOB_ID, AGENT_MESSAGES))
+    async def on_connection(connected: socket.socket) -> None:
+        accepted.set_result(await accept(connected, TOKEN, JOB_ID, AGENT_MESSAGES))
 
-    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+    server = listening(on_connection)
     events, sink = EventLog(), OutputSink(OutputOptions(directory=folder, prefix_timestamp=False))
-    config = config_for(folder, command, Address(*server.sockets[0].getsockname()), budget_s, grace_s)
+    config = config_for(folder, command, server.addresses[0], budget_s, grace_s)
     agent = asyncio.create_task(Agent(config, sink, events).run())
     try:
         served = Served(await asyncio.wait_for(accepted, DEADLINE_S), agent, events)

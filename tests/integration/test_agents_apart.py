@@ -361,6 +361,9 @@ def test_a_job_that_takes_no_agents_and_an_agent_without_slots_are_told() -> Non
             assert refused.is_final
             assert "does not accept agents of other machines" in refused.reason
         async with serving() as served:
-            assert "offers 0 slots" in (await (await served.dial(slots=0)).hear(Refused)).reason
+            for slots in (0, -1, 10**9):
+                refused = await (await served.dial(slots=slots)).hear(Refused)
+                assert f"offers {slots} slots, an agent may offer 1 to 4096" in refused.reason
+                assert refused.is_final
 
     run(test())

@@ -12,7 +12,6 @@ from typing import TypeVar
 import pytest
 
 from farandole.config import JobConfig
-from farandole.coordinator import server
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.errors import ConfigError
 from farandole.events import AgentJoined, AgentWasLost, ConnectionRefused, CoordinatorStalled
@@ -20,6 +19,7 @@ from farandole.machine import now_s
 from farandole.wire import channel
 from farandole.wire.authentication import new_token
 from farandole.wire.channel import TO_AGENT, Channel, connect, frame
+from farandole.wire.listening import Strangers
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
@@ -176,13 +176,15 @@ def test_who_takes_too_long_to_prove_the_token_is_refused(monkeypatch: pytest.Mo
 
 
 def test_no_more_than_so_many_strangers_are_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STRANGERS_LIMIT", 1)
+    """The oldest makes room: whoever keeps connections open does not keep an agent out."""
+    monkeypatch.setattr(Strangers.__init__, "__defaults__", (3,))
 
     async def test() -> None:
         async with serving() as running:
             refused = asyncio.create_task(running.events.next(ConnectionRefused))
-            writers = [(await running.dial_raw())[1] for _ in range(2)]
-            assert "1 other connections have not proved the token yet" in (await refused).reason
+            writers = [(await running.dial_raw())[1] for _ in range(4)]
+            assert "3 newer connections have not proved the token either" in (await refused).reason
+            await assert_job_is_unharmed(running)
             for writer in writers:
                 writer.close()
 

@@ -92,3 +92,27 @@ def test_what_a_script_leaves_in_the_background_with_an_output_of_its_own_may_li
     found = run(ScriptDiscovery(f"{lasting.command} >/dev/null 2>&1 & echo localhost:2").find())
     assert found == (HostSlots("localhost", 2),)
     assert lasting.comes_to(1)
+
+
+@pytest.mark.parametrize("command", ["yes", "yes >&2", "yes localhost:2 & wait"])
+def test_a_script_that_writes_without_end_is_killed_before_it_fills_the_memory(command: str) -> None:
+    with pytest.raises(DiscoveryFailed, match=r"more than \d+ bytes to its standard (output|error) and was killed"):
+        run(ScriptDiscovery(command).find())
+
+
+def test_what_a_script_says_about_itself_is_shortened() -> None:
+    with pytest.raises(DiscoveryFailed) as caught:
+        run(ScriptDiscovery("seq 100000 >&2; exit 3").find())
+    assert "exit code 3: " in str(caught.value)
+    assert str(caught.value).endswith("100000")
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(DiscoveryFailed, match="at most 253 characters") as caught:
+        run(ScriptDiscovery("head -c 1000000 /dev/zero | tr '\\0' a").find())
+    assert len(str(caught.value)) < 1000
+
+
+def test_more_hosts_and_slots_than_a_job_may_have_are_refused() -> None:
+    with pytest.raises(DiscoveryFailed, match="at most 4096 slots, got 1000000000"):
+        run(ScriptDiscovery("echo a:1000000000").find())
+    with pytest.raises(DiscoveryFailed, match="a job may have 32768 hosts and 65536 slots"):
+        run(ScriptDiscovery("seq -f 'a%g:4000' 20").find())

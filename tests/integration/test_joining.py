@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -38,6 +39,7 @@ from farandole.wire.messages import (
     WorkerSilent,
 )
 from tests.support.jobs import processes_with
+from tests.support.listening import listening
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
@@ -53,15 +55,15 @@ class Served:
         self.folder, self.budget_s = folder, budget_s
         self.events = EventLog()
         self.connections: asyncio.Queue[Channel[AgentMessage]] = asyncio.Queue()
-        self.writers: list[asyncio.StreamWriter] = []
+        self.channels: list[Channel[AgentMessage]] = []
         self.channel: Channel[AgentMessage]
         self.agent: JoiningAgent
         self.service: asyncio.Task[Service]
 
-    async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.writers.append(writer)
+    async def on_connection(self, connected: socket.socket) -> None:
         with contextlib.suppress(ConnectionError):
-            self.connections.put_nowait(await accept(reader, writer, TOKEN, "job", AGENT_MESSAGES))
+            self.channels.append(await accept(connected, TOKEN, "job", AGENT_MESSAGES))
+            self.connections.put_nowait(self.channels[-1])
 
     async def greet(self, **more: object) -> AgentHello:
         """Welcome the agent that dials next; connections for guards are left alone."""
@@ -107,8 +109,8 @@ class Served:
 @contextlib.asynccontextmanager
 async def joining(folder: Path, *, budget_s: float = 3.0, retry_s: float = 20.0) -> AsyncIterator[Served]:
     served = Served(folder, budget_s)
-    server = await asyncio.start_server(served.on_connection, "127.0.0.1", 0)
-    coordinator = Address(*server.sockets[0].getsockname())
+    server = listening(served.on_connection)
+    coordinator = server.addresses[0]
     served.agent = JoiningAgent(JoinOptions((coordinator,), TOKEN, "b", 2, retry_s), served.events)
     served.service = asyncio.create_task(served.agent.run())
     before = os.getcwd()
@@ -118,8 +120,8 @@ async def joining(folder: Path, *, budget_s: float = 3.0, retry_s: float = 20.0)
         served.service.cancel()
         await asyncio.wait([served.service], timeout=DEADLINE_S)
         server.close()
-        for writer in served.writers:
-            writer.transport.abort()
+        for channel in served.channels:
+            channel.abort()
         await asyncio.sleep(0)  # for their ends to be told
         os.chdir(before)
         assert processes_with(str(folder)) == []

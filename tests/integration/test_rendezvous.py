@@ -6,8 +6,11 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from farandole.env import FixedEnv
 from farandole.errors import ConfigError, JobEnded
@@ -56,6 +59,37 @@ def test_ranks_that_do_not_come_are_named() -> None:
     rendezvous = Rendezvous(fixed(0, a_free_port(), size=4, local_size=4), timeout_s=0.3)
     with pytest.raises(JobEnded, match=r"missing ranks: \[1, 2, 3\]"):
         rendezvous.meet(HERE)
+
+
+def test_the_store_holds_no_key_and_whoever_changes_an_address_is_refused() -> None:
+    """Any user of this machine may read and change torch's store."""
+    port = a_free_port()
+    ranks = [Rendezvous(fixed(rank, port), timeout_s=20) for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        starts = list(pool.map(lambda rendezvous: rendezvous.meet(HERE), ranks))
+    assert starts[0].data_key == starts[1].data_key
+    assert len(starts[0].data_key) == 32
+    stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    entries = [stranger.get(f"farandole/0/{name}") for name in ("nonce", "0", "1")]
+    assert not any(starts[0].data_key in each or starts[0].data_key.hex().encode() in each for each in entries)
+
+    sealed = stranger.get("farandole/0/1")
+    stranger.set("farandole/0/1", sealed.replace(b"127.0.0.1", b"127.0.0.9").decode())
+    with pytest.raises(ConfigError, match=r"rank 1 at the rendezvous .* FARANDOLE_TOKEN"):
+        ranks[0].meet(HERE)
+
+
+def test_ranks_with_different_tokens_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = a_free_port()
+    monkeypatch.setenv("FARANDOLE_TOKEN", "a" * 32)
+    first = Rendezvous(fixed(0, port), timeout_s=20)
+    monkeypatch.setenv("FARANDOLE_TOKEN", "b" * 32)
+    second = Rendezvous(fixed(1, port), timeout_s=20)
+    with ThreadPoolExecutor() as pool:
+        meetings = [pool.submit(each.meet, HERE) for each in (first, second)]
+    for meeting in meetings:
+        with pytest.raises(ConfigError, match="FARANDOLE_TOKEN"):
+            meeting.result()
 
 
 def test_workers_on_several_hosts_are_told_that_they_cannot_reach_each_other() -> None:

@@ -110,7 +110,7 @@ def changed(hello: Hello, **fields: object) -> bytes:
         ("no hello", "it sent Ready before Hello"),
         ("second hello", "worker w1: it sent Hello twice"),
         ("garbage", "not a valid message"),
-        ("oversized", "at most 1048576 are allowed here"),
+        ("oversized", "at most 16384 are allowed here"),
     ],
 )
 def test_who_says_what_a_worker_must_not_say_is_hung_up_on(case: str, reason: str) -> None:

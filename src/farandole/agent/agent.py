@@ -33,9 +33,10 @@ from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_p
 from farandole.liveness.status_reporting import DUMP_SIGNAL
 from farandole.machine import now_s, since_boot_s, wall_time_s
 from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus
-from farandole.wire.authentication import Role, derive_data_key
+from farandole.wire.authentication import Role, derive_data_key, derive_key
 from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.function_call import PART_BYTES, call_file, return_file
+from farandole.wire.listening import RefusalReports
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,
@@ -150,6 +151,7 @@ class Agent:
         call: bytes = b"",
     ) -> None:
         self._config, self._sink, self._on_event = config, sink, on_event
+        self._refused = RefusalReports(on_event)
         self._joined, self._call = channel, call
         self._returns: dict[str, asyncio.Event] = {}  # by worker: set when its last part was received
         self._is_obeying = True
@@ -299,6 +301,7 @@ class Agent:
                 detection_budget_s=self._config.detection_budget_s,
                 status_page=self._pages.add(order.worker),
                 store=str(self._store or ""),
+                group_secret=derive_key(self._config.token, b"groups", self._config.job_id.encode()).hex(),
             )
             added = environment_of(worker_env)
             if order.expected is not None:
@@ -361,7 +364,7 @@ class Agent:
         self._channel.send(FromWorker(worker, message))
 
     def _on_refused(self, who: str, reason: str) -> None:
-        self._on_event(ConnectionRefused(who, reason))
+        self._refused(ConnectionRefused(who, reason))
 
     def _on_exit_notice(self, worker: str) -> None:
         """Handle a worker whose main thread has apparently ended. If so, the process ends in any case, and its group is

@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import socket
-import struct
 import sys
 import tempfile
 import threading
@@ -27,12 +26,14 @@ from farandole.liveness.status_reporting import MUTEX_AT, StatusPage
 from farandole.machine import now_s
 from farandole.membership import Meeting, WorkerStatus
 from farandole.wire.channel import WORKER_FRAME_LIMIT, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
+from farandole.wire.listening import FailureBudget, Listener, Strangers, is_of_another_user
 from farandole.wire.messages import PROTOCOL_VERSION, Hello, ToWorker, WorkerMessage
 
 HELLO_DEADLINE_S = 5.0
 """Seconds within which a connected process must send its Hello."""
 
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_HELLO_BYTES = 1 << 14
+"""The largest Hello."""
 
 
 class WorkerServer:
@@ -53,23 +54,24 @@ class WorkerServer:
         self._on_message, self._on_refused = on_message, on_refused
         self._secrets: dict[str, str] = {}
         self._connections: dict[str, WorkerConnection] = {}
-        self._strangers: dict[WorkerConnection, asyncio.TimerHandle] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._budget = FailureBudget()
+        self._strangers: Strangers[WorkerConnection] = Strangers(self._make_room, self._budget)
+        self._deadlines: dict[WorkerConnection, asyncio.TimerHandle] = {}
+        self._listener = Listener(self._on_connection, self._budget)
         self._directory: str | None = None
 
     def start(self) -> None:
         """Listen. An abstract address needs no file, so a killed agent leaves none behind; where the system has none
         (macOS) it is a file in a directory that only this user can enter."""
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         if self._has_abstract_sockets:
             self.address = f"@farandole-{secrets.token_hex(16)}"
-            self._listener.bind(b"\0" + self.address[1:].encode())
+            listening.bind(b"\0" + self.address[1:].encode())
         else:
             self._directory = tempfile.mkdtemp(prefix="farandole-")
             self.address = os.path.join(self._directory, "agent")
-            self._listener.bind(self.address)
-        self._listener.setblocking(False)
-        self._listener.listen(128)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+            listening.bind(self.address)
+        self._listener.open([listening])
 
     def expect(self, worker: str) -> str:
         """Return a new secret with which the process of `worker` may connect."""
@@ -99,28 +101,34 @@ class WorkerServer:
 
     def stop(self) -> None:
         """Close all connections and stop listening. Idempotent."""
-        asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
-        for deadline in self._strangers.values():
-            deadline.cancel()
         for connection in [*self._connections.values(), *self._strangers]:
+            self._forget_stranger(connection)
             connection.close()
         self._connections.clear()
-        self._strangers.clear()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     # A connection is unknown until its Hello, then a worker's ---------------------------------------------
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-            connected, _ = self._listener.accept()
-            if _is_of_another_user(connected):
-                connected.close()
-                self._on_refused("a process of another user", "only processes of the agent's user may connect to it")
-                return
-            stranger = WorkerConnection(connected, self._on_payload, self._on_end)
-            self._strangers[stranger] = asyncio.get_running_loop().call_later(HELLO_DEADLINE_S, self._give_up, stranger)
+    def _on_connection(self, connected: socket.socket, _: str) -> None:
+        if is_of_another_user(connected):
+            connected.close()
+            self._budget.count()
+            self._on_refused("a process of another user", "only processes of the agent's user may connect to it")
+            return
+        stranger = WorkerConnection(connected, self._on_payload, self._on_end)
+        self._deadlines[stranger] = asyncio.get_running_loop().call_later(HELLO_DEADLINE_S, self._give_up, stranger)
+        self._strangers.add(stranger)
+
+    def _make_room(self, stranger: WorkerConnection) -> None:
+        stranger.close()
+        self._on_end(stranger, ProtocolError(f"it sent no Hello, nor did {len(self._strangers)} newer ones"))
+
+    def _forget_stranger(self, connection: WorkerConnection) -> None:
+        self._strangers.failed(connection)
+        if (deadline := self._deadlines.pop(connection, None)) is not None:
+            deadline.cancel()
 
     def _on_payload(self, connection: WorkerConnection, payload: bytes) -> None:
         message = decode(WORKER_MESSAGES, payload)
@@ -146,9 +154,10 @@ class WorkerServer:
         if message.worker in self._connections:
             # A child that inherited the environment must not take the place of its parent.
             raise ProtocolError(f"worker {message.worker} is connected already")
-        self._strangers.pop(stranger).cancel()
+        self._strangers.proved(stranger)
+        self._forget_stranger(stranger)
         self._connections[message.worker] = stranger
-        stranger.worker = message.worker
+        stranger.become(message.worker)
         return msgspec.structs.replace(message, secret="")
 
     def _give_up(self, stranger: WorkerConnection) -> None:
@@ -157,23 +166,12 @@ class WorkerServer:
 
     def _on_end(self, connection: WorkerConnection, error: FatalError | None) -> None:
         """Forget a connection that has ended. Only the exit tells whether the process lives."""
-        if (deadline := self._strangers.pop(connection, None)) is not None:
-            deadline.cancel()
+        self._forget_stranger(connection)
         if connection.worker is not None:
             del self._connections[connection.worker]
         if error is not None:
             who = f"worker {connection.worker}" if connection.worker else "a process on the agent's socket"
             self._on_refused(who, str(error))
-
-
-def _is_of_another_user(connected: socket.socket) -> bool:
-    """Return whether another user owns the peer. Abstract sockets have no permissions (man 7 unix); on systems without
-    this query the directory's permissions protect the socket."""
-    if sys.platform != "linux":
-        return False
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
-    return bool(uid != os.getuid())
 
 
 # The connection of one worker: frames in, frames out, directly on the event loop's selector ---------------------------
@@ -199,12 +197,17 @@ class WorkerConnection:
         self.worker: str | None = None  # known from its Hello on
         self._socket = connected
         self._on_payload, self._on_end = on_payload, on_end
-        self._incoming = FrameBuffer(WORKER_FRAME_LIMIT)
+        self._incoming = FrameBuffer(_HELLO_BYTES)
         self._outgoing = bytearray()
         self._is_open = True
         self._loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
+
+    def become(self, worker: str) -> None:
+        """Note whose connection it is: from now on it may send large messages."""
+        self.worker = worker
+        self._incoming.limit = WORKER_FRAME_LIMIT
 
     def write(self, data: bytes) -> None:
         """Pass `data` to the kernel now, or as soon as it takes more. Does nothing once the connection has ended."""
@@ -233,7 +236,8 @@ class WorkerConnection:
     def _read(self) -> bool:
         """Read once; return False when there was no data."""
         try:
-            data = self._socket.recv(_READ_BYTES)
+            # Of a stranger not one byte more than its Hello: larger messages may follow.
+            data = self._socket.recv(_READ_BYTES if self.worker is not None else self._incoming.missing)
         except BlockingIOError:
             return False
         except OSError:  # reset by a process that was killed before it had read everything

@@ -281,6 +281,9 @@ FRAME = struct.Struct("!24sQ")
 
 SUBJECT_BYTES = 24
 
+MESSAGE_LIMIT = 1 << 40
+"""Bytes of the longest message."""
+
 CHANNEL = 1 << 62
 """The channel of connections for point-to-point messages; no ring has it."""
 
@@ -420,6 +423,8 @@ class _Reader:
     def _next(self) -> None:
         if self._subject is None:
             self._subject, length = FRAME.unpack(self._buffer)
+            if length > MESSAGE_LIMIT:
+                raise ProtocolError(f"rank {self.source} announced a message of {length} bytes")
             self._begin(bytearray(length))
         else:
             self._deliver(P2PMessage(self.source, self._subject, self._buffer))

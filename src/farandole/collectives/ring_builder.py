@@ -331,6 +331,7 @@ _BACKLOG = 1024  # no thread accepts while another one holds the interpreter
 _SILENT_S = 5  # a caller that connects and sends nothing stays out of the backlog for at least this time
 _MOST_CALLERS = 64
 _PROOF_S = 5.0
+_INTRODUCTION_S = 5.0  # a real peer that was hung up on dials again
 
 
 def tune(sock: socket.socket) -> None:
@@ -364,6 +365,7 @@ class Caller:
         introduction: The caller's introduction, once it is complete.
         nonce: This worker's nonce, once it has answered; empty before.
         answered_s: The time of the answer.
+        accepted_s: The time since when this process knows of it.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -372,6 +374,7 @@ class Caller:
         self.introduction: Introduction | None = None
         self.nonce = b""
         self.answered_s = 0.0
+        self.accepted_s = now_s()
 
     def make_nonce(self) -> bytes:
         """Create the nonce for the answer, which is sent now."""
@@ -449,6 +452,8 @@ class DataListener:
                         break
                     for old in self.surplus():
                         self.drop(old)
+            for old in self.surplus():
+                self.drop(old)
 
     def accept(self) -> Caller | None:
         """Return the next caller that may become a peer, now among `callers`; None when there is none."""
@@ -465,7 +470,7 @@ class DataListener:
             sock.close()
 
     def surplus(self, dialers: int = 1) -> list[Caller]:
-        """Return the callers to disconnect: the oldest beyond the limits, and answered callers that do not proceed.
+        """Return the callers to disconnect: the oldest beyond the limits, and those that take too long.
 
         An answered caller knows the generation, and competes only with others that do. `dialers` is the number of peers
         that may legitimately call at once.
@@ -476,7 +481,9 @@ class DataListener:
         latest_s = now_s() - _PROOF_S
         # A proof that has arrived counts, even when this process was too slow to read it.
         overdue = [each for each in answered[-most:] if each.answered_s < latest_s and peek(each.sock) is None]
-        return [*unanswered[:-most], *answered[:-most], *overdue]
+        # What waits for a later generation may wait longer than that, and dials again.
+        late = [each for each in unanswered[-most:] if each.accepted_s < now_s() - _INTRODUCTION_S]
+        return [*unanswered[:-most], *late, *answered[:-most], *overdue]
 
     def drop(self, caller: Caller) -> None:
         """Disconnect the caller."""

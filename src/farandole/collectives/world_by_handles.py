@@ -9,36 +9,39 @@ import ipaddress
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 
 import msgspec
 
 from farandole.collectives.point_to_point import Endpoint, PointToPoint
 from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.collectives.world import World
+from farandole.env import read_worker_env
 from farandole.errors import ConfigError
 from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.wire.authentication import derive_key
 from farandole.wire.messages import Start
+from farandole.wire.user_secret import user_secret
 
-_SECRET_BYTES = 16
+_NONCE_BYTES = 16
 
 
 class Handle(msgspec.Struct, frozen=True, tag="farandole"):
     """A process that may be a member of a world.
 
-    Whoever knows the handles of all members can take part: they are exchanged over a channel that only members read.
+    Handles are no secret: they may lie in a store that everybody reads. The key of the data connections is derived from
+    them and from a secret that never leaves its processes: the job's, or the user's (wire/user_secret.py).
 
     Attributes:
         worker: Different for each process.
         address: The address at which it accepts data connections.
         machine: The name of its machine.
-        secret: Its part of the key of the data connections.
+        nonce: Random, so that each listener has other keys.
     """
 
     worker: str
     address: Address
     machine: str
-    secret: str
+    nonce: str
 
     def __str__(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -60,12 +63,16 @@ class HandleListener:
 
     Args:
         host: The numeric address of this machine at which the others reach this process.
+
+    Raises:
+        ConfigError: There is no secret that only this user's processes know.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
+        self._secret = _secret()
         self._listener = DataListener(host)
         self.handle = Handle(
-            secrets.token_hex(4), self._listener.address, socket.gethostname(), secrets.token_hex(_SECRET_BYTES)
+            secrets.token_hex(4), self._listener.address, socket.gethostname(), secrets.token_hex(_NONCE_BYTES)
         )
 
     def check(self, handles: Sequence[str]) -> None:
@@ -89,7 +96,7 @@ class HandleListener:
         """
         members = [parse_handle(each) for each in handles]
         rank = self._place_among(members)
-        start = _start(number, handles, members, rank)
+        start = _start(self._secret, number, handles, members, rank)
         builder = RingBuilder(self._listener, start, self.handle.worker, timeout_s, check=check)
         ring = builder.build()
         if len(members) == 1:
@@ -130,16 +137,25 @@ class HandleListener:
         return members.index(self.handle)
 
 
-def _start(number: int, handles: Sequence[str], members: Sequence[Handle], rank: int) -> Start:
-    """Return what the coordinator of a job would tell this member. The key is made of the secrets of all members."""
-    digest = blake2b(msgspec.msgpack.encode((number, *handles)), digest_size=48).digest()
+def _secret() -> bytes:
+    """Return the secret of the job that an agent has started this process for, or of this user."""
+    env = read_worker_env()
+    return bytes.fromhex(env.group_secret) if env is not None and env.group_secret else user_secret()
+
+
+def _start(secret: bytes, number: int, handles: Sequence[str], members: Sequence[Handle], rank: int) -> Start:
+    """Return what the coordinator of a job would tell this member. The key is derived from the secret, for these
+    members alone."""
+    text = msgspec.msgpack.encode((number, *handles))
     size = len(members)
     peers = [Peer(member.worker, place, member.address) for place, member in enumerate(members)]
     return Start(
-        id=GenerationId(run_id=1, coordinator_epoch=1, number=number, nonce=digest[:16].hex()),
+        id=GenerationId(
+            run_id=1, coordinator_epoch=1, number=number, nonce=derive_key(secret, b"name of members", text)[:16].hex()
+        ),
         placement=Placement(rank, size, rank, size, 0, 1),
         previous=peers[rank - 1],
         next=peers[(rank + 1) % size],
         bootstrap=True,
-        data_key=digest[16:],
+        data_key=derive_key(secret, b"key of members", text),
     )

@@ -5,6 +5,7 @@ also answers the user's commands.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from farandole.config import JobConfig
+from farandole.coordinator.admission import why_not_admitted
 from farandole.coordinator.control_requests import judge, status_of
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.failure_detection import HangDetector, JobClock, Silence
@@ -57,6 +59,7 @@ from farandole.wire.control import (
     Status,
 )
 from farandole.wire.function_call import FunctionJob, send_call
+from farandole.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,
@@ -79,9 +82,6 @@ from farandole.wire.messages import (
     WorkerRanked,
     WorkerSilent,
 )
-
-STRANGERS_LIMIT = 512
-"""Connections that may prove the token at the same time."""
 
 _SHORTEST_WAIT_S = 0.001
 
@@ -138,7 +138,9 @@ class Coordinator:
         self._function = function
         self._config, self._token, self._job_id = config, token, job_id
         self._hosts, self._port = tuple(hosts), port
-        self._servers: list[asyncio.Server] = []
+        self._budget = FailureBudget()
+        self._listener = Listener(self._on_connection, self._budget)
+        self._refused = RefusalReports(on_event)
         self._on_event = on_event
         self._job = new_job(config, job_id, origin=origin)
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
@@ -154,9 +156,9 @@ class Coordinator:
         self._processes: dict[str, str] = {}  # of the agents that are connected or were until just now
         self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps)
         self._serving: set[asyncio.Task[None]] = set()
-        self._strangers: set[asyncio.Task[None]] = set()
+        self._strangers: Strangers[asyncio.Task[None]] = Strangers(self._make_room, self._budget)
         self._agent_hosts: set[str] = set()  # from which an agent has connected
-        self._store = StoreServer(on_event, admits=self._agent_hosts.__contains__)
+        self._store = StoreServer(self._refused, admits=self._agent_hosts.__contains__)
         self._attempt = 0
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
@@ -174,13 +176,14 @@ class Coordinator:
         try:
             await self.listen(self._hosts)
         except ConfigError:
-            self._close_listeners()
+            self._listener.close()
             raise
         self._look()
 
     async def listen(self, hosts: Sequence[str]) -> None:
         """Listen on further addresses of this machine, on the same port. Raises ConfigError when that fails."""
-        port = self.address.port if self._servers else self._port
+        known = self._listener.addresses
+        port = known[0].port if known else self._port
         try:
             sockets = listening_sockets(hosts, port)
         except OSError as error:
@@ -188,22 +191,21 @@ class Coordinator:
                 f"the coordinator cannot listen on {' and '.join(hosts)} port {port}: {error.strerror}; "
                 "choose another --port, or leave it out to get a free one"
             ) from error
-        added = [await asyncio.start_server(self._on_connection, sock=each) for each in sockets]
-        self._servers += added
+        self._listener.open(sockets)
         await self._store.open(*hosts)
         if self._welcome is not None:
-            for each in added:
-                await self._heartbeats.open(_address_of(each))
+            for address in self._listener.addresses[len(known) :]:
+                await self._heartbeats.open(address)
 
     @property
     def address(self) -> Address:
         """The first address to which agents connect."""
-        return _address_of(self._servers[0])
+        return self._listener.addresses[0]
 
     @property
     def addresses(self) -> tuple[Address, ...]:
         """All addresses to which agents may connect."""
-        return tuple(map(_address_of, self._servers))
+        return self._listener.addresses
 
     @property
     def store_port(self) -> int:
@@ -215,7 +217,7 @@ class Coordinator:
         detection budget for that). Cancellation closes all connections."""
         try:
             outcome = await self._outcome
-            self._close_listeners()
+            self._listener.close()
             for command in self._serving:
                 command.cancel()  # the end of the connection tells it that the job has ended
             if self._conversations:
@@ -340,6 +342,7 @@ class Coordinator:
 
     def _look(self) -> None:
         """Look for agents that have become silent, and schedule the next look."""
+        self._refused.flush()
         self._notice_stall()
         for agent, silent_s in self._silence.look(self._clock.now_s()).items():
             budget_s = self._job.config.detection_budget_s
@@ -380,26 +383,27 @@ class Coordinator:
 
     # Connections: unauthenticated until token and hello, then an agent's or a command's --------------------
 
-    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        who = "{}:{}".format(*writer.get_extra_info("peername", ("?", "?"))[:2])
-        if len(self._strangers) >= STRANGERS_LIMIT:
-            writer.transport.abort()
-            self._on_event(ConnectionRefused(who, f"{STRANGERS_LIMIT} other connections have not proved the token yet"))
-            return
-        task = self._loop.create_task(self._converse(reader, writer, who))
-        self._strangers.add(task)
+    def _on_connection(self, connected: socket.socket, who: str) -> None:
+        task = self._loop.create_task(self._converse(connected, who), name=who)
         task.add_done_callback(self._on_conversation_over)
+        task.add_done_callback(lambda _: connected.close())  # also of a task that was cancelled before it began
+        self._strangers.add(task)
+
+    def _make_room(self, stranger: asyncio.Task[None]) -> None:
+        stranger.cancel()
+        newer = f"{len(self._strangers)} newer connections have not proved the token either"
+        self._refused(ConnectionRefused(stranger.get_name(), f"it has not proved the token, and {newer}"))
 
     def _on_conversation_over(self, task: asyncio.Task[None]) -> None:
-        self._strangers.discard(task)
+        self._strangers.failed(task)
         self._conversations.discard(task)
         self._serving.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str) -> None:
+    async def _converse(self, connected: socket.socket, who: str) -> None:
         try:
-            channel = await accept(reader, writer, self._token, self._job_id, DIALERS_MESSAGES)
+            channel = await accept(connected, self._token, self._job_id, DIALERS_MESSAGES)
             try:
                 hello = await _receive_hello(channel)
                 if isinstance(hello, ClientHello):
@@ -411,11 +415,11 @@ class Coordinator:
             finally:
                 channel.abort()
         except (AuthenticationError, ProtocolError) as error:
-            self._on_event(ConnectionRefused(who, str(error)))
+            self._refused(ConnectionRefused(who, str(error)))
         except ConnectionError as error:
             # An agent is judged by its silence; a guard ends with its agent; a command is done.
-            if asyncio.current_task() in self._strangers:
-                self._on_event(ConnectionRefused(who, str(error)))
+            if (task := asyncio.current_task()) is not None and task in self._strangers:
+                self._refused(ConnectionRefused(who, str(error)))
 
     async def _serve_command(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
         self._introduced(self._serving)
@@ -432,7 +436,7 @@ class Coordinator:
         """Move the current task to the group of its peer, which is known now."""
         task = asyncio.current_task()
         assert task is not None
-        self._strangers.discard(task)
+        self._strangers.proved(task)
         self._serving.discard(task)
         group.add(task)
 
@@ -481,8 +485,9 @@ class Coordinator:
             return Refused(
                 "this job does not accept agents of other machines (farandole run --token-file)", is_final=True
             )
-        if hello.slots < 1:
-            return Refused(f"it offers {hello.slots} slots", is_final=True)
+        others = {agent: self._job.agents[agent].slots for agent in self._channels if agent in self._job.agents}
+        if reason := why_not_admitted(hello, others):
+            return Refused(reason, is_final=True)
         if different := different_software(hello.software, installed_software()):
             return Refused(different, is_final=True)
         if hello.agent in self._silence and self._processes.get(hello.agent) != hello.process:
@@ -512,25 +517,17 @@ class Coordinator:
                 self._report_steps()
             self._report(AgentReported(agent, message))
 
-    def _close_listeners(self) -> None:
-        for server in self._servers:
-            server.close()
-
     async def _close(self) -> None:
-        self._close_listeners()
+        self._listener.close()
         self._store.close()
         self._heartbeats.close()
         for timer in (self._look_timer, self._tick_timer, self._decision):
             if timer is not None:
                 timer.cancel()
-        conversing = self._strangers | self._conversations | self._serving
+        conversing = {*self._strangers, *self._conversations, *self._serving}
         for task in conversing:
             task.cancel()
         await asyncio.gather(*conversing, return_exceptions=True)
-
-
-def _address_of(server: asyncio.Server) -> Address:
-    return Address(*server.sockets[0].getsockname()[:2])
 
 
 async def _receive_hello(

@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 
 from farandole.errors import ConfigError
-from farandole.events import ConnectionRefused, Event
+from farandole.events import ConnectionRefused
 from farandole.membership import Address
 from farandole.wire.channel import listening_sockets
+from farandole.wire.listening import FailureBudget, Listener, Strangers
 
 MAGIC = 0x3C85F7CE
 """The number with which each client begins (validationMagicNumber in TCPStoreBackend.hpp)."""
@@ -33,9 +34,7 @@ REQUEST_BYTES = 32 << 20
 STORE_BYTES = 256 << 20
 """Bytes of all keys and values, and of requests that have not arrived completely."""
 CONNECTIONS_LIMIT = 16_384
-STRANGERS_LIMIT = 512
-"""Connections that may be open without having sent the first number."""
-VALIDATION_S = 10.0
+VALIDATION_S = 5.0
 """Seconds for a new connection to send the first number."""
 
 _BYTES_OF_AN_ENTRY = 128  # of Python's objects around a key and its value
@@ -85,32 +84,35 @@ class StoreServer:
         admits: Whether the host of this address is one of the job's. Loopback always is.
     """
 
-    def __init__(self, on_event: Callable[[Event], None], admits: Callable[[str], bool] = lambda _host: False) -> None:
+    def __init__(
+        self, on_event: Callable[[ConnectionRefused], None], admits: Callable[[str], bool] = lambda _host: False
+    ) -> None:
         self._on_event, self._admits = on_event, admits
-        self._listeners: list[asyncio.Server] = []
+        self._budget = FailureBudget()
+        self._listener = Listener(self._on_connection, self._budget)
         self._table = _Table()
         self._connections: set[_Connection] = set()
-        self._strangers: set[_Connection] = set()
+        self._strangers: Strangers[_Connection] = Strangers(_Connection.close, self._budget)
+        self._opening: set[asyncio.Task[None]] = set()
 
     async def open(self, *hosts: str, port: int = 0) -> None:
         """Listen on one port of these addresses; port 0 lets the system choose. Raises ConfigError when that fails. A
         later call adds addresses."""
-        loop = asyncio.get_running_loop()
+        known = self._listener.addresses
         try:
-            sockets = listening_sockets(hosts, self.address.port if self._listeners else port)
+            sockets = listening_sockets(hosts, known[0].port if known else port)
         except OSError as error:
             raise ConfigError(
                 f"the store of torch.distributed cannot listen on {' and '.join(hosts)} port {port}: {error.strerror}; "
                 "choose another port, or let the system choose a free one"
             ) from error
-        for each in sockets:
-            self._listeners.append(await loop.create_server(lambda: _Connection(self), sock=each, backlog=1024))
+        self._listener.open(sockets)
 
     @property
     def address(self) -> Address:
         """The first address at which it listens."""
-        assert self._listeners, "call open() first"
-        return Address(*self._listeners[0].sockets[0].getsockname()[:2])
+        assert self._listener.addresses, "call open() first"
+        return self._listener.addresses[0]
 
     @property
     def connections(self) -> int:
@@ -125,9 +127,22 @@ class StoreServer:
 
     def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""
-        for listener in self._listeners:
-            listener.close()
+        self._listener.close()
         self.clear()
+
+    def _on_connection(self, connected: socket.socket, who: str) -> None:
+        if reason := self.why_not(str(connected.getpeername()[0])):
+            connected.close()
+            self._budget.count()
+            self.refused(who, reason)
+            return
+        loop = asyncio.get_running_loop()
+        opening = loop.create_task(self._open(connected))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+
+    async def _open(self, connected: socket.socket) -> None:
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: _Connection(self), connected)
 
     # From the connections ---------------------------------------------------------------------------------
 
@@ -139,8 +154,6 @@ class StoreServer:
         """Return why a new connection from this host is refused; empty if it is accepted."""
         if not (_is_loopback(host) or self._admits(host)):
             return "it comes from a host that is not part of the job"
-        if len(self._strangers) >= STRANGERS_LIMIT:
-            return f"{STRANGERS_LIMIT} other connections have sent nothing yet"
         if len(self._connections) >= CONNECTIONS_LIMIT:
             return f"{CONNECTIONS_LIMIT} other connections are open"
         return ""
@@ -150,11 +163,11 @@ class StoreServer:
         self._strangers.add(connection)
 
     def validated(self, connection: _Connection) -> None:
-        self._strangers.discard(connection)
+        self._strangers.proved(connection)
 
     def closed(self, connection: _Connection) -> None:
         self._connections.discard(connection)
-        self._strangers.discard(connection)
+        self._strangers.failed(connection)
 
     def refused(self, peer: str, reason: str) -> None:
         self._on_event(ConnectionRefused(f"{peer} to the store of torch.distributed", reason))
@@ -354,10 +367,6 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         host, port = (transport.get_extra_info("peername") or ("?", 0))[:2]
         self._peer = f"{host}:{port}"
-        if reason := self._server.why_not(host):
-            self._server.refused(self._peer, reason)
-            transport.abort()
-            return
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._is_open = True
         self._server.opened(self)

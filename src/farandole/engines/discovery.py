@@ -13,12 +13,16 @@ from typing import Protocol
 
 from farandole.agent.completion import to_its_end
 from farandole.config import JobConfig
-from farandole.engines.host_list import HostSlots, is_this_machine, parse_host
+from farandole.engines.host_list import HostSlots, check_total, is_this_machine, parse_host
 from farandole.errors import ConfigError, FarandoleError
 from farandole.events import Event, HostDiscoveryFailed, HostRefused
 
 DISCOVERY_PERIOD_S = 1.0
 SCRIPT_TIME_LIMIT_S = 60.0
+OUTPUT_BYTES = 4 << 20
+"""Bytes of the longest list of hosts."""
+ERROR_BYTES = 64 << 20
+"""Bytes that a script may write to its standard error."""
 _REPORTED_CHARACTERS = 500  # of what a failed script wrote to stderr
 
 
@@ -68,8 +72,15 @@ class ScriptDiscovery:
             try:
                 host = parse_host(line, self._default_slots)
             except ConfigError as error:
-                raise self._failed(f"wrote the line {line!r}: {error}; a line must be 'host' or 'host:slots'") from None
+                written = line[:_REPORTED_CHARACTERS]
+                raise self._failed(
+                    f"wrote the line {written!r}: {error}; a line must be 'host' or 'host:slots'"
+                ) from None
             hosts[host.name] = host  # The last line about a host counts, as in Horovod.
+        try:
+            check_total(hosts.values())
+        except ConfigError as error:
+            raise self._failed(f"wrote too much: {error}") from None
         return tuple(hosts.values())
 
     async def _run(self) -> str:
@@ -94,10 +105,13 @@ class ScriptDiscovery:
             raise
         try:
             async with asyncio.timeout(self._time_limit_s):
-                out, err = await process.communicate()
+                out, err = await _output(process)
         except TimeoutError:
             await _end(process)
             raise self._failed(f"did not end within {self._time_limit_s:g} s and was killed") from None
+        except _TooMuch as error:
+            await _end(process)
+            raise self._failed(f"{error} and was killed") from None
         except BaseException:  # the result is not wanted any more
             await _end(process)
             raise
@@ -108,6 +122,36 @@ class ScriptDiscovery:
 
     def _failed(self, how: str) -> DiscoveryFailed:
         return DiscoveryFailed(f"the host discovery script {self._command!r} {how}")
+
+
+class _TooMuch(Exception):
+    """A script writes without end."""
+
+
+async def _output(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
+    """Return the whole standard output and the end of the standard error of a process, once it has ended. Raises
+    _TooMuch: the list is in memory, and a script in a loop would fill it."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.TaskGroup() as group:
+            out = group.create_task(_read(process.stdout, "standard output", OUTPUT_BYTES))
+            err = group.create_task(_read(process.stderr, "standard error", ERROR_BYTES, kept=4 * _REPORTED_CHARACTERS))
+            group.create_task(process.wait())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return out.result(), err.result()
+
+
+async def _read(stream: asyncio.StreamReader, what: str, most: int, kept: int | None = None) -> bytes:
+    """Return all that a stream brings, or its last `kept` bytes. Raises _TooMuch beyond `most` bytes."""
+    data, count = b"", 0
+    while part := await stream.read(1 << 16):
+        count += len(part)
+        if count > most:
+            raise _TooMuch(f"wrote more than {most} bytes to its {what}")
+        data = (data + part)[-kept:] if kept is not None else data + part
+    return data
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -168,6 +212,7 @@ class HostsSource:
             except DiscoveryFailed as error:
                 raise ConfigError(str(error)) from error
         else:
+            check_total(self.hosts)
             slots = sum(each.slots for each in self.hosts)
             if slots < self._config.num_proc and not self._config.takes_agents:
                 named = ", ".join(map(str, self.hosts)) or "no hosts"

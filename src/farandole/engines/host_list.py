@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from farandole.config import LONGEST_NAME, MOST_AGENTS, MOST_SLOTS, MOST_WORKERS
 from farandole.errors import ConfigError
 
 _HOST_LINE = re.compile(r"(?P<name>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?")
@@ -18,16 +19,20 @@ _HOST_LINE = re.compile(r"(?P<name>\S+)(?:\s+slots\s*=\s*(?P<slots>\S+))?")
 @dataclass(frozen=True)
 class HostSlots:
     """A host, under its given name, and for how many workers it has capacity. Raises ConfigError for an invalid name,
-    or fewer than one slot."""
+    fewer than one slot or more than MOST_SLOTS."""
 
     name: str
     slots: int
 
     def __post_init__(self) -> None:
+        if len(self.name) > LONGEST_NAME:
+            raise ConfigError(f"a host name may have at most {LONGEST_NAME} characters, got {len(self.name)}")
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:%-]*", self.name):
             raise ConfigError(f"{self.name!r} is not a valid host name")
         if self.slots < 1:
             raise ConfigError(f"host {self.name} needs at least 1 slot, got {self.slots}")
+        if self.slots > MOST_SLOTS:
+            raise ConfigError(f"host {self.name} may have at most {MOST_SLOTS} slots, got {self.slots}")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
@@ -59,6 +64,15 @@ class PodSelection:
 
     labels: str
     namespace: str = ""
+
+
+def check_total(hosts: Collection[HostSlots]) -> None:
+    """Raise ConfigError for more hosts, or slots of all hosts together, than a job may have."""
+    slots = sum(each.slots for each in hosts)
+    if len(hosts) > MOST_AGENTS or slots > MOST_WORKERS:
+        raise ConfigError(
+            f"{len(hosts)} hosts with {slots} slots: a job may have {MOST_AGENTS} hosts and {MOST_WORKERS} slots"
+        )
 
 
 def parse_hosts(text: str, default_slots: int = 1) -> tuple[HostSlots, ...]:

@@ -41,6 +41,7 @@ from farandole.env.launchers import (
     read_fixed_env,
     read_torchrun_settings,
     restart_count,
+    run_name,
     uses_agent_store,
 )
 from farandole.env.slurm_variables import (
@@ -89,6 +90,7 @@ __all__ = [
     "read_worker_env",
     "replace_environment",
     "restart_count",
+    "run_name",
     "set_torchrun_world_size",
     "slurm_client_environment",
     "slurm_folder",

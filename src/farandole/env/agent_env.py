@@ -35,6 +35,8 @@ class WorkerEnv(Struct, frozen=True):
         detection_budget_s: The detection budget of the job, in seconds.
         status_page: The path of the worker's status page; empty: none.
         store: The address of the job's store, as in MASTER_ADDR and MASTER_PORT, which scripts may change; empty: none.
+        group_secret: What the workers of the job share, as 64 hexadecimal digits, for groups that a script makes by
+            itself.
     """
 
     agent_address: str = field(name="FARANDOLE_AGENT")
@@ -46,6 +48,7 @@ class WorkerEnv(Struct, frozen=True):
     detection_budget_s: Seconds = field(name="FARANDOLE_DETECTION_BUDGET", default=JobConfig.detection_budget_s)
     status_page: str = field(name="FARANDOLE_PAGE", default="")
     store: str = field(name="FARANDOLE_STORE", default="")
+    group_secret: str = field(name="FARANDOLE_GROUP_SECRET", default="")
 
 
 class JobEnv(Struct, frozen=True, omit_defaults=True):
@@ -94,7 +97,8 @@ def read_transport() -> str:
 
 
 def read_token(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the token from FARANDOLE_TOKEN for an agent that is to join a job; workers never inherit it."""
+    """Return the token from FARANDOLE_TOKEN: for an agent that is to join a job, whose workers never inherit it, and
+    for processes that another launcher has started."""
     return environ.get("FARANDOLE_TOKEN") or None
 
 

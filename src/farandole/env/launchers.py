@@ -49,6 +49,11 @@ def restart_count(environ: Mapping[str, str] = os.environ) -> int:
     return count
 
 
+def run_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name by which torchrun tells its runs apart (--rdzv-id); empty under other launchers."""
+    return environ.get("TORCHELASTIC_RUN_ID", "")
+
+
 @dataclass(frozen=True)
 class _Names:
     """The variables of one launcher.

@@ -19,10 +19,11 @@ from farandole.engines.slurm_allocation import own_name, own_slots
 from farandole.env import read_slurm_variables, read_token
 from farandole.errors import ConfigError
 from farandole.launch.job_files import read_job_file
-from farandole.launch.joining import checked_token, read_token_file
+from farandole.launch.joining import read_token_file
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import PREEMPTION_HELP, USAGE_ERROR, Parser
 from farandole.membership import Address
+from farandole.wire.authentication import checked_token
 
 CANNOT_JOIN = 1
 

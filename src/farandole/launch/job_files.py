@@ -23,6 +23,7 @@ from farandole.events import Event
 from farandole.launch.output import BackgroundWriter
 from farandole.machine import now_s, wall_time_s
 from farandole.membership import Address
+from farandole.wire.user_secret import private_folder
 
 _SUFFIX, _UNFINISHED = ".job", ".new"
 _LONGEST_BYTES = 1 << 20
@@ -57,7 +58,7 @@ def announced(
     path: Path | None = None
     problem = ""
     try:
-        folder = _private_folder(read_runtime_folder() if folder is None else folder)
+        folder = private_folder(read_runtime_folder() if folder is None else folder)
         running(folder)
         path = folder / f"{job}{_SUFFIX}"
         _write(path, msgspec.json.encode(file))
@@ -123,7 +124,7 @@ def running(folder: Path | None = None) -> list[JobFile]:
     if not folder.exists():
         return []
     found = []
-    for path in sorted(_private_folder(folder).glob(f"*{_SUFFIX}")):
+    for path in sorted(private_folder(folder).glob(f"*{_SUFFIX}")):
         try:
             file = msgspec.json.decode(path.read_bytes(), type=JobFile)
         except (OSError, msgspec.MsgspecError):
@@ -153,20 +154,6 @@ def born(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None
-
-
-def _private_folder(folder: Path) -> Path:
-    """Return the folder, created if needed. Raises ConfigError when others could read or change its contents."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{folder} is not a private folder of this user (it has owner {found.st_uid}, mode "
-            f"{stat.filemode(found.st_mode)}; it needs owner {os.geteuid()}, mode drwx------): remove it, or set "
-            "XDG_RUNTIME_DIR to a private folder"
-        )
-    return folder
 
 
 def _write(path: Path, data: bytes) -> None:

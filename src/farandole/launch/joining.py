@@ -14,7 +14,7 @@ from pathlib import Path
 from farandole.engines.host_list import HostSlots
 from farandole.env import slurm_folder
 from farandole.errors import ConfigError
-from farandole.wire.authentication import new_token
+from farandole.wire.authentication import checked_token, new_token
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,6 @@ def check_address(host: str, port: int, takes_agents: bool) -> None:
 
 # The job's token in a file, which its owner copies to the machines that may join --------------------------------------
 
-SHORTEST_TOKEN = 32
-"""Characters. A process on the network may guess: use no words, but a token as `farandole run` writes it."""
-
 
 def token_of_job(path: Path) -> bytes:
     """Return the token in the file, which is created, for this user only, when it is missing. Raises ConfigError as
@@ -122,11 +119,3 @@ def read_token_file(path: Path) -> bytes:
     if stat.S_ISREG(status.st_mode) and status.st_mode & others:
         raise ConfigError(f"the token file {path} can be read by others: chmod 600 {path}")
     return checked_token(text, f"the token file {path}")
-
-
-def checked_token(text: bytes, where: str) -> bytes:
-    """Return the token without surrounding blanks. Raises ConfigError for a token that is too short."""
-    token = text.strip()
-    if len(token) < SHORTEST_TOKEN:
-        raise ConfigError(f"{where} has {len(token)} characters, a token needs at least {SHORTEST_TOKEN}")
-    return token

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from farandole.config import JobConfig
 from farandole.env import read_token
 from farandole.errors import ConfigError
-from farandole.launch.joining import Joining, checked_token, read_token_file
+from farandole.launch.joining import Joining, read_token_file
 from farandole.launch.run_parser import USAGE_ERROR
 from farandole.launch.torchrun_parser import Node, TorchrunOptions, parse_torchrun
+from farandole.wire.authentication import checked_token
 
 if TYPE_CHECKING:
     from farandole.coordinator.server import Outcome

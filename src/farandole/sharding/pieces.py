@@ -4,7 +4,6 @@ way, and stored in a folder.
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from farandole.collectives import world
 from farandole.collectives.named.objects import broadcast_object
 from farandole.collectives.transport import Transport
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, FarandoleError
 from farandole.process_group.works import failure
+from farandole.sharding.safe_reading import SafePlanner, SafeReader, pack_values, unpack_values
 from farandole.sharding.shard_plan import ShardPlan, rows
 
 TensorKey = tuple[str, str]
@@ -184,13 +185,17 @@ _KEPT = 2
 def write_stored(
     folder: Path, number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]
 ) -> None:
-    """Write the state as folder/number-generation; of the older ones all but the newest are removed. A collective."""
+    """Write the state as folder/number-generation; of the older ones all but the newest are removed. A collective.
+
+    Raises ConfigError for values that read_stored() would not load.
+    """
     here = world.current()
+    packed = pack_values(values)
     divide(model)
     with _type_of_errors():
         parameters, moments = get_state_dict(model, optimizer)
         # As bytes: DCP divides containers, and reads only the parts of them that the reader has already.
-        state = {"model": parameters, "optimizer": moments, "number": number, "values": pickle.dumps(values)}
+        state = {"model": parameters, "optimizer": moments, "number": number, "values": packed}
         save(state, checkpoint_id=folder / f"{number:010d}-{here.id.number:06d}")
     if here.placement.rank == 0:
         for old in _complete(folder)[:-_KEPT]:
@@ -207,14 +212,18 @@ def newest_stored(folder: Path) -> Path | None:
 
 def read_stored(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]]:
     """Load a checkpoint into the model and the optimizer. Returns the number and the values with which it was written.
-    A collective."""
+    A collective.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, or has objects whose classes the script has not declared as safe.
+    """
     divide(model)
     with _type_of_errors():
         parameters, moments = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": parameters, "optimizer": moments, "number": 0, "values": b""}
-        load(state, checkpoint_id=path)
+        load(state, storage_reader=SafeReader(path), planner=SafePlanner())
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return state["number"], pickle.loads(state["values"])
+    return state["number"], unpack_values(state["values"])
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -224,12 +233,14 @@ def _complete(folder: Path) -> list[Path]:
 
 @contextmanager
 def _type_of_errors() -> Iterator[None]:
-    """Return a context that raises the original error of a collective. DCP replaces it by an error of its own, not
-    even an Exception, and the run loop needs the type."""
+    """Return a context that raises the original error of a collective, or of safe_reading.py. DCP replaces it by an
+    error of its own, not even an Exception, and the run loop needs the type."""
     try:
         yield
     except BaseException as error:
-        lost = failure()
+        lost: FarandoleError | None = failure()
+        if lost is None and isinstance(error, CheckpointException):
+            lost = next((each for each, _ in error.failures.values() if isinstance(each, FarandoleError)), None)
         if lost is None or lost is error:
             raise
         raise lost from error

@@ -74,7 +74,8 @@ class ShardedState(State):
             the number of workers of each host, and returns a number that divides their sum.
         checkpoint: A folder that all hosts can access; save_checkpoint() writes there, by DCP. The newest checkpoint is
             loaded when a shard has no holder any more, and when a job begins.
-        **values: Plain Python values, as with ObjectState; those of rank 0 at the start.
+        **values: Plain Python values, as with ObjectState; those of rank 0 at the start. For a checkpoint, objects of
+            classes that the script has declared with torch.serialization.add_safe_globals(), too.
 
     Raises:
         ConfigError: `shards` is below 1.
@@ -132,7 +133,7 @@ class ShardedState(State):
         The two newest checkpoints stay. An interrupted one does not count.
 
         Raises:
-            ConfigError: No folder was given.
+            ConfigError: No folder was given, or a value has a class that torch.load(weights_only=True) would not load.
         """
         if self._checkpoint is None:
             raise ConfigError("save_checkpoint() needs a folder: ShardedState(..., checkpoint=folder)")

@@ -22,7 +22,7 @@ import struct
 
 import msgspec
 
-from farandole.errors import AuthenticationError, ProtocolError
+from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.membership import GenerationId
 from farandole.wire.messages import PROTOCOL_VERSION
 
@@ -41,6 +41,23 @@ def new_token() -> bytes:
     """Return a random job token that only the processes of the job know: 32 bytes as hexadecimal digits, because
     an agent also reads it as a line of text."""
     return secrets.token_hex(32).encode()
+
+
+SHORTEST_TOKEN = 32
+"""Characters of the shortest token that is accepted: it must not be possible to guess one."""
+
+
+def checked_token(text: bytes, where: str) -> bytes:
+    """Return the token without surrounding blanks. Raises ConfigError for a token that is too short."""
+    token = text.strip()
+    if len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"{where} has {len(token)} characters, a token needs at least {SHORTEST_TOKEN}")
+    return token
+
+
+def derive_key(secret: bytes, *parts: bytes) -> bytes:
+    """Return a key of 32 bytes for exactly these parts; it says nothing about the secret, nor about other keys."""
+    return _derive(secret, *parts)
 
 
 def derive_data_key(token: bytes, generation: GenerationId) -> bytes:

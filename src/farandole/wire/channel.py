@@ -92,8 +92,16 @@ class FrameBuffer:
     """Cuts a byte stream, fed in pieces of any size, into the payloads of its frames."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._bytes = bytearray()
+
+    @property
+    def missing(self) -> int:
+        """The number of bytes that are missing until the next frame, or its length, is complete. Raises ProtocolError
+        as feed() does."""
+        if len(self._bytes) < LENGTH.size:
+            return LENGTH.size - len(self._bytes)
+        return LENGTH.size + frame_length(bytes(self._bytes[: LENGTH.size]), self.limit) - len(self._bytes)
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the payloads that `data` completes, in order.
@@ -106,7 +114,7 @@ class FrameBuffer:
         start = 0
         while len(self._bytes) - start >= LENGTH.size:
             body = start + LENGTH.size
-            end = body + frame_length(bytes(self._bytes[start:body]), self._limit)
+            end = body + frame_length(bytes(self._bytes[start:body]), self.limit)
             if end > len(self._bytes):
                 break
             payloads.append(bytes(self._bytes[body:end]))
@@ -220,57 +228,92 @@ async def connect(
 
 
 async def accept(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    token: bytes,
-    job_id: str,
-    decoder: msgspec.msgpack.Decoder[T],
+    connected: socket.socket, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]
 ) -> Channel[T]:
     """Run the listener's side of `connect`, with the same errors. The connection is closed after any of them."""
     try:
         async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-            session = await _shake_hands(reader, writer, Handshake(Role.LISTENER, token, job_id))
+            session = await _shake_hands(connected, Handshake(Role.LISTENER, token, job_id))
+            return await _channel(connected, session, decoder)
     except TimeoutError:
-        writer.transport.abort()
+        connected.close()
         raise ConnectionError(f"no proof of the token within {HANDSHAKE_DEADLINE_S:g} s") from None
     except BaseException:
-        writer.transport.abort()
+        connected.close()
         raise
-    return Channel(reader, writer, session, decoder)
 
 
 async def _dial(
     host: str, port: int, token: bytes, job_id: str | None, decoder: msgspec.msgpack.Decoder[T]
 ) -> Channel[T]:
     try:
-        reader, writer = await asyncio.open_connection(host, port)
+        connected = await _connected(host, port)
     except OSError as error:
         raise _as_lost(error) from None
     try:
-        session = await _shake_hands(reader, writer, Handshake(Role.DIALER, token, job_id))
+        session = await _shake_hands(connected, Handshake(Role.DIALER, token, job_id))
+        return await _channel(connected, session, decoder)
     except BaseException:
-        writer.transport.abort()
+        connected.close()
         raise
+
+
+async def _connected(host: str, port: int) -> socket.socket:
+    """Return a socket that is connected to the first address of the host that accepts. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connected = socket.socket(family, kind, protocol)
+        connected.setblocking(False)
+        try:
+            await loop.sock_connect(connected, address)
+        except OSError as error:
+            connected.close()
+            failure = error
+        except BaseException:
+            connected.close()
+            raise
+        else:
+            return connected
+    raise failure
+
+
+async def _channel(connected: socket.socket, session: Session, decoder: msgspec.msgpack.Decoder[T]) -> Channel[T]:
+    reader, writer = await asyncio.open_connection(sock=connected)
     return Channel(reader, writer, session, decoder)
 
 
-async def _shake_hands(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handshake: Handshake) -> Session:
-    sock = writer.get_extra_info("socket")
+async def _shake_hands(connected: socket.socket, handshake: Handshake) -> Session:
+    """Run the handshake on the socket itself: asyncio's streams would read, and keep, 256 kB from a stranger at once
+    (CPython 3.11, Lib/asyncio/selector_events.py, max_size)."""
     # A message must not wait for the acknowledgement of the one before it.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(sock)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connected)
+    loop = asyncio.get_running_loop()
     payload = handshake.begin()
     while True:
-        if payload is not None:
-            writer.write(frame(payload))
-        if handshake.session is not None:
-            return handshake.session
         has_proved = payload is not None and not handshake.is_listener
         try:
-            received = await _read_frame(reader, HANDSHAKE_FRAME_LIMIT)
-        except ConnectionError as error:
-            raise TokenRefused(f"{error} after this side had proved the token") if has_proved else error from None
+            if payload is not None:
+                await loop.sock_sendall(connected, frame(payload))
+            if handshake.session is not None:
+                return handshake.session
+            prefix = await _receive_exactly(connected, LENGTH.size)
+            received = await _receive_exactly(connected, frame_length(prefix, HANDSHAKE_FRAME_LIMIT))
+        except OSError as error:
+            lost = _as_lost(error)
+            raise TokenRefused(f"{lost} after this side had proved the token") if has_proved else lost from None
         payload = handshake.receive(received)
+
+
+async def _receive_exactly(connected: socket.socket, number: int) -> bytes:
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < number:
+        part = await loop.sock_recv(connected, number - len(data))
+        if not part:
+            raise ConnectionError("the other side closed the connection")
+        data += part
+    return data
 
 
 async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import secrets
 import socket
@@ -17,10 +18,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from farandole.collectives import world
 from farandole.collectives.named.negotiation import NamedSettings
 from farandole.collectives.ring_builder import DataListener
-from farandole.env import FixedEnv, restart_count, uses_agent_store
-from farandole.errors import ConfigError, JobEnded
+from farandole.env import FixedEnv, restart_count, run_name, uses_agent_store
+from farandole.errors import ConfigError, FarandoleError, JobEnded
 from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.wire.authentication import derive_key
 from farandole.wire.messages import Start
+from farandole.wire.user_secret import user_secret
 from farandole.worker.world_builder import WorldBuilder
 
 
@@ -67,8 +70,8 @@ class FixedJob:
 
 # The rendezvous with the other workers, through torch's TCPStore ------------------------------------------------------
 
-_KEY_BYTES = 32
 _NONCE_DIGITS = 16
+_SEAL_DIGITS = 64
 _GRACE_S = 1.0  # for TCPStore to enforce a time limit by itself: its message then says more than "late"
 
 T = TypeVar("T")
@@ -77,9 +80,14 @@ T = TypeVar("T")
 class Rendezvous:
     """The exchange, once, of the workers' data addresses.
 
-    TCPStore has no authentication: a process that reaches its port can read the key of the data connections. Rank 0
-    therefore opens it on MASTER_ADDR only, which is loopback unless it was set otherwise; torchrun's own store listens
-    on all addresses.
+    TCPStore has no authentication: any process that reaches its port may read and change its entries, and torchrun's
+    own store listens on all addresses. So it only holds a nonce, and addresses that the ranks have sealed. The data key
+    is derived from a secret of this user's processes (wire/user_secret.py). Where there is no store yet, rank 0 opens
+    one on MASTER_ADDR only, which is loopback unless it was set otherwise.
+
+    Raises:
+        JobEnded: The store cannot be opened or reached in time.
+        ConfigError: There is no secret that only this user's processes know.
     """
 
     def __init__(self, env: FixedEnv, timeout_s: float) -> None:
@@ -87,6 +95,7 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._prefix = f"farandole/{restart_count()}"
         self._is_host = env.rank == 0 and not uses_agent_store()
+        self._secret = derive_key(user_secret(), *_names_of(env, self._prefix))
         try:
             self._store = _within(timeout_s + _GRACE_S, self._open)
         except (futures.TimeoutError, RuntimeError, OSError) as error:
@@ -97,10 +106,11 @@ class Rendezvous:
             ) from error
 
     def meet(self, address: Address) -> Start:
-        """Send our address to all workers and receive the neighbours'. Rank 0 creates the generation and its data key.
+        """Send our address to all workers and receive the neighbours'. Rank 0 creates the generation.
 
         Returns when all ranks have arrived. Raises JobEnded when some do not within the time limit, with their names,
-        and ConfigError when a rank on another host could not reach `address`.
+        and ConfigError when a rank on another host could not reach `address`, or an address in the store is not from a
+        process that has this user's secret.
         """
         env = self._env
         if env.local_size < env.size and ipaddress.ip_address(address.host).is_loopback:
@@ -110,6 +120,8 @@ class Rendezvous:
             )
         try:
             return _within(self._timeout_s + _GRACE_S, lambda: self._exchange(address))
+        except FarandoleError:
+            raise
         except (futures.TimeoutError, RuntimeError) as error:
             raise JobEnded(
                 f"rank {env.rank} of {env.size} under {env.launcher} waited {self._timeout_s:g} s in init() at "
@@ -132,25 +144,39 @@ class Rendezvous:
     def _exchange(self, address: Address) -> Start:
         env, store = self._env, self._store
         if env.rank == 0:
-            store.set(self._key("secret"), secrets.token_hex(_NONCE_DIGITS // 2) + secrets.token_hex(_KEY_BYTES))
-        store.set(self._key(env.rank), msgspec.json.encode(address).decode())
-        store.wait([self._key("secret"), *map(self._key, range(env.size))])
-        secret = store.get(self._key("secret")).decode()
+            store.set(self._key("nonce"), secrets.token_hex(_NONCE_DIGITS // 2))
+        text = msgspec.json.encode(address)
+        store.set(self._key(env.rank), (text + self._seal(env.rank, text)).decode())
+        store.wait([self._key("nonce"), *map(self._key, range(env.size))])
+        nonce = store.get(self._key("nonce"))[: 2 * _NONCE_DIGITS]
         previous, following = (self._peer((env.rank + step) % env.size) for step in (-1, 1))
         store.set(self._key(f"{env.rank}/read"), "")
         if self._is_host:  # The store ends with this process, which may end as soon as init() has returned.
             store.wait([self._key(f"{rank}/read") for rank in range(env.size)])
         return Start(
-            id=GenerationId(run_id=1, coordinator_epoch=1, number=1, nonce=secret[:_NONCE_DIGITS]),
+            id=GenerationId(run_id=1, coordinator_epoch=1, number=1, nonce=nonce.decode(errors="replace")),
             placement=Placement(env.rank, env.size, env.local_rank, env.local_size, env.cross_rank, env.cross_size),
             previous=previous,
             next=following,
             bootstrap=True,
-            data_key=bytes.fromhex(secret[_NONCE_DIGITS:]),
+            data_key=derive_key(self._secret, b"data", nonce),
         )
 
     def _peer(self, rank: int) -> Peer:
-        return Peer(f"rank{rank}", rank, msgspec.json.decode(self._store.get(self._key(rank)), type=Address))
+        sealed: bytes = self._store.get(self._key(rank))
+        text, seal = sealed[:-_SEAL_DIGITS], sealed[-_SEAL_DIGITS:]
+        if not hmac.compare_digest(seal, self._seal(rank, text)):
+            raise ConfigError(
+                f"the address of rank {rank} at the rendezvous {self._env.master_addr}:{self._env.master_port} is not "
+                f"from a process that has the secret of this user: all ranks must be processes of one user, with the "
+                f"same XDG_RUNTIME_DIR; or set FARANDOLE_TOKEN to the same text of at least 32 random characters for "
+                f"all of them"
+            )
+        return Peer(f"rank{rank}", rank, msgspec.json.decode(text, type=Address))
+
+    def _seal(self, rank: int, text: bytes) -> bytes:
+        """Return the proof, in hexadecimal digits, that a process with the secret has written the address."""
+        return derive_key(self._secret, b"address", str(rank).encode(), text).hex().encode()
 
     def _key(self, name: str | int) -> str:
         return f"{self._prefix}/{name}"
@@ -163,6 +189,12 @@ class Rendezvous:
             return str(_within(_GRACE_S, look))
         except (futures.TimeoutError, RuntimeError):
             return "unknown, the rendezvous cannot be reached"
+
+
+def _names_of(env: FixedEnv, prefix: str) -> tuple[bytes, ...]:
+    """Return what tells this job from others of the same user: they have the same secret."""
+    names = (env.launcher, env.size, env.master_addr, env.master_port, run_name(), prefix)
+    return (b"job of fixed size", *(str(each).encode() for each in names))
 
 
 def _listen(host: str, port: int) -> int:

@@ -23,6 +23,7 @@ from farandole.errors import JobEnded
 from farandole.machine import close_at_fork, now_s
 from farandole.membership import Address, Peer
 from farandole.wire.channel import TO_WORKER, FrameBuffer, decode, encode, frame
+from farandole.wire.listening import is_of_another_user
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -278,6 +279,9 @@ def _dial(address: str, timeout_s: float = 10.0) -> socket.socket:
             f"that outlives its `farandole run` cannot call init() again"
         ) from error
     connection.settimeout(None)
+    if is_of_another_user(connection):
+        connection.close()
+        raise JobEnded(f"the process that listens at {address} is not of this user: the agent of this worker is gone")
     return connection
 
 

@@ -14,6 +14,7 @@ from farandole.coordinator import store_server
 from farandole.coordinator.store_server import MAGIC, Query, StoreServer
 from farandole.errors import ConfigError
 from farandole.events import ConnectionRefused
+from farandole.wire.listening import Strangers
 from tests.support.waiting import EventLog, run
 
 HELLO = bytes([Query.VALIDATE]) + struct.pack("<I", MAGIC)
@@ -225,22 +226,20 @@ def test_a_connection_that_says_nothing_is_closed_in_time(monkeypatch: pytest.Mo
 
 
 def test_there_are_limits_for_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "STRANGERS_LIMIT", 2)
+    monkeypatch.setattr(Strangers.__init__, "__defaults__", (2,))
     monkeypatch.setattr(store_server, "CONNECTIONS_LIMIT", 4)
 
     async def test() -> None:
         async with running() as here:
-            strangers = [await here.connect(b"") for _ in range(2)]
-            refused = await here.connect()
-            assert await refused.is_closed()
-            assert here.refusals() == ["2 other connections have sent nothing yet"]
+            oldest, *strangers = [await here.connect(b"") for _ in range(3)]
+            assert await oldest.is_closed()
             for each in strangers:
                 assert await each.ask(HELLO, Query.PING, b"1234", answer=4) == b"1234"
             for _ in range(2):
                 assert await (await here.connect()).ask(Query.PING, b"1234", answer=4) == b"1234"
             refused = await here.connect()
             assert await refused.is_closed()
-            assert here.refusals()[1:] == ["4 other connections are open"]
+            assert here.refusals() == ["4 other connections are open"]
 
     run(test())
 
