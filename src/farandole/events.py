@@ -629,7 +629,7 @@ class Recovered(Event):
     lost           members that were lost, and how they ended; `last_lines` of their stderr
     noticed        the sign by which the coordinator noticed it. A worker's actual time of death is unknown: the time
                    begins here
-    silent_ms      the time for which a host had been silent by then
+    silent_ms      the time for which a host had been silent when the recovery began
     ready_ms       until all members were quiescent and START was sent
     connected_ms   until the data connections existed
     synced_ms      until all members had the state

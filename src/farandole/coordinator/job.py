@@ -168,12 +168,12 @@ class Loss:
 @dataclass(frozen=True)
 class LostMember:
     """A member that was lost, for the report of the recovery. `how` is the predicate of its end ("it ..."), and is
-    empty until its exit is known; `noticed` names the means of detection, `silent_s` how long the member or its host
-    had been silent by then."""
+    empty until its exit is known; `noticed` names the means of detection, `silent_since_s` when the last sign of its
+    host arrived, where silence was the means."""
 
     worker: str
     noticed: str
-    silent_s: float = 0.0
+    silent_since_s: float | None = None
     how: str = ""
     last_lines: tuple[str, ...] = ()
 
