@@ -23,7 +23,8 @@ SERVER = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local
 REASON = why_not() or ("" if SERVER else "there is no ssh server here: apt-get install openssh-server")
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
-# The key of the server and of the user are the same one; the names of the hosts are their addresses.
+# The key of the server and of the user are the same one; the names of the hosts are their addresses. What an agent
+# leaves on a host without power goes with the folder of that host.
 SERVER_CONFIG = """
 HostKey {key}
 AuthorizedKeysFile {key}.pub
@@ -32,6 +33,7 @@ UsePAM no
 StrictModes no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
+SetEnv TMPDIR={temporary}
 """
 CLIENT_CONFIG = """
 Host *
@@ -54,7 +56,6 @@ class SshHosts:
         self.lab, self.hosts_file, self._used = lab, folder / "hosts", 0
         key, client = folder / "key", folder / "bin" / "ssh"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-        (folder / "server").write_text(SERVER_CONFIG.format(key=key))
         (folder / "client").write_text(CLIENT_CONFIG.format(key=key, user=getpass.getuser()))
         client.parent.mkdir()
         client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder / "client"} "$@"\n')
@@ -62,7 +63,9 @@ class SshHosts:
         self.environment = {**os.environ, "PATH": f"{client.parent}:{os.environ['PATH']}"}
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd(8), FILES
         for host in lab.hosts:
-            host.start([SERVER, "-D", "-f", str(folder / "server")], stderr=subprocess.DEVNULL)
+            config = folder / f"server-{host.name}"
+            config.write_text(SERVER_CONFIG.format(key=key, temporary=host.folder))
+            host.start([SERVER, "-D", "-f", str(config)], stderr=subprocess.DEVNULL)
 
     def flags(self, hosts: int) -> list[str]:
         for _ in range(hosts):
