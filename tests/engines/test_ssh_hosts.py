@@ -131,6 +131,26 @@ def test_ssh_hosts_meet_the_contract(hosts: SshHosts, tmp_path: Path) -> None:
     assert figures.agent_killed_ms < 1000, figures
 
 
+class ThisMachineFirst(SshHosts):
+    """A script that names this machine, and another one later."""
+
+    def flags(self, hosts: int) -> list[str]:
+        self.hosts_file.write_text("localhost:1\n")
+        return ["-np", "1", "--max-np", "2", "--host-discovery-script", f"cat {self.hosts_file}"]
+
+
+@pytest.mark.timeout(120)
+def test_a_host_that_comes_later_reaches_the_workers_of_this_machine(tmp_path: Path) -> None:
+    with Lab(hosts=1) as lab:
+        hosts = ThisMachineFirst(lab, tmp_path)
+        with EngineJob(hosts, tmp_path, hosts=1) as job:
+            job.train_with(1)
+            hosts.add_host()
+            job.train_with(2)
+            assert job.stop() == 0
+        assert hosts.leftovers() == []
+
+
 @pytest.mark.timeout(120)
 def test_when_the_launcher_is_killed_nothing_is_left_on_the_hosts(hosts: SshHosts, tmp_path: Path) -> None:
     with EngineJob(hosts, tmp_path, hosts=2) as job:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from farandole.config import JobConfig
 from farandole.events import Event, JobEnds
-from farandole.membership import Address, GenerationId, Origin, Placement, Progress, Shortfall
+from farandole.membership import DataAddress, GenerationId, Origin, Placement, Progress, Shortfall
 from farandole.wire.messages import FirstStep, ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
 
 
@@ -104,7 +104,7 @@ class Worker:
     name: str
     slot: Slot
     place: Placement | None = None
-    address: Address | None = None
+    address: DataAddress | None = None
     pid: int = 0
     is_elastic: bool = False
     elastic_s: float | None = None

@@ -19,7 +19,7 @@ from farandole.collectives.named.negotiation import NamedSettings
 from farandole.collectives.ring_builder import DataListener
 from farandole.env import FixedEnv, restart_count, uses_agent_store
 from farandole.errors import ConfigError, JobEnded
-from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.wire.messages import Start
 from farandole.worker.world_builder import WorldBuilder
 
@@ -96,7 +96,7 @@ class Rendezvous:
                 f"({_first_line(error)}); see MASTER_ADDR and MASTER_PORT"
             ) from error
 
-    def meet(self, address: Address) -> Start:
+    def meet(self, address: DataAddress) -> Start:
         """Send our address to all workers and receive the neighbours'. Rank 0 creates the generation and its data key.
 
         Returns when all ranks have arrived. Raises JobEnded when some do not within the time limit, with their names,
@@ -129,7 +129,7 @@ class Rendezvous:
             master_listen_fd=listening,
         )
 
-    def _exchange(self, address: Address) -> Start:
+    def _exchange(self, address: DataAddress) -> Start:
         env, store = self._env, self._store
         if env.rank == 0:
             store.set(self._key("secret"), secrets.token_hex(_NONCE_DIGITS // 2) + secrets.token_hex(_KEY_BYTES))
@@ -150,7 +150,7 @@ class Rendezvous:
         )
 
     def _peer(self, rank: int) -> Peer:
-        return Peer(f"rank{rank}", rank, msgspec.json.decode(self._store.get(self._key(rank)), type=Address))
+        return Peer(f"rank{rank}", rank, msgspec.json.decode(self._store.get(self._key(rank)), type=DataAddress))
 
     def _key(self, name: str | int) -> str:
         return f"{self._prefix}/{name}"
