@@ -21,17 +21,17 @@ test-hosts: $(READY)  ## of the engines' tests those that this machine has the p
 	@$(BIN)/python -m pytest tests/engines
 
 test-engines: $(READY)  ## the engines' tests; installs what they need: packages of Debian, as root, and of PyPI, in .venv-engines
-	@missing=$$(for each in sshd:openssh-server srun:slurm-wlm munged:munge mpirun:openmpi-bin; do \
+	@missing=$$(for each in sshd:openssh-server srun:slurm-wlm munged:munge mpirun:openmpi-bin java:default-jre-headless; do \
 		command -v $${each%%:*} >/dev/null || [ -x /usr/sbin/$${each%%:*} ] || echo $${each##*:}; done); \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing $$(echo $$missing) ..."; \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -yqq --no-install-recommends $$missing >/dev/null; \
 	elif [ -n "$$missing" ]; then echo "Not installed, so that tests are skipped: $$(echo $$missing)"; fi
-	@test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines
+	@test -x .venv-engines/bin/python || $(BIN)/python -m venv .venv-engines
 	@echo $(CURDIR)/.venv/lib/python*/site-packages > "$$(echo .venv-engines/lib/python*/site-packages)/farandole-dev.pth"
 	@echo "Installing the packages of the engines into .venv-engines ..."
 	@.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/requirements.txt
-	@PATH="$(CURDIR)/.venv-engines/bin:$$PATH" PYTHONPATH=src .venv-engines/bin/python -m pytest tests/engines tests/unit/engines
+	@PATH="$(CURDIR)/.venv-engines/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" .venv-engines/bin/python -m pytest tests/engines tests/unit/engines
 
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py

@@ -605,20 +605,19 @@ class TransportChosen(Event):
 @dataclass(frozen=True)
 class LinksDistrusted(Event):
     """Connections between living workers kept failing, or were proved to be broken; these workers are stopped to remove
-    them."""
+    them. `between`: the hosts and addresses of those that were between hosts."""
 
     number: int
     links: tuple[str, ...]
     workers: tuple[str, ...]
     is_proved: bool = False
+    between: tuple[str, ...] = ()
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         what = "between living workers are broken" if self.is_proved else "failed again"
-        return (
-            f"connections {what} in generation {self.number} ({', '.join(self.links)}); "
-            f"stopping {', '.join(self.workers)}"
-        )
+        where = f"{', '.join(self.links)}: {'; '.join(self.between)}" if self.between else ", ".join(self.links)
+        return f"connections {what} in generation {self.number} ({where}); stopping {', '.join(self.workers)}"
 
 
 @dataclass(frozen=True)
@@ -629,7 +628,7 @@ class Recovered(Event):
     lost           members that were lost, and how they ended; `last_lines` of their stderr
     noticed        the sign by which the coordinator noticed it. A worker's actual time of death is unknown: the time
                    begins here
-    silent_ms      the time for which a host had been silent by then
+    silent_ms      the time for which a host had been silent when the recovery began
     ready_ms       until all members were quiescent and START was sent
     connected_ms   until the data connections existed
     synced_ms      until all members had the state

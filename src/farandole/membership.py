@@ -36,12 +36,27 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.host}:{self.port}"
 
 
+class DataAddress(Address, frozen=True, array_like=True):
+    """The address of a worker for its peers.
+
+    Attributes:
+        others: Further numeric addresses of its machine, with the same port. Not every peer reaches all of them.
+    """
+
+    others: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All addresses of its machine."""
+        return (self.host, *self.others)
+
+
 class Peer(msgspec.Struct, frozen=True, array_like=True):
     """Another worker, as its neighbours on the data path need to know it."""
 
     worker: str
     rank: int
-    address: Address
+    address: DataAddress
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):

@@ -115,7 +115,8 @@ class PodCluster:
         self._token_file.write_text(secrets.token_hex(32))
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
-        self.environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        # A node that is lost leaves its temporary files.
+        self.environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "TMPDIR": str(folder)}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self._silent: list[tuple[subprocess.Popen[bytes], list[int]]] = []
         self._count = 0
@@ -139,7 +140,9 @@ class PodCluster:
             *(sys.executable, "-m", "farandole", "agent", "--join", f"127.0.0.1:{self._port}"),
             *("--host", name, "--id", uid, "--token-file", str(self._token_file), "--left-exit-code", "143"),
         ]
-        self.agents[name] = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+        self.agents[name] = subprocess.Popen(
+            command, env=self.environment, start_new_session=True, stderr=subprocess.DEVNULL
+        )
 
     def kill_worker(self, host: str, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)

@@ -25,7 +25,9 @@ SAMPLES = 600
 AGENT = 'exec "$0" -m farandole agent --job-file "$1" --host mpi-${OMPI_COMM_WORLD_RANK:-$PMI_RANK}'
 
 OPEN_MPI = ("--oversubscribe", "--bind-to", "none")
+# The names of the program, and what it prints as its version: that of Debian beside another mpirun is OpenRTE.
 KINDS = {"Open MPI": ("mpirun", "mpirun.openmpi"), "HYDRA": ("mpiexec.hydra", "mpirun")}
+VERSIONS = {"Open MPI": ("(Open MPI)", "(OpenRTE)"), "HYDRA": ("HYDRA",)}
 
 
 @functools.cache
@@ -36,7 +38,7 @@ def launcher(kind: str) -> tuple[str, ...]:
         if path is None:
             continue
         version = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
-        if kind in version:
+        if any(text in version for text in VERSIONS[kind]):
             as_root = ("--allow-run-as-root",) if kind == "Open MPI" and os.geteuid() == 0 else ()
             return (path, *as_root, *(OPEN_MPI if kind == "Open MPI" else ()))
     return ()

@@ -23,7 +23,8 @@ SERVER = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/usr/local
 REASON = why_not() or ("" if SERVER else "there is no ssh server here: apt-get install openssh-server")
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
-# The key of the server and of the user are the same one; the names of the hosts are their addresses.
+# The key of the server and of the user are the same one; the names of the hosts are their addresses. What an agent
+# leaves on a host without power goes with the folder of that host.
 SERVER_CONFIG = """
 HostKey {key}
 AuthorizedKeysFile {key}.pub
@@ -32,6 +33,7 @@ UsePAM no
 StrictModes no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
+SetEnv TMPDIR={temporary}
 """
 CLIENT_CONFIG = """
 Host *
@@ -54,7 +56,6 @@ class SshHosts:
         self.lab, self.hosts_file, self._used = lab, folder / "hosts", 0
         key, client = folder / "key", folder / "bin" / "ssh"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-        (folder / "server").write_text(SERVER_CONFIG.format(key=key))
         (folder / "client").write_text(CLIENT_CONFIG.format(key=key, user=getpass.getuser()))
         client.parent.mkdir()
         client.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder / "client"} "$@"\n')
@@ -62,7 +63,9 @@ class SshHosts:
         self.environment = {**os.environ, "PATH": f"{client.parent}:{os.environ['PATH']}"}
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd(8), FILES
         for host in lab.hosts:
-            host.start([SERVER, "-D", "-f", str(folder / "server")], stderr=subprocess.DEVNULL)
+            config = folder / f"server-{host.name}"
+            config.write_text(SERVER_CONFIG.format(key=key, temporary=host.folder))
+            host.start([SERVER, "-D", "-f", str(config)], stderr=subprocess.DEVNULL)
 
     def flags(self, hosts: int) -> list[str]:
         for _ in range(hosts):
@@ -126,6 +129,26 @@ def test_ssh_hosts_meet_the_contract(hosts: SshHosts, tmp_path: Path) -> None:
     print(figures)
     assert figures.redone_by_drain == figures.redone_by_notice == 0, figures
     assert figures.agent_killed_ms < 1000, figures
+
+
+class ThisMachineFirst(SshHosts):
+    """A script that names this machine, and another one later."""
+
+    def flags(self, hosts: int) -> list[str]:
+        self.hosts_file.write_text("localhost:1\n")
+        return ["-np", "1", "--max-np", "2", "--host-discovery-script", f"cat {self.hosts_file}"]
+
+
+@pytest.mark.timeout(120)
+def test_a_host_that_comes_later_reaches_the_workers_of_this_machine(tmp_path: Path) -> None:
+    with Lab(hosts=1) as lab:
+        hosts = ThisMachineFirst(lab, tmp_path)
+        with EngineJob(hosts, tmp_path, hosts=1) as job:
+            job.train_with(1)
+            hosts.add_host()
+            job.train_with(2)
+            assert job.stop() == 0
+        assert hosts.leftovers() == []
 
 
 @pytest.mark.timeout(120)

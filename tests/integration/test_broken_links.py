@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,9 +21,12 @@ BUDGET_S = 1.0
 
 
 @contextmanager
-def on_hosts(folder: Path, slots: list[int], *flags: str) -> Iterator[tuple[Lab, RunningJob]]:
+def on_hosts(
+    folder: Path, slots: list[int], *flags: str, prepare: Callable[[Lab], None] = lambda _lab: None
+) -> Iterator[tuple[Lab, RunningJob]]:
     """A job on the hosts of a lab that trains until it is told to finish."""
     with Lab(hosts=len(slots)) as lab:
+        prepare(lab)
         backend = LabBackend(lab, slots, folder)
         words = ["--epochs", "1000000", "--stop", str(folder / "stop"), "--item-ms", "0.3"]
         all_flags = ["-np", str(sum(slots)), *flags, "--detection-budget", f"{BUDGET_S:g}", *backend.flags]
@@ -57,6 +60,19 @@ def test_a_link_between_hosts_broken_one_way_costs_the_workers_of_one_of_them(
     proof = Proof(tmp_path)
     check_job(proof, samples=SAMPLES, workers_at_end=left)
     assert proof.redone() <= 2  # the one that had to go may have applied the step before, and nobody else
+
+
+def test_hosts_that_reach_each_other_in_a_second_network_only_find_that_out(tmp_path: Path) -> None:
+    """Both reach the coordinator in the first one."""
+
+    def connect_otherwise(lab: Lab) -> None:
+        for host in lab.hosts:
+            lab.network.add_address(host.index, f"10.199.0.{host.index + 1}")
+        lab.network.partition([lab.hosts[0]], [lab.hosts[1]])
+
+    with on_hosts(tmp_path, [1, 1], prepare=connect_otherwise) as (_lab, running):
+        finish(running)
+    check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=2)
 
 
 def test_a_slow_link_and_one_that_loses_packets_are_not_broken(tmp_path: Path) -> None:

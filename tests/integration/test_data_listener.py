@@ -7,16 +7,18 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from farandole.collectives.dialer import Dialer
 from farandole.collectives.point_to_point import CHANNEL, Incoming
-from farandole.collectives.ring_builder import DataListener, Dialer, RingBuilder
+from farandole.collectives.ring_builder import Acceptor, DataListener, RingBuilder
 from farandole.errors import GenerationEnded
 from farandole.machine import now_s
-from farandole.membership import Address, GenerationId
+from farandole.membership import DataAddress, GenerationId
 from farandole.testing.running_job import all_training
 from farandole.wire.authentication import NONCE_BYTES, REPLY_BYTES, Introduction, acceptor_reply, decode_introduction
 from farandole.worker.link import find_answering
@@ -34,13 +36,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         os.sched_yield()
 
 
-def call(address: Address, text: bytes = b"") -> socket.socket:
+def call(address: DataAddress, text: bytes = b"") -> socket.socket:
     sock = socket.create_connection((address.host, address.port), DEADLINE_S)
     sock.sendall(text)
     return sock
 
 
-def look_in(address: Address) -> None:
+def look_in(address: DataAddress) -> None:
     """As port scanners and monitors do."""
     call(address).close()
 
@@ -185,7 +187,7 @@ def test_in_a_job_that_trains_the_queue_of_who_looked_in_is_emptied(tmp_path: Pa
         latest = running.wait_until(all_training(2), 60)
         (port,) = Sockets().of(latest[0]["pid"])
         for _ in range(300):
-            look_in(Address("127.0.0.1", port))
+            look_in(DataAddress("127.0.0.1", port))
         wait_until(lambda: not Sockets().queues[port])
         stop.touch()
         assert running.wait(60) == 0
@@ -286,7 +288,7 @@ def test_a_dialer_that_was_given_up_while_it_could_not_run_dials_again() -> None
         socket.create_server(("127.0.0.1", 0)) as server,
         selectors.DefaultSelector() as selector,
         contextlib.closing(
-            Dialer(selector, Address(*server.getsockname()), Introduction(GENERATION, "w0", "w1", b""), KEY)
+            Dialer(selector, DataAddress(*server.getsockname()), Introduction(GENERATION, "w0", "w1", b""), KEY)
         ) as dialer,
     ):
 
@@ -302,8 +304,47 @@ def test_a_dialer_that_was_given_up_while_it_could_not_run_dials_again() -> None
             sock.sendall(acceptor_reply(KEY, said, b"n" * NONCE_BYTES))
         go_on()
         assert not dialer.is_done
-        assert dialer.failure == "the other side closed the connection"
+        assert dialer.failure.endswith(" (the other side closed the connection)")
         assert dialer.retry_at_s is not None
+
+
+# Several addresses --------------------------------------------------------------------------------------------
+
+
+def test_of_several_addresses_the_one_that_answers_is_found_and_tried_first_from_then_on() -> None:
+    """Nothing answers at the first one, nobody listens at the second one; the third is of IPv6."""
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(contextlib.closing(DataListener("127.0.0.1", "::1", "203.0.113.1")))
+        assert listener.address.hosts == ("127.0.0.1", "::1"), "where it cannot listen is left out"
+        full = sockets.enter_context(socket.create_server(("127.0.0.2", listener.address.port), backlog=0))
+        for _ in range(3):  # the kernel drops what comes
+            waiting = sockets.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        hosts = ("127.0.0.2", "127.0.0.3", "::1")
+        address = DataAddress(hosts[0], listener.address.port, hosts[1:])
+        assert 0.09 < connected_after_s(listener, address) < DEADLINE_S
+        assert connected_after_s(listener, address) < 0.09
+
+
+def connected_after_s(listener: DataListener, address: DataAddress) -> float:
+    """Connect w0 to w1, at the listener, and return how long it took."""
+    introduction = Introduction(GENERATION, "w0", "w1", b"")
+    began_s = time.monotonic()
+    with (
+        selectors.DefaultSelector() as selector,
+        contextlib.closing(Dialer(selector, address, introduction, KEY, address.hosts)) as dialer,
+        contextlib.closing(Acceptor(selector, listener, introduction, KEY)) as acceptor,
+    ):
+        while not (dialer.is_done and acceptor.is_done):
+            assert time.monotonic() < began_s + DEADLINE_S, dialer.failure
+            dialer.dial_if_due()
+            for key, _ in selector.select(0.01):
+                key.data()
+        took_s = time.monotonic() - began_s
+        for end in (dialer, acceptor):
+            end.take().close()
+    return took_s
 
 
 # Idle connections ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tests.support.waiting import DEADLINE_S
 PROGRAM = """
 import threading
 from farandole.env import read_worker_env
-from farandole.membership import Address
+from farandole.membership import DataAddress
 from farandole.worker.worker_recovery import AbortRegistry
 from farandole.worker.link import Link
 
@@ -35,7 +35,7 @@ aborts, blocked = AbortRegistry(), Blocked()
 aborts.register(1, blocked)
 link = Link(read_worker_env(), aborts)
 link.on_prepare = fail
-link.open(read_worker_env(), Address("127.0.0.1", 1))
+link.open(read_worker_env(), DataAddress("127.0.0.1", 1))
 threading.Event().wait()
 """
 

@@ -12,14 +12,14 @@ import pytest
 
 from farandole.collectives.ring_builder import DataListener
 from farandole.machine import now_s
-from farandole.membership import Address, Peer
+from farandole.membership import DataAddress, Peer
 from farandole.wire.messages import Probed
 from farandole.worker.link import ATTEMPTS, Connections, LinkProbe, find_answering
 from tests.support.waiting import DEADLINE_S
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Address]:
+def listening() -> Iterator[DataAddress]:
     """Nobody ever accepts: the process is busy with something else."""
     listener = DataListener()
     try:
@@ -29,7 +29,7 @@ def listening() -> Iterator[Address]:
 
 
 @contextlib.contextmanager
-def dropping() -> Iterator[Address]:
+def dropping() -> Iterator[DataAddress]:
     """The kernel drops what comes, as on a link that is broken: the queue of those who wait is full."""
     with contextlib.ExitStack() as sockets:
         full = sockets.enter_context(socket.socket())
@@ -39,13 +39,13 @@ def dropping() -> Iterator[Address]:
             waiting = sockets.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
-        yield Address(*full.getsockname())
+        yield DataAddress(*full.getsockname())
 
 
-def closed() -> Address:
+def closed() -> DataAddress:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return Address(*sock.getsockname())
+        return DataAddress(*sock.getsockname())
 
 
 def test_a_listener_that_nobody_looks_at_answers_and_so_does_a_kernel_without_one() -> None:
@@ -80,7 +80,7 @@ def test_nobody_to_ask_is_answered_at_once() -> None:
 class Situation:
     """A link probe, what it is told of its worker's connections, and what it tells."""
 
-    def __init__(self, budget_s: float, *addresses: Address) -> None:
+    def __init__(self, budget_s: float, *addresses: DataAddress) -> None:
         self.peers = frozenset(Peer(f"w{index}", index, address) for index, address in enumerate(addresses))
         self.number = 7
         self.still_since_s: float | None = None

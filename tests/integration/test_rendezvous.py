@@ -15,11 +15,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from farandole.env import FixedEnv
 from farandole.errors import ConfigError, JobEnded
 from farandole.machine import now_s
-from farandole.membership import Address
+from farandole.membership import DataAddress
 from farandole.worker.fixed_job import Rendezvous
 from tests.support.jobs import SCRIPTS
 
-HERE = Address("127.0.0.1", 1)
+HERE = DataAddress("127.0.0.1", 1)
 
 
 def fixed(rank: int, port: int, size: int = 2, local_size: int = 2) -> FixedEnv:

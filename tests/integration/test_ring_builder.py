@@ -73,7 +73,7 @@ def test_a_peer_that_is_gone_is_named_with_the_reason() -> None:
     with listeners(2) as opened:
         start = make_start(0, [listener.address for listener in opened])
         opened[1].close()
-        with pytest.raises(PeerLost, match=r"w1 at 127\.0\.0\.1:\d+ within 0\.3 s: Connection refused"):
+        with pytest.raises(PeerLost, match=r"w1 at 127\.0\.0\.1:\d+ \(Connection refused\) within 0\.3 s"):
             RingBuilder(opened[0], start, "w0", SHORT_S).build()
 
 

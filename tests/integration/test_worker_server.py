@@ -14,7 +14,7 @@ import pytest
 
 from farandole.agent import worker_server
 from farandole.agent.worker_server import WorkerServer
-from farandole.membership import Address
+from farandole.membership import DataAddress
 from farandole.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 from farandole.wire.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
 from tests.support.waiting import DEADLINE_S, run
@@ -36,7 +36,7 @@ class Served:
         self._writers: list[asyncio.StreamWriter] = []
 
     def hello(self) -> Hello:
-        return Hello("w1", self.secret, 1, PROTOCOL_VERSION, Address("127.0.0.1", 1))
+        return Hello("w1", self.secret, 1, PROTOCOL_VERSION, DataAddress("127.0.0.1", 1))
 
     async def dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         address = self.server.address

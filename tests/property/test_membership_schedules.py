@@ -25,7 +25,7 @@ from farandole.coordinator import (
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
 from farandole.coordinator.shutdown import STOPPED_EXIT_CODE
 from farandole.events import HostDrained, HostUndrained, LinksDistrusted, WorkerLost
-from farandole.membership import Address, Origin
+from farandole.membership import DataAddress, Origin
 from farandole.wire.messages import (
     AgentLeaving,
     AgentMessage,
@@ -444,7 +444,7 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
     """Any input at all, mostly nonsense. `offering`: how often hosts are offered."""
     worker, agent, number = f"w{dice.randrange(5)}", dice.choice("ab"), dice.randrange(6)
     said: list[WorkerMessage] = [
-        Hello(worker, "", 1, 1, Address("127.0.0.1", 1)),
+        Hello(worker, "", 1, 1, DataAddress("127.0.0.1", 1)),
         Elastic(),
         Ready(number),
         Synced(number),
@@ -478,7 +478,7 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
 
 def sensible_beginning(dice: random.Random) -> list[Input]:
     """Some words in the right order, so that nonsense hits every phase of a job."""
-    hello = [Hello(f"w{index}", "", 1, 1, Address("127.0.0.1", index + 1)) for index in range(5)]
+    hello = [Hello(f"w{index}", "", 1, 1, DataAddress("127.0.0.1", index + 1)) for index in range(5)]
     said: list[FromWorker] = [FromWorker(each.worker, each) for each in hello]
     for message in (Elastic(), Synced(1), Finished(1)):
         said += [FromWorker(each.worker, message) for each in hello]

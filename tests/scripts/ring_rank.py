@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.errors import RecoverableError
-from farandole.membership import Address
+from farandole.membership import DataAddress
 from tests.support.rings import DEADLINE_S, make_start
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     listener = DataListener()
     say(host=listener.address.host, port=listener.address.port)
     orders = json.loads(sys.stdin.readline())
-    addresses = [Address(host, port) for host, port in orders["addresses"]]
+    addresses = [DataAddress(host, port) for host, port in orders["addresses"]]
     start = make_start(orders["rank"], addresses, key=bytes.fromhex(orders["key"]))
     transport = RingBuilder(listener, start, f"w{orders['rank']}", DEADLINE_S).build()
     child = fork_a_child_that_stays() if orders["forks"] else None

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 
 from farandole.env import read_worker_env
-from farandole.membership import Address
+from farandole.membership import DataAddress
 from farandole.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
@@ -47,7 +47,7 @@ class Conversation:
         self._socket.settimeout(30.0)
         address = env.agent_address
         self._socket.connect(b"\0" + address[1:].encode() if address.startswith("@") else address)
-        self.say(Hello(env.worker, secret or env.secret, os.getpid(), PROTOCOL_VERSION, Address("127.0.0.1", 1)))
+        self.say(Hello(env.worker, secret or env.secret, os.getpid(), PROTOCOL_VERSION, DataAddress("127.0.0.1", 1)))
 
     def say(self, message: WorkerMessage) -> None:
         self._socket.sendall(frame(encode(message)))

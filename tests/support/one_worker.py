@@ -11,7 +11,7 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.errors import GenerationEnded, JobEnded
-from farandole.membership import Address, GenerationId, Peer, Placement, Progress
+from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.sync import Standing
 from farandole.wire.messages import Prepare, Start
@@ -163,7 +163,7 @@ class Orders:
         number = max(self.link.ordered, self.agreed)
         assert number > world.current().id.number, "no order has come"
         placement = Placement(self.place, self.of, self.place, self.of, 0, 1)
-        alone = Peer("w0", self.place, Address("", 0))
+        alone = Peer("w0", self.place, DataAddress("", 0))
         return Start(GenerationId(1, 1, number, "test"), placement, alone, alone, bootstrap=self.starts_anew)
 
     def build(self, start: Start) -> OneLeft:

@@ -32,7 +32,7 @@ _NODES = """
 import json
 import ray
 ray.init(log_to_driver=False, logging_level="ERROR")
-print(json.dumps([node for node in ray.nodes() if node["Alive"]]))
+print("NODES", json.dumps([node for node in ray.nodes() if node["Alive"]]))
 """
 
 
@@ -48,7 +48,9 @@ class RayCluster:
             self._port = free.getsockname()[1]
         self.address = f"{self._host}:{self._port}"
         found_by = {"PYTHONPATH": os.pathsep.join(filter(None, [str(alias_path()), os.environ.get("PYTHONPATH")]))}
-        self.environment: Mapping[str, str] = {**os.environ, **found_by, **_SETTINGS, "RAY_ADDRESS": self.address}
+        # What a killed node leaves goes with the folder.
+        own = {"RAY_ADDRESS": self.address, "TMPDIR": str(self._folder)}
+        self.environment: Mapping[str, str] = {**os.environ, **found_by, **_SETTINGS, **own}
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> RayCluster:
@@ -83,7 +85,9 @@ class RayCluster:
         command = [sys.executable, "-c", _NODES]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=START_S)
         assert done.returncode == 0, done.stderr
-        found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        # Ray may print news about the cluster before and after it.
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("NODES ")]
+        found: list[dict[str, Any]] = json.loads(line.partition(" ")[2])
         return found
 
     def drain(self, host: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farandole.membership import Address
+from farandole.membership import DataAddress
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -79,7 +79,7 @@ class SimulatedWorker:
             code = world.random.choice([1, 3, -9, -11, 0])
             world.after(self._pause_s(), lambda: world.exit(self, code))
         elif world.habits.calls_init:
-            address = Address("127.0.0.1", 20000 + len(world.workers))
+            address = DataAddress("127.0.0.1", 20000 + len(world.workers))
             hello = Hello(self.name, "", 1, PROTOCOL_VERSION, address)
             world.after(self._pause_s(), lambda: world.say(self, hello) if self.is_alive else None)
         else:

@@ -80,7 +80,9 @@ class SlurmCluster:
             self._everything.enter_context(self._lab)
             # Processes and files go with the lab, also if the tests are killed.
             self.folder = self._lab.hosts[-1].folder
-            self.environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": _PATH}
+            # Slurm passes a job's environment on to its nodes.
+            own = {"SLURM_CONF": f"{self.folder}/slurm.conf", "TMPDIR": str(self.folder), "PATH": _PATH}
+            self.environment = {**os.environ, **own}
             self._start()
         except BaseException:
             self._everything.close()

@@ -22,7 +22,7 @@ from farandole.coordinator import (
     next_deadline,
 )
 from farandole.events import Event
-from farandole.membership import Address, Origin, Shortfall
+from farandole.membership import DataAddress, Origin, Shortfall
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     Elastic,
@@ -97,7 +97,7 @@ class ToldJob:
 
     def hello(self, *workers: str) -> ToldJob:
         for worker in workers:
-            address = Address("127.0.0.1", 20000 + int(worker[1:]))
+            address = DataAddress("127.0.0.1", 20000 + int(worker[1:]))
             self.says(worker, Hello(worker, "", 1, PROTOCOL_VERSION, address))
         return self
 

@@ -21,6 +21,7 @@ import msgspec
 from farandole.agent.completion import to_its_end
 from farandole.agent.error_file import ErrorFiles
 from farandole.agent.guard_process import remove_shared_memory
+from farandole.agent.network_addresses import data_hosts
 from farandole.agent.process import Guard, StoppedWatch, WorkerProcess, reap_group
 from farandole.agent.spawner import Spawner, make_spawner
 from farandole.agent.worker_server import StatusPages, WorkerServer, wait_for_stacks
@@ -90,8 +91,8 @@ class AgentConfig:
     store_port          of the job's store, at the address of the coordinator; 0: there is none
     max_restarts        how often all workers may be started again, for scripts that read it
     error_folder        the folder for the workers' error files, which stay after the job; empty: they are removed
-    data_host           the address of this machine for the other workers; empty: that from which this agent reaches the
-                        coordinator
+    data_hosts          the addresses of this machine for the other workers; empty: that from which this agent reaches
+                        the coordinator, and the others that are not loopback unless that is
     process             the identifier of this process in AgentHello; it matters for an agent apart only
     """
 
@@ -113,7 +114,7 @@ class AgentConfig:
     store_port: int = 0
     max_restarts: int = 0
     error_folder: str = ""
-    data_host: str = ""
+    data_hosts: tuple[str, ...] = ()
     process: str = ""
 
 
@@ -295,8 +296,7 @@ class Agent:
                 worker=order.worker,
                 secret=self._server.expect(order.worker),
                 slot=order.slot,
-                # Without a choice: other workers reach this machine where the coordinator does.
-                data_host=self._config.data_host or self._channel.own_host,
+                data_addresses=",".join(self._config.data_hosts or data_hosts(self._channel.own_host)),
                 scratch_folder=str(self._processes.scratch),
                 detection_budget_s=self._config.detection_budget_s,
                 status_page=self._pages.add(order.worker),

@@ -1,4 +1,4 @@
-"""The addresses of this machine at which agents of other machines may reach it."""
+"""The addresses of this machine at which agents and workers of other machines may reach it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import psutil
 from farandole.errors import ConfigError
 
 _DISCARD_PORT = 9  # nothing is sent
+_MOST_DATA_HOSTS = 8  # each costs every worker some sockets
 
 
 def addresses_for(hosts: Iterable[str], interfaces: Sequence[str] = ()) -> tuple[str, ...]:
@@ -27,6 +28,18 @@ def addresses_for(hosts: Iterable[str], interfaces: Sequence[str] = ()) -> tuple
     usable = own_addresses(interfaces)
     towards = [address for host in hosts if (address := address_towards(host)) is not None and address in usable]
     return tuple(dict.fromkeys([*towards, *usable]))
+
+
+def data_hosts(first: str) -> tuple[str, ...]:
+    """Return the numeric addresses at which the workers of this machine listen for their peers: this one and, unless it
+    is a loopback address, those of `with_others`."""
+    return (first,) if ipaddress.ip_address(first).is_loopback else with_others(first)
+
+
+def with_others(first: str) -> tuple[str, ...]:
+    """Return this numeric address, and the others of this machine that are no loopback addresses. Which of them another
+    machine can reach is found out by trying (collectives/dialer.py)."""
+    return tuple(dict.fromkeys([first, *own_addresses()]))[:_MOST_DATA_HOSTS]
 
 
 def own_addresses(interfaces: Sequence[str] = ()) -> list[str]:

@@ -54,7 +54,7 @@ class JoinOptions:
     retry_s       seconds for which it tries to join, at the beginning and after it was lost
     folder        the workers' working directory; None: the job's
     grace_s       seconds from the request to end until workers are killed; None: the job's
-    interfaces    the network interfaces for tensors; empty: the one that leads to the coordinator
+    interfaces    the network interfaces for tensors; empty: all, first the one that leads to the coordinator
     id            what tells this agent from another one of a host of the same name, such as a pod that is made anew
     """
 
@@ -266,7 +266,7 @@ class JoiningAgent:
             fork_server=welcome.fork_server,
             store_port=welcome.store_port,
             max_restarts=welcome.max_restarts,
-            data_host=own_addresses(options.interfaces)[0] if options.interfaces else "",
+            data_hosts=tuple(own_addresses(options.interfaces)) if options.interfaces else (),
             process=self._process,
         )
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from farandole.collectives.dialer import Dialer
 from farandole.collectives.ring import OnBroken
-from farandole.collectives.ring_builder import Caller, DataListener, Dialer
+from farandole.collectives.ring_builder import Caller, DataListener
 from farandole.errors import FarandoleError, GenerationEnded, PeerLost, ProtocolError
 from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import now_s
-from farandole.membership import Address, GenerationId
+from farandole.membership import DataAddress, GenerationId
 from farandole.wire.authentication import (
     INTRODUCTION_LIMIT,
     PROOF_BYTES,
@@ -46,7 +47,7 @@ class Endpoint:
     """A worker of the generation, with the address at which the others reach it."""
 
     worker: str
-    address: Address
+    address: DataAddress
 
 
 class PointToPoint:
@@ -83,7 +84,7 @@ class PointToPoint:
         self._thread: threading.Thread | None = None
 
     @property
-    def address(self) -> Address:
+    def address(self) -> DataAddress:
         """The address at which the others reach this worker."""
         return self._listener.address
 
@@ -229,7 +230,7 @@ class PointToPoint:
         ours = Introduction(self._id, self._endpoints[self.rank].worker, to.worker, b"", CHANNEL)
         deadline_s = now_s() + _CONNECT_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
-            dialer = Dialer(selector, to.address, ours, self._key)
+            dialer = Dialer(selector, to.address, ours, self._key, self._listener.address.hosts)
             try:
                 while not dialer.is_done:
                     self._raise_if_ended("connect")
@@ -241,7 +242,8 @@ class PointToPoint:
                     if not events and self._check is not None:
                         self._check()
                     if now_s() > deadline_s:
-                        self._end_by_loss("connect", target, f"no answer within {_CONNECT_TIMEOUT_S:g} s")
+                        detail = f"no answer within {_CONNECT_TIMEOUT_S:g} s, at {dialer.failure}"
+                        self._end_by_loss("connect", target, detail)
                 return dialer.take()
             finally:
                 dialer.close()
@@ -313,7 +315,8 @@ class Incoming:
         self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._selector.register(listener.sock, selectors.EVENT_READ, self._welcome)
+        for sock in listener.socks:
+            self._selector.register(sock, selectors.EVENT_READ, self._welcome)
 
     def serve(self) -> None:
         """Serve until stop() is called; then every connection is closed."""
@@ -327,7 +330,7 @@ class Incoming:
                 self._drop_surplus()
         finally:
             for entry in list(self._selector.get_map().values()):
-                if isinstance(entry.fileobj, socket.socket) and entry.fileobj is not self._listener.sock:
+                if isinstance(entry.fileobj, socket.socket) and entry.fileobj not in self._listener.socks:
                     entry.fileobj.close()
             self._wake.close()
             self._selector.close()

@@ -5,8 +5,6 @@ identities.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import secrets
 import selectors
 import socket
@@ -14,26 +12,22 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import msgspec
-
 from farandole.collectives.alone import AloneTransport
+from farandole.collectives.dialer import Dialer, peek, tune
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.transport import Transport
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError
 from farandole.machine import close_at_fork, may_spin, now_s
-from farandole.membership import Address, Peer
+from farandole.membership import DataAddress, Peer
 from farandole.wire.authentication import (
     INTRODUCTION_LIMIT,
     NONCE_BYTES,
     PROOF_BYTES,
-    REPLY_BYTES,
     Introduction,
     acceptor_reply,
     decode_introduction,
-    dialer_proof,
     is_dialer_proved,
 )
-from farandole.wire.channel import keep_alive
 from farandole.wire.messages import Start
 
 _SLICE_S = 1.0
@@ -148,7 +142,7 @@ class RingBuilder:
         with contextlib.ExitStack() as cleanup:
             selector = cleanup.enter_context(selectors.DefaultSelector())
             self._open_wake(selector, cleanup)
-            dialer = Dialer(selector, start.next.address, ours, start.data_key)
+            dialer = Dialer(selector, start.next.address, ours, start.data_key, self._listener.address.hosts)
             cleanup.callback(dialer.close)
             cleanup.enter_context(self._listener.at_work())
             acceptor = Acceptor(selector, self._listener, theirs, start.data_key)
@@ -183,9 +177,9 @@ class RingBuilder:
         else:
             missing = self._start.next
             detail = (
-                f"no connection to worker {missing.worker} at {missing.address} within "
-                f"{self._timeout_s:g} s: {dialer.failure}; the hosts must reach each other at every port: see the "
-                "firewall, or choose a network with --network-interfaces"
+                f"worker {self._worker} at {' and '.join(self._listener.address.hosts)} could not connect to worker "
+                f"{missing.worker} at {dialer.failure} within {self._timeout_s:g} s; the hosts must reach each other "
+                "at every port: see the firewall, or choose a network with --network-interfaces"
             )
         if self._on_broken is not None:
             self._on_broken(missing.worker, "connect", detail)
@@ -225,7 +219,8 @@ class Acceptor:
         self._selector, self._listener = selector, listener
         self._expected, self._key = expected, key
         self._sock: socket.socket | None = None
-        selector.register(listener.sock, selectors.EVENT_READ, self._welcome)
+        for sock in listener.socks:
+            selector.register(sock, selectors.EVENT_READ, self._welcome)
         for caller in list(listener.callers):
             self._watch(caller)
             if caller.introduction is not None:
@@ -254,7 +249,7 @@ class Acceptor:
         """
         if self._sock is not None:
             self._sock.close()
-        for sock in (self._listener.sock, *(caller.sock for caller in self._listener.callers)):
+        for sock in (*self._listener.socks, *(caller.sock for caller in self._listener.callers)):
             self._selector.unregister(sock)
         for caller in [caller for caller in self._listener.callers if caller.nonce]:
             self._listener.drop(caller)  # half proved, for a generation that is not built again
@@ -323,7 +318,7 @@ class Acceptor:
         self._listener.drop(caller)
 
 
-# The connections of a ring: the listener and the dialer ---------------------------------------------------------------
+# The listener ---------------------------------------------------------------------------------------------------------
 #
 # The socket at which a worker's peers dial it, over all generations, and the callers that are not in a ring yet.
 
@@ -332,29 +327,6 @@ _SILENT_S = 5  # a caller that connects and sends nothing stays out of the backl
 _MOST_CALLERS = 64
 _PROOF_S = 5.0
 _INTRODUCTION_S = 5.0  # a real peer that was hung up on dials again
-
-
-def tune(sock: socket.socket) -> None:
-    """Configure a data socket: non-blocking, small messages sent at once, not inherited by forked children.
-
-    The kernel chooses the buffer sizes: its own tuning was as fast over loopback as any fixed size from 1 to 8 MB, and
-    it grows with the distance, which a fixed size does not.
-    """
-    sock.setblocking(False)
-    # A ring may be idle for hours. TCP_USER_TIMEOUT (man 7 tcp) would end peers that compute: they do not read.
-    keep_alive(sock)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    close_at_fork(sock)
-
-
-def peek(sock: socket.socket) -> bytes | None:
-    """Return some of the bytes that wait to be read; None while there are none, b"" when none will come."""
-    try:
-        return sock.recv(INTRODUCTION_LIMIT + 1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
 
 
 class Caller:
@@ -396,29 +368,27 @@ class Caller:
 
 
 class DataListener:
-    """A listening socket for data connections; one for each worker process, for life.
+    """The listening sockets for data connections; one listener for each worker process, for life.
+
+    It listens at each of `hosts`, on one port. An address after the first one at which it cannot listen is left out.
 
     A peer may dial before this worker is told of the new generation. Its connection then waits in the kernel's backlog,
     or, when another build or tidy() has already accepted it, among `callers`. Their number is bounded: a stranger that
     opens connections displaces other callers, the oldest first, and a real peer dials again.
 
-    Raises OSError when `host` is no address of this machine.
+    Raises OSError when the first one is no address of this machine.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            tune(self.sock)
-            # Only Linux has it (man 7 tcp). Probes send nothing and disconnect: they must not fill the backlog.
-            if hasattr(socket, "TCP_DEFER_ACCEPT"):
-                self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
-            self.sock.bind((host, 0))
-            self.sock.listen(_BACKLOG)
-        except OSError:
-            self.sock.close()
-            raise
-        self.address = Address(host, self.sock.getsockname()[1])
+    def __init__(self, *hosts: str) -> None:
+        first, *others = hosts or ("127.0.0.1",)
+        self.socks = [_listening_socket(first, 0)]
+        port = self.socks[0].getsockname()[1]
+        used = []
+        for host in others:
+            with contextlib.suppress(OSError):  # the address is gone, or another process has this port there
+                self.socks.append(_listening_socket(host, port))
+                used.append(host)
+        self.address = DataAddress(first, port, tuple(used))
         self.callers: list[Caller] = []
         self._lock = threading.Lock()
         self._at_work = 0
@@ -457,17 +427,15 @@ class DataListener:
 
     def accept(self) -> Caller | None:
         """Return the next caller that may become a peer, now among `callers`; None when there is none."""
-        while True:
-            try:
-                sock, _ = self.sock.accept()
-            except (BlockingIOError, ConnectionAbortedError):  # no caller, or gone already
-                return None
-            tune(sock)
-            caller = Caller(sock)
-            if caller.may_become_a_peer():
-                self.callers.append(caller)
-                return caller
-            sock.close()
+        for listening in self.socks:
+            while (sock := _accepted(listening)) is not None:
+                tune(sock)
+                caller = Caller(sock)
+                if caller.may_become_a_peer():
+                    self.callers.append(caller)
+                    return caller
+                sock.close()
+        return None
 
     def surplus(self, dialers: int = 1) -> list[Caller]:
         """Return the callers to disconnect: the oldest beyond the limits, and those that take too long.
@@ -497,108 +465,31 @@ class DataListener:
 
     def close(self) -> None:
         """Stop listening and disconnect all callers. Idempotent."""
-        self.sock.close()
+        for sock in self.socks:
+            sock.close()
         for caller in list(self.callers):
             self.drop(caller)
 
 
-# The dialer: dial the next rank until one connection is established ---------------------------------------------------
-
-_RETRY_S = 0.02
-
-
-class Dialer:
-    """Dials `address` repeatedly until a connection is proved.
-
-    A peer that was building an older generation, or was called by too many strangers, may have disconnected the first
-    attempts. `introduction` names both workers; each attempt has its own nonce. The events of `selector` carry the
-    function to call.
-
-    Attributes:
-        failure: Why the last attempt failed, for an error message.
-        retry_at_s: When `dial_if_due` makes the next attempt; None while one is in progress.
-    """
-
-    def __init__(
-        self, selector: selectors.BaseSelector, address: Address, introduction: Introduction, key: bytes
-    ) -> None:
-        self._selector, self._address, self._key = selector, address, key
-        self._introduction = introduction
-        self._reply = b""
-        self._sock: socket.socket | None = None
-        self.is_done = False
-        self.failure = "no answer"
-        self.retry_at_s: float | None = now_s()
-
-    def dial_if_due(self) -> None:
-        """Start the next attempt if it is due."""
-        if self.retry_at_s is None or now_s() < self.retry_at_s:
-            return
-        self.retry_at_s = None
-        self._introduction = msgspec.structs.replace(self._introduction, nonce=secrets.token_bytes(NONCE_BYTES))
-        self._reply = b""
-        family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
-        self._sock = sock = socket.socket(family, socket.SOCK_STREAM)
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at this address; port 0: at any port."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
         tune(sock)
-        self._selector.register(sock, selectors.EVENT_WRITE, lambda: self._introduce(sock))
-        code = sock.connect_ex((self._address.host, self._address.port))
-        if code not in (0, errno.EINPROGRESS):
-            self._hang_up(sock, os.strerror(code))
-
-    def take(self) -> socket.socket:
-        """Return the proved connection, which the caller owns from now on."""
-        sock, self._sock = self._sock, None
-        assert sock is not None, "take() was called before is_done"
-        return sock
-
-    def close(self) -> None:
-        """Release the connection unless it was taken."""
-        if self._sock is not None:
-            self._sock.close()
-
-    def _introduce(self, sock: socket.socket) -> None:
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            self._hang_up(sock, os.strerror(code))
-            return
-        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._receive_reply(sock))
-        self._send(sock, self._introduction.encode())
-
-    def _receive_reply(self, sock: socket.socket) -> None:
-        try:
-            data = sock.recv(REPLY_BYTES - len(self._reply))
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._hang_up(sock, str(error))
-            return
-        if not data:
-            self._hang_up(sock, "the other side closed the connection")
-            return
-        self._reply += data
-        if len(self._reply) < REPLY_BYTES:
-            return
-        proof = dialer_proof(self._key, self._introduction, self._reply)
-        if proof is None:
-            self._hang_up(sock, "the other side did not prove its identity")
-        elif peek(sock) == b"":  # it timed out while this process could not run, and would not read this side's proof
-            self._hang_up(sock, "the other side closed the connection")
-        elif self._send(sock, proof):
-            self._selector.unregister(sock)
-            self.is_done = True
-
-    def _send(self, sock: socket.socket, text: bytes) -> bool:
-        """Send a few bytes into an empty send buffer; all of them or none."""
-        try:
-            sock.send(text)
-        except OSError as error:
-            self._hang_up(sock, str(error))
-            return False
-        return True
-
-    def _hang_up(self, sock: socket.socket, why: str) -> None:
-        self._selector.unregister(sock)
+        # Only Linux has it (man 7 tcp). Probes send nothing and disconnect: they must not fill the backlog.
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except OSError:
         sock.close()
-        self._sock = None
-        self.failure = why
-        self.retry_at_s = now_s() + _RETRY_S
+        raise
+    return sock
+
+
+def _accepted(listening: socket.socket) -> socket.socket | None:
+    """Return the next connection; None when there is none, or it is gone already."""
+    try:
+        return listening.accept()[0]
+    except (BlockingIOError, ConnectionAbortedError):
+        return None

@@ -17,7 +17,7 @@ from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.collectives.world import World
 from farandole.env import read_worker_env
 from farandole.errors import ConfigError
-from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.wire.authentication import derive_key
 from farandole.wire.messages import Start
 from farandole.wire.user_secret import user_secret
@@ -39,7 +39,7 @@ class Handle(msgspec.Struct, frozen=True, tag="farandole"):
     """
 
     worker: str
-    address: Address
+    address: DataAddress
     machine: str
     nonce: str
 
@@ -62,15 +62,15 @@ class HandleListener:
     """The end of a process at which other members connect to it, for any number of worlds one after the other.
 
     Args:
-        host: The numeric address of this machine at which the others reach this process.
+        hosts: The numeric addresses of this machine at which the others may reach this process; none: loopback.
 
     Raises:
         ConfigError: There is no secret that only this user's processes know.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, *hosts: str) -> None:
         self._secret = _secret()
-        self._listener = DataListener(host)
+        self._listener = DataListener(*hosts)
         self.handle = Handle(
             secrets.token_hex(4), self._listener.address, socket.gethostname(), secrets.token_hex(_NONCE_BYTES)
         )
@@ -101,10 +101,10 @@ class HandleListener:
         ring = builder.build()
         if len(members) == 1:
             return World(start.id, start.placement, ring)
-        for_messages = DataListener(self._listener.address.host)
+        for_messages = DataListener(*self._listener.address.hosts)
         try:
             own = msgspec.msgpack.encode(for_messages.address)
-            addresses = [msgspec.msgpack.decode(each, type=Address) for each in ring.all_gather(own)]
+            addresses = [msgspec.msgpack.decode(each, type=DataAddress) for each in ring.all_gather(own)]
             endpoints = [Endpoint(member.worker, at) for member, at in zip(members, addresses, strict=True)]
             p2p = PointToPoint(for_messages, start.id, start.data_key, rank, endpoints, check=check)
             p2p.open()
@@ -128,7 +128,7 @@ class HandleListener:
             raise ConfigError(f"one of the {len(members)} handles occurs twice: each member has one rank")
         machines = sorted({member.machine for member in members})
         for member in members:
-            if len(machines) > 1 and ipaddress.ip_address(member.address.host).is_loopback:
+            if len(machines) > 1 and all(ipaddress.ip_address(host).is_loopback for host in member.address.hosts):
                 raise ConfigError(
                     f"the members are on the machines {', '.join(machines)}, and one on {member.machine} can be "
                     f"reached at {member.address.host} only: start the workers with `farandole run`, whose agents "

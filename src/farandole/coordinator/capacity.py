@@ -29,7 +29,7 @@ from farandole.events import (
     SpareWaits,
     WorkerSpawned,
 )
-from farandole.membership import Address, Peer, Placement
+from farandole.membership import DataAddress, Peer, Placement
 from farandole.wire.messages import Dismissed, Left, Spawn
 
 
@@ -687,7 +687,7 @@ def placements(hosts: Sequence[str]) -> list[Placement]:
     ]
 
 
-def ring_neighbours(members: Sequence[tuple[str, Address]]) -> list[tuple[Peer, Peer]]:
+def ring_neighbours(members: Sequence[tuple[str, DataAddress]]) -> list[tuple[Peer, Peer]]:
     """Return the previous and the next neighbour of each rank. A single member is its own neighbour."""
     peers = [Peer(worker, rank, address) for rank, (worker, address) in enumerate(members)]
     size = len(peers)

@@ -211,10 +211,20 @@ def _stop_for_broken(transition: Transition) -> None:
 def _stop(transition: Transition, links: Collection[tuple[str, str]], cover: Sequence[str], is_proved: bool) -> None:
     named = tuple(f"{one}-{other}" for one, other in sorted(links))
     number = transition.job.generation.number if transition.job.generation else 0
-    transition.log(LinksDistrusted(number, named, tuple(cover), is_proved))
+    between = tuple(where for link in sorted(links) if (where := _between_hosts(transition.job, *link)))
+    transition.log(LinksDistrusted(number, named, tuple(cover), is_proved, between))
     how = "were broken" if is_proved else "kept failing"
     for name in cover:
         transition.kill(name, 0.0, f"its connections {how} ({', '.join(named)})")
+
+
+def _between_hosts(job: Job, one: str, other: str) -> str:
+    """Return where the two workers can be reached, if they are on different hosts; otherwise nothing."""
+    ends = [job.workers[one], job.workers[other]]
+    hosts = [job.host_of(end) for end in ends]
+    if hosts[0] == hosts[1]:
+        return ""
+    return " and ".join(f"{end.name} on {host} at {end.address}" for end, host in zip(ends, hosts, strict=True))
 
 
 def _ending(job: Job) -> set[str]:

@@ -13,7 +13,7 @@ import msgspec
 
 from farandole.config import JobConfig
 from farandole.events import Event, JobEnds
-from farandole.membership import Address, GenerationId, Origin, Placement, Progress, Shortfall
+from farandole.membership import DataAddress, GenerationId, Origin, Placement, Progress, Shortfall
 from farandole.wire.messages import FirstStep, ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
 
 
@@ -107,7 +107,7 @@ class Worker:
     name: str
     slot: Slot
     place: Placement | None = None
-    address: Address | None = None
+    address: DataAddress | None = None
     pid: int = 0
     is_elastic: bool = False
     elastic_s: float | None = None
@@ -177,12 +177,12 @@ class Loss:
 @dataclass(frozen=True)
 class LostMember:
     """A member that was lost, for the report of the recovery. `how` is the predicate of its end ("it ..."), and is
-    empty until its exit is known; `noticed` names the means of detection, `silent_s` how long the member or its host
-    had been silent by then."""
+    empty until its exit is known; `noticed` names the means of detection, `silent_since_s` when the last sign of its
+    host arrived, where silence was the means."""
 
     worker: str
     noticed: str
-    silent_s: float = 0.0
+    silent_since_s: float | None = None
     how: str = ""
     last_lines: tuple[str, ...] = ()
 

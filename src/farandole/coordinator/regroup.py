@@ -472,7 +472,9 @@ def _report(
     recovery: Recovery, step: FirstStep, lost_members: tuple[LostMember, ...], lost_at: int | None
 ) -> Recovered:
     regrouped_s = recovery.started_s - recovery.began_s
-    silent_s = max((member.silent_s for member in lost_members), default=0.0)
+    # Broken connections may have begun the recovery while the silence of a host was not long enough to be noticed.
+    signs_s = [member.silent_since_s for member in lost_members if member.silent_since_s is not None]
+    silent_s = max(0.0, recovery.began_s - min(signs_s, default=recovery.began_s))
     return Recovered(
         number=recovery.number,
         is_planned=recovery.is_planned,

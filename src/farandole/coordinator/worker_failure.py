@@ -26,7 +26,7 @@ from farandole.wire.messages import SpawnFailed, WorkerExited
 @dataclass(frozen=True)
 class ExitRecord:
     """A worker whose process is gone. `how` is the predicate of its end ("it ..."); no exit code: not started, or agent
-    lost. `noticed` and `silent_s`: as in LostMember."""
+    lost. `noticed`: as in LostMember; `silent_s`: how long its host had been silent by now."""
 
     worker: Worker
     how: str
@@ -264,8 +264,9 @@ def _log_loss(transition: Transition, one: ExitRecord, may_be_replaced: bool = T
     left = capacity.restarts_left(transition.job, worker.slot) if budget_counts else None
     transition.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
     if worker.is_dying or transition.job.is_member(worker.name):
+        silent_since_s = transition.now_s - one.silent_s if one.silent_s else None
         regroup.record_lost_member(
-            transition, LostMember(worker.name, one.noticed, one.silent_s, one.how, one.last_lines)
+            transition, LostMember(worker.name, one.noticed, silent_since_s, one.how, one.last_lines)
         )
 
 

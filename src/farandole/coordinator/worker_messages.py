@@ -17,7 +17,7 @@ from farandole.events import (
     WorkerMetOthers,
     WorkerTrainsAlone,
 )
-from farandole.membership import Address
+from farandole.membership import DataAddress
 from farandole.wire.messages import (
     CheckpointEnded,
     Connected,
@@ -88,7 +88,7 @@ def kill_overdue(transition: Transition) -> None:
             transition.kill(name, 0.0, f"it did not end after {what}")
 
 
-def _hello(transition: Transition, worker: Worker, address: Address, pid: int) -> None:
+def _hello(transition: Transition, worker: Worker, address: DataAddress, pid: int) -> None:
     if worker.address is not None:
         return
     transition.change_worker(worker.name, address=address, pid=pid)

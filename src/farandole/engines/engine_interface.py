@@ -26,7 +26,8 @@ class AgentOrder:
     coordinators  the addresses at which it may reach the coordinator; it uses the first one that answers
     folder        the working directory of its workers; empty: the path of the job's working directory
     retry_s       seconds for which it tries to join, at the beginning and after it was lost
-    interfaces    the network interfaces that it may use for tensors; empty: the one that leads to the coordinator
+    interfaces    the network interfaces that it may use for tensors; empty: all, first the one that leads to the
+                  coordinator
     preemption    where it looks for preemption notices: the value of its --preemption
     """
 

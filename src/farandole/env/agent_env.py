@@ -30,7 +30,7 @@ class WorkerEnv(Struct, frozen=True):
         worker: The name of the worker.
         secret: The secret that the worker sends to the agent.
         slot: The slot of the worker.
-        data_host: The numeric address of this machine by which other workers reach it.
+        data_addresses: The numeric addresses of this machine at which other workers may reach it, with commas.
         scratch_folder: The folder that the agent removes with the job, also when this process is killed; empty: none.
         detection_budget_s: The detection budget of the job, in seconds.
         status_page: The path of the worker's status page; empty: none.
@@ -43,12 +43,17 @@ class WorkerEnv(Struct, frozen=True):
     worker: str = field(name="FARANDOLE_WORKER")
     secret: str = field(name="FARANDOLE_SECRET")
     slot: WholeNumber = field(name="FARANDOLE_SLOT")
-    data_host: str = field(name="FARANDOLE_DATA_HOST", default="127.0.0.1")
+    data_addresses: str = field(name="FARANDOLE_DATA_ADDRESSES", default="127.0.0.1")
     scratch_folder: str = field(name="FARANDOLE_SCRATCH", default="")
     detection_budget_s: Seconds = field(name="FARANDOLE_DETECTION_BUDGET", default=JobConfig.detection_budget_s)
     status_page: str = field(name="FARANDOLE_PAGE", default="")
     store: str = field(name="FARANDOLE_STORE", default="")
     group_secret: str = field(name="FARANDOLE_GROUP_SECRET", default="")
+
+    @property
+    def data_hosts(self) -> tuple[str, ...]:
+        """`data_addresses`, one by one."""
+        return tuple(self.data_addresses.split(","))
 
 
 class JobEnv(Struct, frozen=True, omit_defaults=True):

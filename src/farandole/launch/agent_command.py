@@ -116,7 +116,8 @@ def agent_parser() -> argparse.ArgumentParser:
     add(
         "--network-interfaces",
         metavar="NAME,...",
-        help="network interfaces for the tensors of the workers (default: the one that leads to the coordinator)",
+        help="network interfaces for the tensors of the workers (default: all are tried, first the one that leads to "
+        "the coordinator)",
     )
     add(
         "--id",

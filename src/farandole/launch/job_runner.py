@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from farandole.agent.agent import Agent, AgentConfig
 from farandole.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
-from farandole.agent.network_addresses import addresses_for, own_addresses
+from farandole.agent.network_addresses import addresses_for, own_addresses, with_others
 from farandole.agent.preemption import Notice, watch_for_notices
 from farandole.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.checkpoint.folder import JobLock, begin_job
@@ -271,10 +271,19 @@ class _JobRun:
             store_port=self._coordinator.store_port,
             max_restarts=config.max_restarts or 0,
             error_folder=setup.error_folder,
-            data_host=own_addresses(setup.interfaces)[0] if setup.interfaces else "",
+            data_hosts=self._data_hosts(),
         )
         call = b"" if setup.function is None else setup.function.call
         return Agent(agent_config, self._sink, setup.on_event, call=call)
+
+    def _data_hosts(self) -> tuple[str, ...]:
+        """Return the addresses for tensors of this machine's workers; empty: as the agent chooses."""
+        if self._setup.interfaces:
+            return tuple(own_addresses(self._setup.interfaces))
+        if self._setup.engine is not None and not self._source.are_fixed and not self._source.others:
+            # The workers of a machine that comes later must reach those that run already.
+            return with_others(_LOOPBACK)
+        return ()
 
     # While it runs -----------------------------------------------------------------------------------------
 

@@ -189,8 +189,8 @@ def _remote(parser: argparse.ArgumentParser) -> None:
         dest="nics",
         action="append",
         metavar="NAME,...",
-        help="network interfaces between the hosts, for the coordinator and for tensors (default: those that lead to "
-        "the other hosts)",
+        help="network interfaces between the hosts, for the coordinator and for tensors (default: all are tried, "
+        "first those that lead to the other hosts)",
     )
 
 

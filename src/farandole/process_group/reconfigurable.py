@@ -38,7 +38,7 @@ class WorldsByHandles:
     ) -> None:
         self._on_enter = on_enter
         env = read_worker_env()
-        self._listener = HandleListener(env.data_host) if env is not None else HandleListener()
+        self._listener = HandleListener(*env.data_hosts) if env is not None else HandleListener()
         self._placed, self.timeout = (rank, size), timeout
         self.in_operation = threading.Lock()
         self._world: World | None = None

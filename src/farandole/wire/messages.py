@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from farandole.config import ForkServerUse
-from farandole.membership import Address, GenerationId, Peer, Placement, Progress, Shortfall, WorkerStatus
+from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress, Shortfall, WorkerStatus
 
 PROTOCOL_VERSION = 5
 
@@ -31,7 +31,7 @@ class Hello(Message, frozen=True):
     secret: str  # given to the worker by its agent; not forwarded
     pid: int
     version: int
-    address: Address
+    address: DataAddress
 
 
 class Elastic(Message, frozen=True):

@@ -311,7 +311,7 @@ class WorkerJob:
 
     def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
         self._worker = env.worker
-        self._listener = DataListener(env.data_host)
+        self._listener = DataListener(*env.data_hosts)
         self._aborts = AbortRegistry()
         self._retired: list[World] = []
         self._agreed = 0
@@ -330,7 +330,9 @@ class WorkerJob:
             aborts=self._aborts,
             on_way=lambda number, way: self.link.send(Connected(number, way)),
         )
-        self._link_probe = LinkProbe(env.detection_budget_s, self._connections, self.link.send)
+        self._link_probe = LinkProbe(
+            env.detection_budget_s, self._connections, self.link.send, self._listener.address.hosts
+        )
         self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s
         self.link.on_probe = self._link_probe.probe
         self.link.open(env, self._listener.address)

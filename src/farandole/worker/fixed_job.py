@@ -20,7 +20,7 @@ from farandole.collectives.named.negotiation import NamedSettings
 from farandole.collectives.ring_builder import DataListener
 from farandole.env import FixedEnv, restart_count, run_name, uses_agent_store
 from farandole.errors import ConfigError, FarandoleError, JobEnded
-from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.wire.authentication import derive_key
 from farandole.wire.messages import Start
 from farandole.wire.user_secret import user_secret
@@ -105,7 +105,7 @@ class Rendezvous:
                 f"({_first_line(error)}); see MASTER_ADDR and MASTER_PORT"
             ) from error
 
-    def meet(self, address: Address) -> Start:
+    def meet(self, address: DataAddress) -> Start:
         """Send our address to all workers and receive the neighbours'. Rank 0 creates the generation.
 
         Returns when all ranks have arrived. Raises JobEnded when some do not within the time limit, with their names,
@@ -141,7 +141,7 @@ class Rendezvous:
             master_listen_fd=listening,
         )
 
-    def _exchange(self, address: Address) -> Start:
+    def _exchange(self, address: DataAddress) -> Start:
         env, store = self._env, self._store
         if env.rank == 0:
             store.set(self._key("nonce"), secrets.token_hex(_NONCE_DIGITS // 2))
@@ -172,7 +172,7 @@ class Rendezvous:
                 f"same XDG_RUNTIME_DIR; or set FARANDOLE_TOKEN to the same text of at least 32 random characters for "
                 f"all of them"
             )
-        return Peer(f"rank{rank}", rank, msgspec.json.decode(text, type=Address))
+        return Peer(f"rank{rank}", rank, msgspec.json.decode(text, type=DataAddress))
 
     def _seal(self, rank: int, text: bytes) -> bytes:
         """Return the proof, in hexadecimal digits, that a process with the secret has written the address."""

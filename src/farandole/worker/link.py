@@ -18,10 +18,11 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from farandole.collectives.dialer import address_in_use
 from farandole.env import WorkerEnv
 from farandole.errors import JobEnded
 from farandole.machine import close_at_fork, now_s
-from farandole.membership import Address, Peer
+from farandole.membership import Address, DataAddress, Peer
 from farandole.wire.channel import TO_WORKER, FrameBuffer, decode, encode, frame
 from farandole.wire.listening import is_of_another_user
 from farandole.wire.messages import (
@@ -88,7 +89,7 @@ class Link:
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name="farandole-link", daemon=True)
 
-    def open(self, env: WorkerEnv, address: Address) -> None:
+    def open(self, env: WorkerEnv, address: DataAddress) -> None:
         """Send Hello and start to listen. `address`: where this worker's peers can reach it."""
         self.send(Hello(env.worker, env.secret, os.getpid(), PROTOCOL_VERSION, address))
         self._thread.start()
@@ -310,13 +311,19 @@ class LinkProbe:
     budget_s     the detection budget: after half of it without a byte the neighbours are tried, then after twice as
                  long each time, since they may just be slow
     connections  called often; returns None between generations
-    tell         sends to the coordinator
+    report       sends to the coordinator
+    own_hosts    the addresses of this worker
     """
 
     def __init__(
-        self, budget_s: float, connections: Callable[[], Connections | None], report: Callable[[Probed], None]
+        self,
+        budget_s: float,
+        connections: Callable[[], Connections | None],
+        report: Callable[[Probed], None],
+        own_hosts: tuple[str, ...] = (),
     ) -> None:
         self._budget_s, self._connections, self._report = budget_s, connections, report
+        self._own_hosts = own_hosts
         self.look_every_s = min(1.0, budget_s / 16)
         self._still_since_s: float | None = None
         self._pause_s = self._due_s = 0.0
@@ -358,10 +365,10 @@ class LinkProbe:
 
     def _probe(self, now: Connections) -> None:
         try:
-            by_address = {peer.address: peer.worker for peer in now.peers}
-            found = find_answering(by_address, min(self._budget_s / 4, LONGEST_PROBE_S))
-            names = {by_address[address] for address in found}
-            others = set(by_address.values()) - names
+            address_of = {peer.worker: address_in_use(peer.address, self._own_hosts) for peer in now.peers}
+            found = find_answering(set(address_of.values()), min(self._budget_s / 4, LONGEST_PROBE_S))
+            names = {worker for worker, address in address_of.items() if address in found}
+            others = address_of.keys() - names
         finally:
             with self._lock:
                 self._is_probing = False

@@ -25,7 +25,7 @@ from farandole.collectives.transport_choice import Devices, Way, choose, decide,
 from farandole.collectives.world import World
 from farandole.env import read_reconfigure, read_transport
 from farandole.errors import ConfigError
-from farandole.membership import Address, Peer, Placement
+from farandole.membership import DataAddress, Peer, Placement
 from farandole.process_group import torch_versions
 from farandole.wire.messages import Start
 from farandole.worker.worker_recovery import Abortable, AbortRegistry
@@ -51,10 +51,10 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """The data that a worker sends to all others when they have connected."""
 
     worker: str
-    address: Address
+    address: DataAddress
     host: str  # Placement.cross_rank does not tell hosts apart: it counts only those that have this local rank
     has_process_sets: bool
-    p2p: Address
+    p2p: DataAddress
     devices: Devices = Devices()
     control_blocks: ControlBlockRefs = ControlBlockRefs()
 
@@ -102,7 +102,7 @@ class WorldBuilder:
         first. Raises PeerLost, GenerationEnded, and the errors of `check`."""
         channel = session * _CHANNELS_PER_SESSION
         ring = self._ring(start, channel + _STEPS, timeout_s)
-        for_p2p = DataListener(self._listener.address.host)
+        for_p2p = DataListener(*self._listener.address.hosts)
         try:
             own = OwnControlBlocks(start.placement.rank, _TRANSPORTS if _may_share_memory(start) else 0)
             directory = _directory(ring, self._member(for_p2p.address, own.refs))
@@ -152,7 +152,7 @@ class WorldBuilder:
         self._report_way(description, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 
-    def _member(self, p2p: Address, control_blocks: ControlBlockRefs) -> Member:
+    def _member(self, p2p: DataAddress, control_blocks: ControlBlockRefs) -> Member:
         devices = own_devices(read_transport())
         return Member(
             self._worker, self._listener.address, self._host, process_sets.has_added(), p2p, devices, control_blocks

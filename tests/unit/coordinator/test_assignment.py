@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farandole.coordinator.capacity import placements, ring_neighbours
-from farandole.membership import Address, Placement
+from farandole.membership import DataAddress, Placement
 
 
 def test_local_and_cross_ranks_are_numbered_as_in_horovod() -> None:
@@ -18,5 +18,5 @@ def test_local_and_cross_ranks_are_numbered_as_in_horovod() -> None:
 
 
 def test_each_rank_s_neighbours_are_the_ranks_beside_it_on_a_ring() -> None:
-    neighbours = ring_neighbours([(f"w{rank}", Address("127.0.0.1", rank)) for rank in range(3)])
+    neighbours = ring_neighbours([(f"w{rank}", DataAddress("127.0.0.1", rank)) for rank in range(3)])
     assert [(previous.rank, next.rank) for previous, next in neighbours] == [(2, 1), (0, 2), (1, 0)]

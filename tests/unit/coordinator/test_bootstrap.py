@@ -6,7 +6,7 @@ import pytest
 
 from farandole.coordinator import AgentLost, AgentReported, ScaleRequested
 from farandole.events import SlotsMissing, WorkerLost
-from farandole.membership import Address
+from farandole.membership import DataAddress
 from farandole.wire.messages import (
     AgentHello,
     FromWorker,
@@ -162,7 +162,7 @@ def test_a_worker_cannot_be_spoken_for_by_another_agent() -> None:
     told = ToldJob(1)
     told.connect("b", 1)
     before = told.job
-    hello = Hello("w0", "", 1, 1, Address("127.0.0.1", 1))
+    hello = Hello("w0", "", 1, 1, DataAddress("127.0.0.1", 1))
     assert told.feed(AgentReported("b", WorkerExited("w0", -9))).job == before
     assert told.feed(AgentReported("b", FromWorker("w0", hello))).job == before
 

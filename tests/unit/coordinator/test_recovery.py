@@ -89,6 +89,19 @@ def test_the_silence_of_a_host_counts() -> None:
     assert report.noticed == ("the silence of agent b",)
 
 
+def test_silence_that_is_noticed_during_the_recovery_counts_only_until_it_began() -> None:
+    """A broken connection begins it after 1.0 s of silence; the loss is noticed after 3.0 s."""
+    told = ToldJob(3, slots=0)
+    told.connect("a", 1).connect("b", 1).connect("c", 1).training()
+    told.link_broken("w0", "w2").passes(0.5)
+    assert told.job.change is not None
+    told.now_s += 2.0
+    told.feed(AgentLost("c", "nothing was received from it", silent_s=3.0))
+    told.ready(3, "w0", "w1").stepped("w0", "w1")
+    (report,) = told.logged(Recovered)
+    assert (report.silent_ms, report.ready_ms, report.total_ms) == (1000, 2000, 3000)
+
+
 def test_a_newcomer_is_reported_as_a_change() -> None:
     told = ToldJob(2, restarts=1).training().exited("w1", -9).ready(2, "w0").stepped("w0")
     told.hello("w2").elastic("w2").ready(3, "w0")

@@ -26,7 +26,7 @@ def test_each_variable_of_a_worker_has_its_public_name() -> None:
         "FARANDOLE_WORKER": "w3",
         "FARANDOLE_SECRET": "secret",
         "FARANDOLE_SLOT": "2",
-        "FARANDOLE_DATA_HOST": "127.0.0.1",
+        "FARANDOLE_DATA_ADDRESSES": "127.0.0.1",
         "FARANDOLE_SCRATCH": "",
         "FARANDOLE_DETECTION_BUDGET": "3.0",
         "FARANDOLE_PAGE": "",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farandole.errors import ProtocolError
-from farandole.membership import Address, GenerationId, Peer, Placement
+from farandole.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.wire.channel import (
     AGENT_MESSAGES,
     TO_AGENT,
@@ -33,7 +33,7 @@ from farandole.wire.messages import (
     StartWorkers,
 )
 
-PEER = Peer("w1", 1, Address("127.0.0.1", 4000))
+PEER = Peer("w1", 1, DataAddress("127.0.0.1", 4000))
 START = Start(GenerationId(1, 1, 2, "n"), Placement(0, 2, 0, 2, 0, 1), PEER, PEER, bootstrap=True)
 
 
@@ -62,7 +62,7 @@ def test_an_oversized_frame_is_refused_at_its_announcement() -> None:
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        (WORKER_MESSAGES, Hello("w1", "s", 7, 1, Address("127.0.0.1", 80))),
+        (WORKER_MESSAGES, Hello("w1", "s", 7, 1, DataAddress("127.0.0.1", 80))),
         (TO_WORKER, START),
         (AGENT_MESSAGES, FromWorker("w1", Ready(3))),
         (TO_AGENT, ForwardToWorkers(("w1", "w2"), Abort(4, "lost w3"))),

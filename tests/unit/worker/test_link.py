@@ -12,7 +12,7 @@ import pytest
 
 from farandole.env import WorkerEnv
 from farandole.errors import JobEnded
-from farandole.membership import Address, GenerationId, Peer, Placement, Progress
+from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress
 from farandole.wire import channel
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
@@ -69,7 +69,7 @@ class Agent:
         self._received: list[WorkerMessage] = []
         self._looks = threading.Semaphore(0)
         self.link.on_look = self._looks.release
-        self.link.open(env, Address("127.0.0.1", 7))
+        self.link.open(env, DataAddress("127.0.0.1", 7))
 
     def says(self, *messages: ToWorker) -> None:
         """Send messages, and wait until the link has obeyed them."""
@@ -98,7 +98,7 @@ def agent() -> Iterator[Agent]:
 
 
 def start(number: int) -> Start:
-    peer = Peer("w1", 0, Address("127.0.0.1", 7))
+    peer = Peer("w1", 0, DataAddress("127.0.0.1", 7))
     return Start(GenerationId(1, 1, number, "nonce"), Placement(0, 1, 0, 1, 0, 1), peer, peer, bootstrap=False)
 
 
@@ -126,7 +126,7 @@ def waiting(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def test_it_says_who_it_is(agent: Agent) -> None:
-    assert agent.hears() == Hello("w1", "secret", os.getpid(), PROTOCOL_VERSION, Address("127.0.0.1", 7))
+    assert agent.hears() == Hello("w1", "secret", os.getpid(), PROTOCOL_VERSION, DataAddress("127.0.0.1", 7))
 
 
 def test_an_agent_that_does_not_answer_is_named() -> None:

@@ -93,6 +93,11 @@ class Network:
             f"route add default via {self._router} dev eth0 src {address}",
         )
 
+    def add_address(self, index: int, address: str) -> None:
+        """Give a running host a second address, as if of a second network: faults do not concern it."""
+        ip(self._hosts[index], f"address add {address}/32 dev eth0")
+        ip(self._pid, f"route replace {address} dev host{index} scope link src {self._router}")
+
     def disconnect(self, index: int) -> None:
         """Remove the cable of a host, with its settings; dropped packets are still dropped."""
         # It may have disappeared with the host's namespace already.

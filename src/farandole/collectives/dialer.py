@@ -1,0 +1,277 @@
+"""Connections to a peer: dial it at the addresses of its machine until one connection is proved.
+
+A machine may have several networks, and a peer reaches it on some of them only; which ones, no configuration tells for
+sure. So all addresses are tried, and the one that worked is tried first from then on.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import secrets
+import selectors
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from farandole.machine import close_at_fork, now_s
+from farandole.membership import Address, DataAddress
+from farandole.wire.authentication import INTRODUCTION_LIMIT, NONCE_BYTES, REPLY_BYTES, Introduction, dialer_proof
+from farandole.wire.channel import keep_alive
+
+_RETRY_S = 0.02
+
+# Until the next address is tried beside those that have not answered. In the Internet 0.25 s are recommended
+# (RFC 8305); the hosts of a job are nearer, and the others wait.
+_NEXT_S = 0.1
+
+_BUSY_S = 1.0  # the same when one of them is connected: the peer may not read before it is told of the generation
+
+
+class Dialer:
+    """Dials a peer repeatedly until a connection is proved.
+
+    A peer that was building an older generation, or was called by too many strangers, may have disconnected the first
+    attempts. `introduction` names both workers; each attempt has its own nonce. `own_hosts` are the addresses of this
+    worker. The events of `selector` carry the function to call.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        address: DataAddress,
+        introduction: Introduction,
+        key: bytes,
+        own_hosts: tuple[str, ...] = (),
+    ) -> None:
+        self._hosts = address.hosts
+        self._waiting = [
+            _Attempt(selector, Address(host, address.port), introduction, key, self._use)
+            for host in hosts_to_try(address.hosts, own_hosts)
+        ]
+        self._begun: list[_Attempt] = []
+        self._begun_s = now_s()  # the time of the newest one
+        self._proved: _Attempt | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True when a connection is proved."""
+        return self._proved is not None
+
+    @property
+    def failure(self) -> str:
+        """The addresses, and why the last attempt at each of them failed, for an error message."""
+        return ", ".join(f"{attempt.address} ({attempt.failure})" for attempt in self._begun)
+
+    @property
+    def retry_at_s(self) -> float | None:
+        """When `dial_if_due` makes the next attempt; None while all of them are in progress."""
+        if self.is_done:
+            return None
+        times = [attempt.retry_at_s for attempt in self._begun if attempt.retry_at_s is not None]
+        if self._waiting:
+            times.append(self._next_s())
+        return min(times, default=None)
+
+    def dial_if_due(self) -> None:
+        """Start the next attempts if they are due."""
+        if self.is_done:
+            return
+        for attempt in self._begun:
+            attempt.dial_if_due()
+        while self._waiting and self._next_s() <= now_s():
+            self._begun_s = now_s()
+            self._begun.append(self._waiting.pop(0))
+            self._begun[-1].dial_if_due()
+
+    def take(self) -> socket.socket:
+        """Return the proved connection, which the caller owns from now on."""
+        assert self._proved is not None, "take() was called before is_done"
+        return self._proved.take()
+
+    def close(self) -> None:
+        """Release the connections unless they were taken."""
+        for attempt in self._begun:
+            attempt.close()
+
+    def _next_s(self) -> float:
+        """Return when the next address is tried."""
+        if all(attempt.has_failed for attempt in self._begun):
+            return self._begun_s
+        return self._begun_s + (_BUSY_S if any(attempt.is_connected for attempt in self._begun) else _NEXT_S)
+
+    def _use(self, proved: _Attempt) -> None:
+        self._proved = proved
+        for attempt in self._begun:
+            if attempt is not proved:
+                attempt.close()
+        _reached[self._hosts] = proved.address.host
+
+
+class _Attempt:
+    """Dials one address repeatedly until a connection is proved; `on_proved` is called then.
+
+    failure       why the last attempt failed
+    has_failed    one has
+    is_connected  the peer's kernel has answered
+    retry_at_s    when `dial_if_due` makes the next attempt; None while one is in progress
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        address: Address,
+        introduction: Introduction,
+        key: bytes,
+        on_proved: Callable[[_Attempt], None],
+    ) -> None:
+        self._selector, self.address, self._key = selector, address, key
+        self._introduction, self._on_proved = introduction, on_proved
+        self._reply = b""
+        self._sock: socket.socket | None = None
+        self.failure = "no answer"
+        self.has_failed = self.is_connected = False
+        self.retry_at_s: float | None = now_s()
+
+    def dial_if_due(self) -> None:
+        """Start the next attempt if it is due."""
+        if self.retry_at_s is None or now_s() < self.retry_at_s:
+            return
+        self.retry_at_s = None
+        self._introduction = msgspec.structs.replace(self._introduction, nonce=secrets.token_bytes(NONCE_BYTES))
+        self._reply = b""
+        try:
+            sock = socket.socket(socket.AF_INET6 if ":" in self.address.host else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:  # a kernel without IPv6
+            self._fail(str(error))
+            return
+        self._sock = sock
+        tune(sock)
+        self._selector.register(sock, selectors.EVENT_WRITE, lambda: self._introduce(sock))
+        code = sock.connect_ex((self.address.host, self.address.port))
+        if code not in (0, errno.EINPROGRESS):
+            self._hang_up(sock, os.strerror(code))
+
+    def take(self) -> socket.socket:
+        """Return the connection, which the caller owns from now on."""
+        sock, self._sock = self._sock, None
+        assert sock is not None, "there is no connection, or it was taken"
+        return sock
+
+    def close(self) -> None:
+        """Release the connection unless it was taken, and make no further attempt."""
+        self.retry_at_s = None
+        if self._sock is not None:
+            if self._sock in self._selector.get_map():
+                self._selector.unregister(self._sock)
+            self._sock.close()
+            self._sock = None
+
+    def _introduce(self, sock: socket.socket) -> None:
+        if sock is not self._sock:
+            return  # closed by an earlier event of the same round
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._hang_up(sock, os.strerror(code))
+            return
+        self.is_connected = True
+        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._receive_reply(sock))
+        self._send(sock, self._introduction.encode())
+
+    def _receive_reply(self, sock: socket.socket) -> None:
+        if sock is not self._sock:
+            return  # as above
+        try:
+            data = sock.recv(REPLY_BYTES - len(self._reply))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._hang_up(sock, str(error))
+            return
+        if not data:
+            self._hang_up(sock, "the other side closed the connection")
+            return
+        self._reply += data
+        if len(self._reply) < REPLY_BYTES:
+            return
+        proof = dialer_proof(self._key, self._introduction, self._reply)
+        if proof is None:
+            self._hang_up(sock, "the other side did not prove its identity")
+        elif peek(sock) == b"":  # it timed out while this process could not run, and would not read this side's proof
+            self._hang_up(sock, "the other side closed the connection")
+        elif self._send(sock, proof):
+            self._selector.unregister(sock)
+            self._on_proved(self)
+
+    def _send(self, sock: socket.socket, text: bytes) -> bool:
+        """Send a few bytes into an empty send buffer; all of them or none."""
+        try:
+            sock.send(text)
+        except OSError as error:
+            self._hang_up(sock, str(error))
+            return False
+        return True
+
+    def _hang_up(self, sock: socket.socket, why: str) -> None:
+        self._selector.unregister(sock)
+        sock.close()
+        self._sock = None
+        self._fail(why)
+
+    def _fail(self, why: str) -> None:
+        self.failure, self.has_failed, self.is_connected = why, True, False
+        self.retry_at_s = now_s() + _RETRY_S
+
+
+# Data sockets ---------------------------------------------------------------------------------------------------------
+
+
+def tune(sock: socket.socket) -> None:
+    """Configure a data socket: non-blocking, small messages sent at once, not inherited by forked children.
+
+    The kernel chooses the buffer sizes: its own tuning was as fast over loopback as any fixed size from 1 to 8 MB, and
+    it grows with the distance, which a fixed size does not.
+    """
+    sock.setblocking(False)
+    # A ring may be idle for hours. TCP_USER_TIMEOUT (man 7 tcp) would end peers that compute: they do not read.
+    keep_alive(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    close_at_fork(sock)
+
+
+def peek(sock: socket.socket) -> bytes | None:
+    """Return some of the bytes that wait to be read; None while there are none, b"" when none will come."""
+    try:
+        return sock.recv(INTRODUCTION_LIMIT + 1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+# The choice of an address ---------------------------------------------------------------------------------------------
+
+_reached: dict[tuple[str, ...], str] = {}
+"""By the addresses of a machine: the one that was last connected. Of this process."""
+
+
+def hosts_to_try(hosts: tuple[str, ...], own_hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the addresses of a peer's machine in the order in which they are tried.
+
+    On another machine, loopback addresses and those that this machine has as well (many have a bridge for containers
+    with the same address) would lead back here.
+
+    Args:
+        hosts: All addresses of the peer's machine.
+        own_hosts: All addresses of this one.
+    """
+    elsewhere = tuple(host for host in hosts if host not in own_hosts and not ipaddress.ip_address(host).is_loopback)
+    usable = hosts if hosts == own_hosts or not elsewhere else elsewhere
+    return tuple(sorted(usable, key=lambda host: host != _reached.get(hosts)))  # a stable order
+
+
+def address_in_use(address: DataAddress, own_hosts: tuple[str, ...]) -> Address:
+    """Return the address at which the peer was last connected, or is tried first."""
+    return Address(hosts_to_try(address.hosts, own_hosts)[0], address.port)
