@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from farandole.engines.engine_interface import AgentExit, AgentOrder, StartFailed
 
 _USAGE_ERROR = 2  # of an agent that would fail again: wrong arguments, a wrong token, another version
+_MISSING = re.compile(r"No module named '?(farandole|msgspec|psutil|yaml|cloudpickle)\b")  # it, or what it imports
 _LAST_LINES = 8
 _END_S = 5.0  # from the end of its standard input to SIGKILL
 _LINE_LIMIT = 1 << 16
@@ -105,10 +107,21 @@ class AgentProcess:
         await self._process.wait()
 
 
-def exit_of_agent(code: int, last_lines: str) -> AgentExit:
-    """Return what the exit code of `farandole agent` means."""
+def exit_of_agent(
+    code: int, last_lines: str, where: str = "there", advice: str = "install it on all hosts"
+) -> AgentExit:
+    """Return what the exit code of `farandole agent` and the last lines of its output mean.
+
+    Args:
+        code: Negative: the number of the signal that killed it.
+        last_lines: Of its standard error.
+        where: For the error when Farandole is not installed: where it is missing.
+        advice: For the same error: what the user can do.
+    """
     if code == 0:
         return AgentExit()
+    if _MISSING.search(last_lines):
+        return AgentExit(f"Farandole is not installed {where}: {advice} ({last_lines})", is_final=True)
     if code < 0:  # then its guard kills the workers, and tells the coordinator
         return AgentExit(f"its agent was killed by signal {-code}", are_workers_gone=False)
     return AgentExit(last_lines or f"its agent has ended with exit code {code}", is_final=code == _USAGE_ERROR)

@@ -135,9 +135,7 @@ class RayAgent:
             code, last_lines = await asyncio.shield(self._life)
         except ray.exceptions.RayError as error:
             return AgentExit(f"its actor has ended: {_first_line(error)}", are_workers_gone=False)
-        if "No module named farandole" in last_lines or "No module named 'farandole'" in last_lines:
-            return AgentExit("Farandole is not installed there: install it on all nodes", is_final=True)
-        return exit_of_agent(code, last_lines)
+        return exit_of_agent(code, last_lines, "on this node", "install it on all nodes")
 
     def kill_workers(self) -> None:
         """End the agent and its workers at once."""

@@ -145,15 +145,10 @@ def exit_of_srun(code: int, last_lines: str, python: str) -> AgentExit:
         return AgentExit(f"Slurm has lost the node ({last_lines})")
     if code == _NOT_FOUND and "execve" in last_lines:
         return AgentExit(f"{python} cannot be run there ({last_lines}): give --remote-python PATH", is_final=True)
-    if "No module named " in last_lines:  # farandole, or a package that it needs
-        return AgentExit(
-            f"Farandole is not installed for {python} there: install it, or give --remote-python PATH ({last_lines})",
-            is_final=True,
-        )
     if code < 0:
         # The step lives on, and its agent serves until it is told that the job is over.
         return AgentExit(f"srun was killed by signal {-code}", are_workers_gone=False)
-    return exit_of_agent(code, last_lines)
+    return exit_of_agent(code, last_lines, f"for {python} there", "install it, or give --remote-python PATH")
 
 
 def growth_name(job: str) -> str:

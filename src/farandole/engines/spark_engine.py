@@ -58,9 +58,7 @@ class SparkAgent:
         except Exception as error:  # noqa: BLE001 - of Spark, or of the gateway to it
             reason = "" if self._is_ending else f"its task of Spark has ended: {_reason(error)}"
             return AgentExit(reason, are_workers_gone=False)
-        if "No module named farandole" in last_lines or "No module named 'farandole'" in last_lines:
-            return AgentExit("Farandole is not installed on its executor: install it on all of them", is_final=True)
-        return exit_of_agent(code, last_lines)
+        return exit_of_agent(code, last_lines, "on its executor", "install it on all of them")
 
     def kill_workers(self) -> None:
         """End the task, and so the agent and its workers, at once."""

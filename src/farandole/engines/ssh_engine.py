@@ -81,8 +81,4 @@ def exit_of_ssh(code: int, last_lines: str, python: str, host: str) -> AgentExit
         return AgentExit(reason, is_final=not has_ended, are_workers_gone=False)
     if code in _NOT_FOUND:
         return AgentExit(f"{python} cannot be run there ({last_lines}): {_OTHER_PYTHON}", is_final=True)
-    if "No module named farandole" in last_lines or "No module named 'farandole'" in last_lines:
-        return AgentExit(
-            f"Farandole is not installed for {python} there: install it, or {_OTHER_PYTHON}", is_final=True
-        )
-    return exit_of_agent(code, last_lines)
+    return exit_of_agent(code, last_lines, f"for {python} there", f"install it, or {_OTHER_PYTHON}")

@@ -61,7 +61,7 @@ def run(
         cooldown_range: As in farandole.run().
         start_timeout: As in farandole.run().
         elastic_timeout: As in farandole.run().
-        network_interfaces: As in farandole.run(). By default workers use the address of their node in the cluster.
+        network_interfaces: As in farandole.run(). By default the address of a node in the cluster is tried first.
         output_filename: As in farandole.run().
         prefix_output_with_timestamp: As in farandole.run().
         verbose: As in farandole.run().

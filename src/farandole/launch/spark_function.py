@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
 from farandole.config import JobConfig
@@ -67,17 +68,8 @@ def run(
     config = JobConfig(
         num_proc=workers, min_np=workers, max_np=workers, restarts=0, start_timeout_s=start_timeout or _START_TIMEOUT_S
     )
-    return _run(
-        context,
-        lambda: fn(*args, **(kwargs or {})),
-        config,
-        env,
-        (stdout, stderr),
-        verbose,
-        nics,
-        prefix_output_with_timestamp,
-        executable,
-    )
+    output = _Output(stdout, stderr, verbose, prefix_output_with_timestamp)
+    return _run(context, lambda: fn(*args, **(kwargs or {})), config, env, nics, output, executable)
 
 
 def run_elastic(
@@ -129,8 +121,8 @@ def run_elastic(
         start_timeout_s=start_timeout or _START_TIMEOUT_S,
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
     )
-    call = lambda: fn(*args, **(kwargs or {}))  # noqa: E731
-    return _run(context, call, config, env, (stdout, stderr), verbose, nics, prefix_output_with_timestamp, None)
+    output = _Output(stdout, stderr, verbose, prefix_output_with_timestamp)
+    return _run(context, lambda: fn(*args, **(kwargs or {})), config, env, nics, output)
 
 
 def active_context() -> Any:
@@ -145,16 +137,24 @@ def active_context() -> Any:
     return context
 
 
+@dataclass(frozen=True)
+class _Output:
+    """What becomes of the workers' output; the names are those of run()."""
+
+    stdout: TextIO | None
+    stderr: TextIO | None
+    verbose: int
+    prefix_output_with_timestamp: bool
+
+
 def _run(
     context: Any,
     call: Callable[[], T],
     config: JobConfig,
     env: Mapping[str, str] | None,
-    streams: tuple[TextIO | None, TextIO | None],
-    verbose: int,
     nics: Iterable[str] | None,
-    prefix_timestamp: bool,
-    executable: str | None,
+    output: _Output,
+    executable: str | None = None,
 ) -> list[T]:
     inherited = inherited_environment()
     found_by = {"PYTHONPATH": inherited["PYTHONPATH"]} if "PYTHONPATH" in inherited else {}
@@ -167,9 +167,9 @@ def _run(
         config,
         hosts=tuple(HostSlots(f"spark-task-{index}", 1) for index in range(config.max_np or config.num_proc)),
         start=StartSettings(lambda _on_event: engine, interfaces, host),
-        output=output_options(config, None, prefix_timestamp),
-        streams=streams,
-        is_verbose=verbose >= 2,
+        output=output_options(config, None, output.prefix_output_with_timestamp),
+        streams=(output.stdout, output.stderr),
+        is_verbose=output.verbose >= 2,
         environment=env,
         executable=executable,
     )
