@@ -82,39 +82,32 @@ class SshHosts:
         self.at(host).signal(pid)
 
     def kill_agent(self, host: str) -> None:
-        os.kill(self._agent_of(host), signal.SIGKILL)
+        self.at(host).signal(self._agent_of(host))
 
     def cut_off(self, host: str) -> bool:
         self.at(host).power_off()
         return True
 
     def give_notice(self, host: str) -> bool:
-        os.kill(self._agent_of(host), signal.SIGTERM)
+        self.at(host).signal(self._agent_of(host), signal.SIGTERM)
         return True
 
     def control_flags(self) -> list[str]:
         return []
 
     def leftovers(self) -> list[str]:
-        return [f"{each}: {pid}" for each in self.lab.hosts for pid in self._agents_on(each).values()]
+        return [f"{each}: {pid}" for each in self.lab.hosts for pid in agents_on(each)]
 
     def at(self, address: str) -> Host:
         return next(host for host in self.lab.hosts if host.address == address)
 
     def _agent_of(self, address: str) -> int:
-        (outside,) = self._agents_on(self.at(address)).values()
-        return outside
-
-    def _agents_on(self, host: Host) -> dict[int, int]:
-        return {inside: outside for inside, outside in host.processes().items() if _is_agent(outside)}
+        (agent,) = agents_on(self.at(address))
+        return agent
 
 
-def _is_agent(pid: int) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return words[1:4] == [b"-m", b"farandole", b"agent"]
+def agents_on(host: Host) -> list[int]:
+    return [pid for pid, words in host.commands().items() if words[1:4] == ["-m", "farandole", "agent"]]
 
 
 @pytest.fixture
@@ -164,11 +157,4 @@ def test_when_the_launcher_is_killed_nothing_is_left_on_the_hosts(hosts: SshHost
 
 
 def _farandoles(host: Host) -> list[int]:
-    found = []
-    for outside in host.processes().values():
-        try:
-            if b"farandole" in Path(f"/proc/{outside}/cmdline").read_bytes():
-                found.append(outside)
-        except OSError:
-            continue
-    return found
+    return [pid for pid, words in host.commands().items() if "farandole" in " ".join(words)]

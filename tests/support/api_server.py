@@ -11,13 +11,15 @@ import json
 import threading
 import time
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
+
+from tests.support.local_server import LocalServer
 
 Pod = dict[str, Any]
 
@@ -47,34 +49,14 @@ class ApiServer:
         self._watch_epoch = 0
         self._error: dict[str, Any] | None = None
         self._is_over = False
-        double = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                double._serve(self)
-
-            do_POST = do_PATCH = do_DELETE = do_GET  # noqa: N815 - the names are those of the standard library
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_: object) -> None:
-                """Clients that have gone are part of the tests."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._server = LocalServer(self._serve)
 
     def kubeconfig(self, folder: Path) -> Path:
         """Write a kubeconfig for this server, and return its path."""
         config = {
             "apiVersion": "v1",
             "kind": "Config",
-            "clusters": [{"name": "double", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
+            "clusters": [{"name": "double", "cluster": {"server": self._server.url}}],
             "users": [{"name": "tester", "user": {"token": "abc"}}],
             "contexts": [{"name": "it", "context": {"cluster": "double", "user": "tester", "namespace": NAMESPACE}}],
             "current-context": "it",
@@ -106,7 +88,7 @@ class ApiServer:
         return self.requests.count(verb)
 
     def __enter__(self) -> ApiServer:
-        self._thread.start()
+        self._server.start()
         return self
 
     def __exit__(
@@ -114,9 +96,7 @@ class ApiServer:
     ) -> None:
         self._is_over = True
         self.drop_watches()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.stop()
 
     # Objects ----------------------------------------------------------------------------------------------------------
 

@@ -11,10 +11,12 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.local_server import LocalServer
 
 Reply = tuple[int, dict[str, str], str]
 
@@ -39,44 +41,12 @@ class MetadataService:
         self.requests: list[str] = []
         self.changed = threading.Condition()
         self._ends = threading.Event()
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                method, path = self.command, self.path
-                service.requests.append(f"{method} {path}")
-                if service.trouble and service._makes_trouble(self):
-                    self.close_connection = True
-                    return
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                failure: Reply | None = (int(service.trouble), {}, "") if service.trouble else None
-                status, added, text = failure or play(service, method, path, headers)
-                body = text.encode()
-                self.send_response(status)
-                for name, value in {**added, "Content-Length": str(len(body))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_PUT = do_GET  # noqa: N815 - the name is that of the standard library
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_: object) -> None:
-                """Clients that have gone are part of the tests."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._play = play
+        self._server = LocalServer(self._serve)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return self._server.url
 
     def set(self, **values: Any) -> None:
         with self.changed:
@@ -84,7 +54,7 @@ class MetadataService:
             self.changed.notify_all()
 
     def __enter__(self) -> MetadataService:
-        self._thread.start()
+        self._server.start()
         return self
 
     def __exit__(
@@ -92,9 +62,23 @@ class MetadataService:
     ) -> None:
         self._ends.set()
         self.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.stop()
+
+    def _serve(self, handler: BaseHTTPRequestHandler) -> None:
+        method, path = handler.command, handler.path
+        self.requests.append(f"{method} {path}")
+        if self.trouble and self._makes_trouble(handler):
+            handler.close_connection = True
+            return
+        headers = {name.lower(): value for name, value in handler.headers.items()}
+        failure: Reply | None = (int(self.trouble), {}, "") if self.trouble else None
+        status, added, text = failure or self._play(self, method, path, headers)
+        body = text.encode()
+        handler.send_response(status)
+        for name, value in {**added, "Content-Length": str(len(body))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
 
     def _makes_trouble(self, handler: BaseHTTPRequestHandler) -> bool:
         if self.trouble == "hang":

@@ -112,12 +112,7 @@ class SlurmCluster:
 
     def commands_on(self, name: str) -> dict[int, list[str]]:
         """Return the command lines of the processes of a node, by their number on it."""
-        found = {}
-        for inside, outside in self.host(name).processes().items():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                words = Path(f"/proc/{outside}/cmdline").read_bytes().split(b"\0")
-                found[inside] = [word.decode() for word in words]
-        return found
+        return self.host(name).commands()
 
     def run(self, *command: str, timeout_s: float = _DEADLINE_S) -> str:
         """Return the output of one of Slurm's commands."""

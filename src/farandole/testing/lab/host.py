@@ -103,6 +103,15 @@ class Host:
                     found[numbers[-1]] = pid
         return found
 
+    def commands(self) -> dict[int, list[str]]:
+        """Return the command lines of these processes, by their process ids on the host."""
+        found = {}
+        for inside, outside in self.processes().items():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                words = Path(f"/proc/{outside}/cmdline").read_bytes().split(b"\0")
+                found[inside] = [word.decode(errors="replace") for word in words]
+        return found
+
     def signal(self, pid: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to the process that has this number on the host. Raises ProcessLookupError."""
         outside = self.processes().get(pid)
