@@ -70,12 +70,17 @@ class Cluster(Protocol):
 
 @dataclass
 class Figures:
-    """What the scenario has measured: milliseconds from a sign to the next applied step, and steps that were redone."""
+    """What the scenario has measured: milliseconds from a sign to the next applied step, and steps that were redone.
+
+    While a host joins, the others pause until all workers are at a boundary, are connected, have the state and have
+    applied a step: `joined_parts_ms`.
+    """
 
     worker_killed_ms: float = 0.0
     agent_killed_ms: float = 0.0
     cut_off_ms: float = 0.0  # with the time for which it had been silent
     joined_ms: float = 0.0
+    joined_parts_ms: tuple[tuple[str, float], ...] = ()
     redone_by_drain: int = 0
     redone_by_notice: int = 0
 
@@ -162,7 +167,11 @@ def _play(cluster: Cluster, job: EngineJob, figures: Figures) -> None:
     cluster.add_host()
     size += 1
     job.train_with(size)
-    figures.joined_ms = _next_change(job, changes)["total_ms"]
+    joined = _next_change(job, changes)
+    figures.joined_ms = joined["total_ms"]
+    figures.joined_parts_ms = tuple(
+        (part, joined[f"{part}_ms"]) for part in ("ready", "connected", "synced", "first_step")
+    )
 
     changes = _changes(job)
     job.drain(hosts_of(job)[1])
