@@ -317,12 +317,15 @@ class Incoming:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for sock in listener.socks:
             self._selector.register(sock, selectors.EVENT_READ, self._welcome)
+        self._is_listening = True
 
     def serve(self) -> None:
         """Serve until stop() is called; then every connection is closed."""
         try:
             while True:
-                slice_s = _SLICE_S if self._listener.callers else None
+                pause_s = self._listener.budget.pause_s()
+                self._listen(not pause_s)
+                slice_s = pause_s or (_SLICE_S if self._listener.callers else None)
                 for key, _ in self._selector.select(slice_s):
                     if key.data is None:
                         return
@@ -343,8 +346,19 @@ class Incoming:
         except OSError:
             return  # stopped already
 
+    def _listen(self, is_listening: bool) -> None:
+        """Accept callers, or leave them in the kernel's queue: a crowd of strangers must not slow the training."""
+        if is_listening == self._is_listening:
+            return
+        self._is_listening = is_listening
+        for sock in self._listener.socks:
+            if is_listening:
+                self._selector.register(sock, selectors.EVENT_READ, self._welcome)
+            else:
+                self._selector.unregister(sock)
+
     def _welcome(self) -> None:
-        while (caller := self._listener.accept()) is not None:
+        while (caller := self._listener.accept(is_limited=True)) is not None:
             self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._read_caller, caller))
             self._drop_surplus()
 

@@ -28,6 +28,7 @@ from farandole.wire.authentication import (
     decode_introduction,
     is_dialer_proved,
 )
+from farandole.wire.listening import FailureBudget
 from farandole.wire.messages import Start
 
 _SLICE_S = 1.0
@@ -389,6 +390,8 @@ class DataListener:
                 self.socks.append(_listening_socket(host, port))
                 used.append(host)
         self.address = DataAddress(first, port, tuple(used))
+        self.budget = FailureBudget()
+        """Of the callers that were no peers, for a thread that accepts while others train."""
         self.callers: list[Caller] = []
         self._lock = threading.Lock()
         self._at_work = 0
@@ -425,16 +428,18 @@ class DataListener:
             for old in self.surplus():
                 self.drop(old)
 
-    def accept(self) -> Caller | None:
-        """Return the next caller that may become a peer, now among `callers`; None when there is none."""
+    def accept(self, is_limited: bool = False) -> Caller | None:
+        """Return the next caller that may become a peer, now among `callers`; None when there is none, or, where
+        `is_limited`, the budget is used up."""
         for listening in self.socks:
-            while (sock := _accepted(listening)) is not None:
+            while not (is_limited and self.budget.pause_s()) and (sock := _accepted(listening)) is not None:
                 tune(sock)
                 caller = Caller(sock)
                 if caller.may_become_a_peer():
                     self.callers.append(caller)
                     return caller
                 sock.close()
+                self.budget.count()
         return None
 
     def surplus(self, dialers: int = 1) -> list[Caller]:
@@ -457,6 +462,7 @@ class DataListener:
         """Disconnect the caller."""
         self.callers.remove(caller)
         caller.sock.close()
+        self.budget.count()
 
     def release(self, caller: Caller) -> socket.socket:
         """Hand over the connection of a caller that has proved its identity."""
