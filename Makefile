@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-hosts test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules mutate matrix check format bench paths docs clean
+.PHONY: help demo test test-hosts test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules fuzz mutate matrix check format bench paths docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -51,6 +51,9 @@ chaos-lost: $(READY)  ## a job of which everything is killed twenty times, with 
 schedules: $(READY)  ## data order and membership under random schedules; DATA_SCHEDULES=100000 MEMBERSHIP_SCHEDULES=8000
 	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} MEMBERSHIP_SCHEDULES=$${MEMBERSHIP_SCHEDULES:-8000} \
 		$(BIN)/python -m pytest tests/property/test_data_order.py tests/property/test_membership_schedules.py
+
+fuzz: $(READY)  ## inputs that nobody sends on purpose, for each decoder and each port; SEED=1 INPUTS=1000000
+	@$(BIN)/python -m tests.fuzz.run --seed $${SEED:-1} --inputs $${INPUTS:-1000000}
 
 mutate: $(READY)  ## one-line faults in the core, and which of them the unit and property tests notice; SEED=1 MUTANTS=60 FILES="worker/*.py"; see tests/README.md
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run --seed $${SEED:-1} --mutants $${MUTANTS:-60} $(if $(FILES),--files $(FILES))

@@ -51,7 +51,7 @@ def parse_handle(text: str) -> Handle:
     """Return the handle that `text` describes. Raises ConfigError for a text that no member has made."""
     try:
         return msgspec.json.decode(text, type=Handle)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(
             f'{text!r} is no handle of the backend "farandole" ({error}): pass the results of '
             f"torch.distributed._get_reconfigure_handle() of all members"

@@ -277,7 +277,7 @@ def decode_introduction(received: bytes) -> Introduction | None:
         raise ProtocolError("the caller sent data before it received the answer")
     try:
         return msgspec.msgpack.decode(received[_PREFIX.size :], type=Introduction)
-    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # msgspec's own errors, UnicodeDecodeError, nested arrays
         raise ProtocolError(f"not an introduction: {error}") from None
 
 

@@ -68,7 +68,7 @@ def decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     """Return the message in `payload`. Raises ProtocolError when it is none of the decoder's types."""
     try:
         return decoder.decode(payload)
-    except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # msgspec's own errors, UnicodeDecodeError, nested arrays
         raise ProtocolError(f"not a valid message ({len(payload)} bytes): {error}") from None
 
 

@@ -1,0 +1,263 @@
+"""Everything that decodes bytes of others, without sockets. Each target gets one input, and may only raise the error
+that its callers expect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from farandole.config import JobConfig
+from farandole.coordinator import store_server
+from farandole.coordinator.control_requests import status_of
+from farandole.coordinator.decide import decide, next_deadline
+from farandole.coordinator.inputs import AgentConnected, AgentReported
+from farandole.coordinator.job import Log, SendAgent, new_job
+from farandole.coordinator.store_server import MAGIC, Query, StoreServer
+from farandole.engines.host_list import parse_host
+from farandole.errors import AuthenticationError, ConfigError, ProtocolError
+from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
+from farandole.membership import GenerationId
+from farandole.wire import channel
+from farandole.wire.authentication import (
+    NONCE_BYTES,
+    Handshake,
+    Introduction,
+    Role,
+    Session,
+    decode_introduction,
+    dialer_proof,
+)
+from farandole.wire.channel import WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.wire.messages import AgentHello, FromWorker
+from tests.fuzz.inputs import mutated, pieces, valid_messages
+
+Target = Callable[[bytes], None]
+
+_TOKEN, _KEY = b"t" * 64, b"k" * 32
+
+_DECODERS = (
+    channel.WORKER_MESSAGES,
+    channel.TO_WORKER,
+    channel.AGENT_MESSAGES,
+    channel.CLIENT_MESSAGES,
+    channel.TO_CLIENT,
+    channel.GUARD_MESSAGES,
+    channel.CALL_RECEIVED,
+    channel.DIALERS_MESSAGES,
+    channel.TO_AGENT,
+)
+
+
+class Decoding:
+    """The targets, and the valid inputs from which theirs are made."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._messages = valid_messages(self._random)
+        introduction = Introduction(GenerationId(1, 1, 1, "n"), "w0", "w1", bytes(NONCE_BYTES))
+        self._introduction = introduction
+        listener, dialer = Handshake(Role.LISTENER, _TOKEN, "job"), Handshake(Role.DIALER, _TOKEN, None)
+        challenge = listener.begin() or b""
+        answer = dialer.receive(challenge) or b""
+        seal = HeartbeatSeal(_TOKEN, bytes(HEARTBEAT_ID_BYTES), Role.LISTENER)
+        self._heartbeat = seal.seal(1, 0)
+        self.targets: dict[str, tuple[Target, list[bytes]]] = {
+            "messages": (self._decode, self._messages),
+            "frames": (self._feed, [frame(each) for each in self._messages]),
+            "a listener's handshake": (self._listen, [answer, challenge]),
+            "a dialer's handshake": (self._dial, [challenge, listener.receive(answer) or b""]),
+            "sealed frames": (self._open, [Session(_KEY, _KEY).seal(each) for each in self._messages]),
+            "introductions": (self._introduce, [introduction.encode()]),
+            "proofs of an acceptor": (self._prove, [bytes(48)]),
+            "heartbeats": (self._beat, [self._heartbeat]),
+            "hosts": (self._host, [b"localhost:2", b"a", b"10.0.0.1:4"]),
+            "requests to the store": (self._ask_store, store_requests()),
+            "messages of an agent that has proved the token": (self._report, self._messages),
+        }
+        self._loop = asyncio.new_event_loop()
+        self._store = StoreServer(lambda _: None)
+        self._job, self._now_s = new_job(JobConfig(num_proc=2, max_np=4), "job"), 0.0
+
+    def close(self) -> None:
+        self._store.close()
+        self._loop.close()
+
+    def run(self, inputs: int) -> dict[str, int]:
+        """Give each target its share of the inputs. Returns how many it refused."""
+        refused = {}
+        for name, (target, valid) in self.targets.items():
+            refused[name] = 0
+            for _ in range(inputs // len(self.targets)):
+                data = self._random.choice(valid)
+                if target != self._report or self._random.random() < 0.2:  # what an agent sends is mostly well formed
+                    data = mutated(data, valid, self._random)
+                try:
+                    target(data)
+                except (ProtocolError, AuthenticationError, ConfigError):
+                    refused[name] += 1
+                except BaseException as error:
+                    shown = data.hex() if len(data) < 200 else f"{data[:100].hex()}... ({len(data)} bytes)"
+                    raise AssertionError(f"{name}: {type(error).__name__} for the input {shown}") from error
+        return refused
+
+    def _decode(self, data: bytes) -> None:
+        decode(self._random.choice(_DECODERS), data)
+
+    def _feed(self, data: bytes) -> None:
+        buffer = FrameBuffer(WORKER_FRAME_LIMIT)
+        for piece in pieces(data, self._random):
+            assert buffer.missing > 0
+            for payload in buffer.feed(piece):
+                with contextlib.suppress(ProtocolError):
+                    decode(channel.WORKER_MESSAGES, payload)
+
+    def _listen(self, data: bytes) -> None:
+        handshake = Handshake(Role.LISTENER, _TOKEN, "job")
+        handshake.begin()
+        handshake.receive(data)
+        assert handshake.session is None, "a proof of another connection was accepted"
+
+    def _dial(self, data: bytes) -> None:
+        handshake = Handshake(Role.DIALER, _TOKEN, None)
+        handshake.receive(data)
+        handshake.receive(data)
+        raise AssertionError("a listener without the token was accepted")
+
+    def _open(self, data: bytes) -> None:
+        session = Session(_KEY, bytes(32))
+        session.open(data)
+        raise AssertionError("a frame with the MAC of another key was accepted")
+
+    def _introduce(self, data: bytes) -> None:
+        decode_introduction(data)
+
+    def _prove(self, data: bytes) -> None:
+        assert dialer_proof(_KEY, self._introduction, data) is None
+
+    def _beat(self, data: bytes) -> None:
+        seal = HeartbeatSeal(_TOKEN, bytes(HEARTBEAT_ID_BYTES), Role.DIALER)
+        assert seal.open(data) is None or data == self._heartbeat
+
+    def _host(self, data: bytes) -> None:
+        parse_host(data.decode("utf-8", "backslashreplace"))
+
+    def _ask_store(self, data: bytes) -> None:
+        asyncio.set_event_loop(self._loop)
+
+        async def ask() -> None:
+            connection = store_server._Connection(self._store)
+            connection.connection_made(_NoTransport())
+            connection.data_received(HELLO_TO_STORE)
+            for piece in pieces(data, self._random):
+                connection.data_received(piece)
+            connection.close()
+
+        self._loop.run_until_complete(ask())
+        if self._store.table._bytes > 1 << 20:
+            self._store.clear()
+
+    def _report(self, data: bytes) -> None:
+        """Whatever an agent sends: the coordinator decides, and goes on."""
+        message = decode(channel.AGENT_MESSAGES, data)
+        if self._job.ending is not None or self._random.random() < 0.001:
+            self._job = new_job(JobConfig(num_proc=2, max_np=4), "job")
+        if not self._job.agents:
+            self._job, _ = decide(self._job, AgentConnected("a", "host", 4), self._now_s)
+        self._now_s += self._random.choice((0.0, 0.1, 10.0))
+        if isinstance(message, FromWorker):
+            worker = self._random.choice(list(self._job.workers) or ["w0"])
+            message = msgspec.structs.replace(message, worker=worker)
+        if not isinstance(message, AgentHello):
+            self._job, actions = decide(self._job, AgentReported("a", message), self._now_s)
+            for action in actions:
+                if isinstance(action, Log):
+                    json.dumps(action.event.fields())
+                    action.event.line()
+                elif isinstance(action, SendAgent):
+                    encode(action.message)
+            next_deadline(self._job)
+            status_of(self._job, self._now_s, {})
+
+
+class _NoTransport(asyncio.Transport):
+    """Takes what is written, and keeps nothing."""
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return _NoSocket() if name == "socket" else ("127.0.0.1", 1)
+
+    def write(self, data: Any) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+class _NoSocket:
+    def setsockopt(self, *_: int) -> None:
+        pass
+
+
+HELLO_TO_STORE = bytes([Query.VALIDATE]) + MAGIC.to_bytes(4, "little")
+
+
+def store_requests() -> list[bytes]:
+    """Return valid requests of all kinds, after the first number."""
+
+    def text(data: bytes) -> bytes:
+        return len(data).to_bytes(8, "little") + data
+
+    def number(value: int) -> bytes:
+        return value.to_bytes(8, "little", signed=True)
+
+    key, value = text(b"key"), text(b"5")
+    bodies = {
+        Query.SET: key + value,
+        Query.COMPARE_SET: key + value + value,
+        Query.GET: key,
+        Query.ADD: key + number(7),
+        Query.CHECK: number(2) + key + text(b"other"),
+        Query.WAIT: number(1) + key,
+        Query.COUNT_KEYS: b"",
+        Query.DELETE_KEY: key,
+        Query.APPEND: key + value,
+        Query.MULTI_GET: number(1) + key,
+        Query.MULTI_SET: number(1) + key + value,
+        Query.CANCEL_WAIT: b"",
+        Query.PING: b"1234",
+        Query.QUEUE_PUSH: key + value,
+        Query.QUEUE_POP: key,
+        Query.QUEUE_LENGTH: key,
+        Query.LIST_KEYS: b"",
+        Query.BARRIER: key + number(2),
+    }
+    return [bytes([kind]) + body for kind, body in bodies.items()]
+
+
+@contextlib.contextmanager
+def bounded_memory(most_bytes: int) -> Iterator[None]:
+    """Fail when the block needs more memory than that, for a moment or for good."""
+    before = _resident_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_mapped_bytes() + (1 << 30), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    grown = _resident_bytes() - before
+    assert grown < most_bytes, f"the memory has grown by {grown} bytes"
+
+
+def _mapped_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
