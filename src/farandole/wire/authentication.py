@@ -1,6 +1,8 @@
-"""Prove the job token: the handshake that opens an agent's connection, and the MAC on each frame after it.
+"""Prove a key at both ends of a connection: the handshakes, and the MAC on each frame of an agent's connection.
 
-Pure: payloads of frames in, payloads of frames out (channel.py moves them). The coordinator listens, an agent dials:
+The proofs are the same everywhere (Proofs); the order of the messages differs between control and data connections, for
+the reasons given below. Pure: payloads of frames in, payloads of frames out (channel.py and ring_builder.py move them).
+On a control connection, which an agent or a command opens:
 
     listener -> dialer   Challenge: version, nonce of the listener, id of the job
     dialer -> listener   Answer:    version, nonce of the dialer, proof of the token over both nonces
@@ -76,6 +78,38 @@ class Role(enum.Enum):
         return Role.LISTENER if self is Role.DIALER else Role.DIALER
 
 
+class Proofs:
+    """The proofs of one handshake: that each end knows a key. All handshakes use this class.
+
+    Every value depends on the version of the protocol and on all fields that both ends have seen, each end's nonce
+    among them. So nothing can be replayed, moved to a connection between others, or be of another version; and the
+    proofs of the two roles differ, so that neither can be sent back as the other.
+
+    Args:
+        key: The job token, or a key that is derived from a secret.
+        purpose: The kind of connection.
+        fields: What both ends have seen.
+    """
+
+    def __init__(self, key: bytes, purpose: bytes, *fields: bytes) -> None:
+        self._key, self._fields = key, (purpose, PROTOCOL_VERSION.to_bytes(2, "big"), *fields)
+
+    def of(self, role: Role) -> bytes:
+        """Return the proof of the end with this role."""
+        return self._derive(b"proof of", role)
+
+    def is_of(self, role: Role, proof: bytes) -> bool:
+        """Return whether this is the proof of the end with this role."""
+        return hmac.compare_digest(proof, self.of(role))
+
+    def session(self, own: Role) -> Session:
+        """Return the session of the end with the role `own`, with keys that only the two ends know."""
+        return Session(self._derive(b"frames of", own), self._derive(b"frames of", own.other))
+
+    def _derive(self, what: bytes, role: Role) -> bytes:
+        return _derive(self._key, what, role.value, *self._fields)
+
+
 class Session:
     """Seals and opens the frames of one authenticated connection."""
 
@@ -114,7 +148,7 @@ class Handshake:
         self._role, self._token = role, token
         self._job_id = None if job_id is None else job_id.encode()
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._transcript: tuple[bytes, ...] = ()
+        self._proofs: Proofs | None = None
         self.session: Session | None = None
 
     @property
@@ -138,43 +172,34 @@ class Handshake:
             raise ProtocolError("the handshake is over")
         if self._role is Role.LISTENER:
             return self._receive_answer(payload)
-        if not self._transcript:
+        if self._proofs is None:
             return self._receive_challenge(payload)
-        self._accept(payload)
+        self._accept(self._proofs, payload)
         return None
 
     def _receive_challenge(self, payload: bytes) -> bytes:
         (nonce,) = _unpack(_CHALLENGE, payload[: _CHALLENGE.size])
         if self._job_id is None:
             self._job_id = payload[_CHALLENGE.size :]
-        self._set_transcript(listener=nonce, dialer=self._nonce)
-        return _ANSWER.pack(_MAGIC, PROTOCOL_VERSION, self._nonce, self._proof(self._role))
+        self._proofs = self._proofs_of(listener=nonce, dialer=self._nonce)
+        return _ANSWER.pack(_MAGIC, PROTOCOL_VERSION, self._nonce, self._proofs.of(self._role))
 
     def _receive_answer(self, payload: bytes) -> bytes:
         nonce, proof = _unpack(_ANSWER, payload)
-        self._set_transcript(listener=self._nonce, dialer=nonce)
-        self._accept(proof)
-        return self._proof(self._role)
+        proofs = self._proofs_of(listener=self._nonce, dialer=nonce)
+        self._accept(proofs, proof)
+        return proofs.of(self._role)
 
-    def _accept(self, proof: bytes) -> None:
-        if not hmac.compare_digest(proof, self._proof(self._role.other)):
+    def _accept(self, proofs: Proofs, proof: bytes) -> None:
+        if not proofs.is_of(self._role.other, proof):
             raise AuthenticationError(
                 f"the {self._role.other.name.lower()} did not prove the token of job "
                 f"{(self._job_id or b'').decode(errors='replace')}; both ends need the same job id and the same token"
             )
-        self.session = Session(
-            send_key=self._derive(b"frames of", self._role.value),
-            receive_key=self._derive(b"frames of", self._role.other.value),
-        )
+        self.session = proofs.session(self._role)
 
-    def _set_transcript(self, *, listener: bytes, dialer: bytes) -> None:
-        self._transcript = (PROTOCOL_VERSION.to_bytes(2, "big"), self._job_id or b"", listener, dialer)
-
-    def _proof(self, role: Role) -> bytes:
-        return self._derive(b"proof of", role.value)
-
-    def _derive(self, purpose: bytes, role: bytes) -> bytes:
-        return _derive(self._token, purpose, role, *self._transcript)
+    def _proofs_of(self, *, listener: bytes, dialer: bytes) -> Proofs:
+        return Proofs(self._token, b"control", self._job_id or b"", listener, dialer)
 
 
 def _unpack(layout: struct.Struct, payload: bytes) -> tuple[bytes, ...]:
@@ -210,14 +235,12 @@ def _frame_mac(key: bytes, sequence: int, payload: bytes) -> bytes:
 #     acceptor -> dialer     nonce of the acceptor, its proof
 #     dialer   -> acceptor   its proof
 #
-# A proof is an HMAC-SHA256 under the generation's data key over the role, all fields of the introduction and the
-# acceptor's nonce. So a connection of another generation or between other workers, or a replayed recording, proves
-# nothing, and neither role's proof can be sent back as the other's.
+# The proofs are those of the class Proofs, under the generation's data key, over all fields of the introduction and the
+# acceptor's nonce. So a connection of another generation or between other workers proves nothing.
 #
 # There the listener speaks first and proves last, because a stranger must not get a proof of the job's token, which a
 # person may have chosen. Here the dialer speaks first, because the acceptor waits for several dialers, and may send
-# data one round trip after it dialed, which counts in each regroup. The label in each proof differs from all labels
-# there.
+# data one round trip after it dialed, which counts in each regroup.
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
@@ -283,23 +306,20 @@ def decode_introduction(received: bytes) -> Introduction | None:
 
 def acceptor_reply(key: bytes, introduction: Introduction, nonce: bytes) -> bytes:
     """Return the acceptor's answer: its nonce and its proof."""
-    return nonce + _proof(key, "acceptor", introduction, nonce)
+    return nonce + _data_proofs(key, introduction, nonce).of(Role.LISTENER)
 
 
 def dialer_proof(key: bytes, introduction: Introduction, reply: bytes) -> bytes | None:
     """Return the dialer's own proof once the acceptor's is verified; None when it is wrong."""
     nonce, theirs = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
-    if not hmac.compare_digest(theirs, _proof(key, "acceptor", introduction, nonce)):
-        return None
-    return _proof(key, "dialer", introduction, nonce)
+    proofs = _data_proofs(key, introduction, nonce)
+    return proofs.of(Role.DIALER) if proofs.is_of(Role.LISTENER, theirs) else None
 
 
 def is_dialer_proved(key: bytes, introduction: Introduction, nonce: bytes, proof: bytes) -> bool:
     """Return whether the introduced dialer knows the data key; `nonce` is the acceptor's."""
-    return hmac.compare_digest(proof, _proof(key, "dialer", introduction, nonce))
+    return _data_proofs(key, introduction, nonce).is_of(Role.DIALER, proof)
 
 
-def _proof(key: bytes, role: str, introduction: Introduction, nonce: bytes) -> bytes:
-    # One MessagePack value, so that the boundaries of the fields are part of the text.
-    text = msgspec.msgpack.encode(("farandole data connection", role, introduction, nonce))
-    return hmac.digest(key, text, "sha256")
+def _data_proofs(key: bytes, introduction: Introduction, nonce: bytes) -> Proofs:
+    return Proofs(key, b"data", msgspec.msgpack.encode(introduction), nonce)

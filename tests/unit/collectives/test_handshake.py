@@ -5,12 +5,15 @@ import pytest
 
 from farandole.errors import ProtocolError
 from farandole.membership import GenerationId
+from farandole.wire import authentication
 from farandole.wire.authentication import (
     INTRODUCTION_LIMIT,
     NONCE_BYTES,
     PROOF_BYTES,
     REPLY_BYTES,
     Introduction,
+    Proofs,
+    Role,
     acceptor_reply,
     decode_introduction,
     dialer_proof,
@@ -91,3 +94,19 @@ def test_garbage_is_refused_as_soon_as_it_shows(garbage: bytes) -> None:
 def test_ids_too_long_to_introduce_are_an_error_at_the_dialer() -> None:
     with pytest.raises(ValueError, match="too long"):
         Introduction(INTRODUCTION.generation, "w" * INTRODUCTION_LIMIT, "w2", b"").encode()
+
+
+def test_a_recording_of_another_version_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = acceptor_reply(KEY, INTRODUCTION, NONCE)
+    monkeypatch.setattr(authentication, "PROTOCOL_VERSION", 99)
+    assert dialer_proof(KEY, INTRODUCTION, reply) is None
+
+
+def test_a_proof_of_one_kind_of_connection_proves_nothing_on_another() -> None:
+    """The key is the same, and so are all other fields."""
+    control, data = Proofs(KEY, b"control", b"x", NONCE), Proofs(KEY, b"data", b"x", NONCE)
+    for role in Role:
+        assert control.is_of(role, control.of(role))
+        assert not control.is_of(role, data.of(role))
+        assert not control.is_of(role, control.of(role.other))
+    assert control.of(Role.DIALER) != Proofs(KEY, b"control", b"", b"x" + NONCE).of(Role.DIALER)
