@@ -170,13 +170,13 @@ class Decoding:
         if self._job.ending is not None or self._random.random() < 0.001:
             self._job = new_job(JobConfig(num_proc=2, max_np=4), "job")
         if not self._job.agents:
-            self._job, _ = decide(self._job, AgentConnected("a", "host", 4), self._now_s)
+            self._job, _ = decide(self._job, [AgentConnected("a", "host", 4)], self._now_s)
         self._now_s += self._random.choice((0.0, 0.1, 10.0))
         if isinstance(message, FromWorker):
             worker = self._random.choice(list(self._job.workers) or ["w0"])
             message = msgspec.structs.replace(message, worker=worker)
         if not isinstance(message, AgentHello):
-            self._job, actions = decide(self._job, AgentReported("a", message), self._now_s)
+            self._job, actions = decide(self._job, [AgentReported("a", message)], self._now_s)
             for action in actions:
                 if isinstance(action, Log):
                     json.dumps(action.event.fields())
