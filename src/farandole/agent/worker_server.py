@@ -26,8 +26,9 @@ from farandole.liveness.status_reporting import MUTEX_AT, StatusPage
 from farandole.machine import now_s
 from farandole.membership import Meeting, WorkerStatus
 from farandole.wire.channel import WORKER_FRAME_LIMIT, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
-from farandole.wire.listening import FailureBudget, Listener, Strangers, is_of_another_user
+from farandole.wire.listening import FailureBudget, Listener, Strangers
 from farandole.wire.messages import PROTOCOL_VERSION, Hello, ToWorker, WorkerMessage
+from farandole.wire.peer_user import is_of_another_user
 
 HELLO_DEADLINE_S = 5.0
 """Seconds within which a connected process must send its Hello."""

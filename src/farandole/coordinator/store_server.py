@@ -21,6 +21,7 @@ from farandole.events import ConnectionRefused
 from farandole.membership import Address
 from farandole.wire.channel import listening_sockets
 from farandole.wire.listening import FailureBudget, Listener, Strangers
+from farandole.wire.peer_user import is_of_another_user
 
 MAGIC = 0x3C85F7CE
 """The number with which each client begins (validationMagicNumber in TCPStoreBackend.hpp)."""
@@ -131,10 +132,12 @@ class StoreServer:
         self.clear()
 
     def _on_connection(self, connected: socket.socket, who: str) -> None:
-        if reason := self.why_not(str(connected.getpeername()[0])):
+        is_stranger = is_of_another_user(connected)
+        if reason := "it is a process of another user" if is_stranger else self.why_not(who.rpartition(":")[0]):
+            if not _has_only_looked(connected):
+                self.refused(who, reason)
             connected.close()
             self._budget.count()
-            self.refused(who, reason)
             return
         loop = asyncio.get_running_loop()
         opening = loop.create_task(self._open(connected))
@@ -171,6 +174,14 @@ class StoreServer:
 
     def refused(self, peer: str, reason: str) -> None:
         self._on_event(ConnectionRefused(f"{peer} to the store of torch.distributed", reason))
+
+
+def _has_only_looked(connected: socket.socket) -> bool:
+    """Return whether a connection has ended without a byte, as those that test a port do."""
+    try:
+        return connected.recv(1, socket.MSG_PEEK) == b""
+    except OSError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -6,6 +6,7 @@ wire/authentication.py computes the proofs and is pure; this module moves its fr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import select
 import socket
@@ -238,6 +239,9 @@ async def accept(
     except TimeoutError:
         connected.close()
         raise ConnectionError(f"no proof of the token within {HANDSHAKE_DEADLINE_S:g} s") from None
+    except OSError as error:
+        connected.close()
+        raise _as_lost(error) from None
     except BaseException:
         connected.close()
         raise
@@ -286,9 +290,10 @@ async def _channel(connected: socket.socket, session: Session, decoder: msgspec.
 async def _shake_hands(connected: socket.socket, handshake: Handshake) -> Session:
     """Run the handshake on the socket itself: asyncio's streams would read, and keep, 256 kB from a stranger at once
     (CPython 3.11, Lib/asyncio/selector_events.py, max_size)."""
-    # A message must not wait for the acknowledgement of the one before it.
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(connected)
+    with contextlib.suppress(OSError):  # the other side is gone already, which the first read or write reports
+        # A message must not wait for the acknowledgement of the one before it.
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(connected)
     loop = asyncio.get_running_loop()
     payload = handshake.begin()
     while True:

@@ -10,10 +10,7 @@ about them is limited as well.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -30,8 +27,6 @@ BACKLOG = 1024
 _FAILURES_PER_S, _FAILURES_AT_ONCE = 750.0, 500.0
 _OUT_OF_DESCRIPTORS_S = 0.1  # before the next attempt to accept
 _TURNS = 16  # connections that are accepted before others have their turn
-
-_PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 T = TypeVar("T")
 
@@ -147,22 +142,12 @@ class Listener:
                 continue
             try:
                 self._on_connection(connected, "{}:{}".format(*address[:2]) if address else "")
-            except BaseException:
+            except Exception as error:  # noqa: BLE001 - one connection must not end the listening
                 connected.close()
-                raise
+                loop.call_exception_handler({"message": "a connection was not served", "exception": error})
             accepted += 1
             if (pause_s := self._budget.pause_s()) or accepted % _TURNS == 0:
                 await asyncio.sleep(pause_s)
-
-
-def is_of_another_user(connected: socket.socket) -> bool:
-    """Return whether another user owns the other end of a unix socket. Abstract addresses have no permissions (man 7
-    unix); on systems without this query the permissions of the socket's folder protect it."""
-    if sys.platform != "linux":
-        return False
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    _, uid, _ = _PEER_CREDENTIALS.unpack(credentials)
-    return bool(uid != os.getuid())
 
 
 # What is reported about refused connections --------------------------------------------------------------------------

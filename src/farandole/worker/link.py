@@ -24,7 +24,6 @@ from farandole.errors import JobEnded
 from farandole.machine import close_at_fork, now_s
 from farandole.membership import Address, DataAddress, Peer
 from farandole.wire.channel import TO_WORKER, FrameBuffer, decode, encode, frame
-from farandole.wire.listening import is_of_another_user
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -43,6 +42,7 @@ from farandole.wire.messages import (
     ToWorker,
     WorkerMessage,
 )
+from farandole.wire.peer_user import is_of_another_user
 from farandole.worker.worker_recovery import AbortRegistry
 
 _FRAME_LIMIT = 1 << 20

@@ -4,6 +4,7 @@ tests/integration/test_store.py."""
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from farandole.coordinator.store_server import MAGIC, Query, StoreServer
 from farandole.errors import ConfigError
 from farandole.events import ConnectionRefused
 from farandole.wire.listening import Strangers
+from farandole.wire.peer_user import _is_supported
 from tests.support.waiting import EventLog, run
 
 HELLO = bytes([Query.VALIDATE]) + struct.pack("<I", MAGIC)
@@ -328,5 +330,23 @@ def test_a_port_that_is_taken_is_an_error_with_advice() -> None:
                 ConfigError, match=r"the store of torch.distributed cannot listen on 127.0.0.1 port \d+"
             ):
                 await other.open("127.0.0.1", port=here.store.address.port)
+
+    run(test())
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not _is_supported(), reason="only root can become another user")
+def test_another_user_of_this_machine_is_refused() -> None:
+    """Otherwise every user could read and change what the groups of the job find each other by."""
+
+    async def test() -> None:
+        async with running() as here:
+            os.seteuid(65534)
+            try:
+                other = await here.connect()
+            finally:
+                os.seteuid(0)
+            assert await other.is_closed()
+            assert here.refusals() == ["it is a process of another user"]
+            assert await (await here.connect()).ask(Query.PING, b"1234", answer=4) == b"1234"
 
     run(test())
