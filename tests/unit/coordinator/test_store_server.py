@@ -252,6 +252,7 @@ def test_the_store_does_not_grow_without_limit(monkeypatch: pytest.MonkeyPatch) 
     async def test() -> None:
         async with running() as here:
             client = await here.connect()
+            assert await client.ask(Query.SET, string(b"first"), string(b"x"), Query.PING, b"1234", answer=4) == b"1234"
             for i in range(100):
                 client.send(Query.SET, string(b"%d" % i), string(b"x" * 100))
             assert await client.is_closed()
