@@ -133,7 +133,8 @@ class StoreServer:
 
     def _on_connection(self, connected: socket.socket, who: str) -> None:
         is_stranger = is_of_another_user(connected)
-        if reason := "it is a process of another user" if is_stranger else self.why_not(who.rpartition(":")[0]):
+        another = "it is a process of another user, or has ended"
+        if reason := another if is_stranger else self.why_not(who.rpartition(":")[0]):
             if not _has_only_looked(connected):
                 self.refused(who, reason)
             connected.close()
