@@ -26,6 +26,7 @@ from farandole.wire.messages import (
     Abort,
     AgentHello,
     AgentMessage,
+    CoordinatorHeartbeat,
     Elastic,
     Failed,
     ForwardToWorkers,
@@ -253,6 +254,16 @@ def test_nothing_is_left_when_the_job_has_ended(tmp_path: Path) -> None:
             assert codes == [-signal.SIGKILL] * 2
             await served.ended()
             assert processes_with(str(tmp_path)) == []
+
+    run(test())
+
+
+def test_an_agent_of_a_large_job_beats_as_often_as_it_is_told(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serving(tmp_path, [*TALKING_WORKER, "obey"], budget_s=100.0) as served:
+            served.say(CoordinatorHeartbeat(1, 0, every_s=0.001))
+            for _ in range(100):  # which would take fifty seconds
+                assert isinstance(await asyncio.wait_for(served.channel.receive(), DEADLINE_S), Heartbeat)
 
     run(test())
 

@@ -323,7 +323,7 @@ def test_every_schedule_of_agents_that_join_and_are_cut_off_comes_to_a_good_end(
 
 
 def test_the_schedules_of_joining_agents_reach_the_cases_they_are_meant_for() -> None:
-    worlds = [check_kept_schedule(seed, random_joining_world) for seed in range(300)]
+    worlds = [check_kept_schedule(seed, random_joining_world) for seed in range(400)]
     assert sum(world.end is not None and world.end.exit_code == 0 for world in worlds) > 60
     assert sum(world.job.run_id > 3 for world in worlds) > 5, "no job went on from its checkpoint"
     assert sum(world.invariants.waited_for_leases for world in worlds) > 5, "no generation had to wait for a lease"
@@ -335,7 +335,7 @@ def test_every_schedule_with_spares_keeps_the_rules_and_comes_to_a_good_end(firs
 
 
 def test_the_schedules_with_spares_reach_the_cases_they_are_meant_for() -> None:
-    worlds = [check_kept_schedule(seed, random_spares_world) for seed in range(300)]
+    worlds = [check_kept_schedule(seed, random_spares_world) for seed in range(KEPT)]
     assert sum(world.spares_admitted for world in worlds) > 30
     assert sum(bool(world.job.missing_spares) for world in worlds) > 20
     rests = [use for world in worlds for use in world.job.slots.values() if use.failures >= 2]

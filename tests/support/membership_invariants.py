@@ -364,9 +364,9 @@ class MembershipInvariants:
             is_gone = worker not in self.slot_of or worker in self._left | self._dying
             assert worker in starts or is_gone, f"{worker} forgotten"
         assert len(starts) >= (self._config.min_np if self.members else 1)
-        # With --max-np 1, a leaving member may transfer the state to the one that stays.
+        # A leaving member may transfer the state to those that stay.
         most = self._config.max_np
-        assert most is None or len(starts) <= (max(2, most) if self._leaving.intersection(starts) else most)
+        assert most is None or len(starts) <= most + bool(self._leaving.intersection(starts))
         assert not self._is_restarting, "a generation of workers that are being restarted"
         if not set(starts).intersection(self.members):
             twins = [worker for worker in self.members if self._now_s < self._cut_off.get(worker, 0.0)]

@@ -68,9 +68,10 @@ class ToldJob:
 
     # Inputs ----------------------------------------------------------------------------------------------
 
-    def feed(self, happened: Input) -> ToldJob:
-        self.job, self.actions = decide(self.job, [happened], self.now_s)
-        self._invariants.watch([happened], self.actions, self.now_s)
+    def feed(self, *happened: Input) -> ToldJob:
+        """Decide on inputs that arrive together."""
+        self.job, self.actions = decide(self.job, happened, self.now_s)
+        self._invariants.watch(happened, self.actions, self.now_s)
         return self
 
     def connect(self, agent: str, slots: int, host: str | None = None) -> ToldJob:

@@ -96,10 +96,12 @@ def wanted_members(job: Job) -> list[Worker]:
     """Return the members of the next generation, by rank, as far as is known now."""
     survivors = job.survivors()
     staying = [worker for worker in survivors if not worker.is_leaving]
-    if job.was_synced and not any(worker.synced for worker in staying) and _is_state_wanted(job, staying):
-        # A holder must transfer the state: the first holder that leaves stays until another one has it.
-        emergency_writer = next((worker.name for worker in survivors if worker.synced), None)
-        staying = [worker for worker in survivors if not worker.is_leaving or worker.name == emergency_writer]
+    newest = max((worker.synced for worker in survivors), default=0)
+    if job.was_synced and not any(worker.synced == newest for worker in staying) and _is_state_wanted(job, staying):
+        # A holder must transfer the state: the first holder that leaves stays until another one has it. A worker whose
+        # last sync was in an earlier generation may lack steps that the holders of the newest one have.
+        source = next((worker.name for worker in survivors if worker.synced == newest > 0), None)
+        staying = [worker for worker in survivors if not worker.is_leaving or worker.name == source]
     if job.is_finishing and len(staying) >= job.config.min_np:
         return staying
     most = capacity.most_members(job)

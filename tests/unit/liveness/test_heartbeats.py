@@ -71,6 +71,14 @@ def test_a_budget_has_room_for_ten_beats() -> None:
     assert heartbeat_period_s(60.0) == 0.5
 
 
+def test_the_heartbeats_of_many_agents_are_rarer_but_never_rarer_than_four_in_a_budget() -> None:
+    assert heartbeat_period_s(3.0, agents=200) == pytest.approx(0.3)
+    assert heartbeat_period_s(3.0, agents=400) == pytest.approx(0.6)
+    assert heartbeat_period_s(3.0, agents=10_000) == pytest.approx(0.75)
+    assert heartbeat_period_s(0.3, agents=10_000) == pytest.approx(0.075)
+    assert heartbeat_period_s(60.0, agents=4096) == pytest.approx(6.144)
+
+
 def test_a_datagram_goes_from_one_end_to_the_other() -> None:
     agent, coordinator = sides()
     assert coordinator.open(agent.seal(3, 2)) == (3, 2)
