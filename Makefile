@@ -48,8 +48,8 @@ chaos-report: $(READY)  ## what all chaos runs and soak runs have come to
 chaos-lost: $(READY)  ## a job of which everything is killed twenty times, with checkpoints; CHAOS_SEED=4000
 	@$(BIN)/python -m pytest -m chaos_long tests/chaos
 
-schedules: $(READY)  ## data order and membership under random schedules; DATA_SCHEDULES=100000 MEMBERSHIP_SCHEDULES=8000
-	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} MEMBERSHIP_SCHEDULES=$${MEMBERSHIP_SCHEDULES:-8000} \
+schedules: $(READY)  ## data order and membership under random schedules; DATA_SCHEDULES=100000 MEMBERSHIP_SCHEDULES=8000 LARGE_WORKERS=1024
+	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} MEMBERSHIP_SCHEDULES=$${MEMBERSHIP_SCHEDULES:-8000} LARGE_WORKERS=$${LARGE_WORKERS:-1024} \
 		$(BIN)/python -m pytest tests/property/test_data_order.py tests/property/test_membership_schedules.py
 
 fuzz: $(READY)  ## inputs that nobody sends on purpose, for each decoder and each port; SEED=1 INPUTS=1000000

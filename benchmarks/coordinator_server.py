@@ -53,10 +53,10 @@ class Watch:
                 await asyncio.sleep(0.05)
 
 
-async def measure(workers: int, idle_s: float, seed: int) -> None:
+async def measure(workers: int, idle_s: float, budget_s: float, seed: int) -> None:
     """Run one job of this size, and print its costs."""
     watch, token, hosts = Watch(), secrets.token_bytes(32), -(-workers // SLOTS)
-    config = JobConfig(hosts * SLOTS, takes_agents=True, start_timeout_s=_DEADLINE_S)
+    config = JobConfig(hosts * SLOTS, takes_agents=True, start_timeout_s=_DEADLINE_S, detection_budget_s=budget_s)
     welcome = Welcome("job", ("true",), ".", {}, config.detection_budget_s, config.grace_s, is_elastic=True)
     coordinator = Coordinator(config, token, job_id="job", on_event=watch.on_event, welcome=welcome)
     await coordinator.start()
@@ -104,11 +104,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--idle", type=float, default=10.0, metavar="SECONDS", help="how long idleness is measured")
+    parser.add_argument("--detection-budget", type=float, default=3.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     print("phase   workers    CPU s   took s")
     for workers in options.workers:
-        asyncio.run(measure(workers, options.idle, options.seed))
+        asyncio.run(measure(workers, options.idle, options.detection_budget, options.seed))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -32,6 +33,17 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+MOST_NAMED = 16
+
+
+def named(names: Sequence[str]) -> str:
+    """Join names for a line. A line of a large job has the first ones, and the number of the others."""
+    if len(names) <= MOST_NAMED:
+        return ", ".join(names)
+    first = names[: MOST_NAMED // 2]
+    return f"{', '.join(first)} and {len(names) - len(first)} others"
+
+
 # Hosts, and the agents on them: they come, go, fail and are excluded --------------------------------------------------
 
 
@@ -53,7 +65,7 @@ class AgentWasLost(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        workers = ", ".join(self.workers) or "none"
+        workers = named(self.workers) or "none"
         return f"agent {self.agent} is lost with its workers ({workers}): {self.reason}"
 
 
@@ -161,7 +173,7 @@ class HostRemoved(Event):
     workers: tuple[str, ...]
 
     def line(self) -> str:
-        workers = ", ".join(self.workers) or "none"
+        workers = named(self.workers) or "none"
         what = f"no longer offers more than {count(self.slots, 'slot')}" if self.slots else "is no longer offered"
         return f"host {self.host} {what}; workers that leave: {workers}"
 
@@ -176,7 +188,7 @@ class HostDrained(Event):
     workers: tuple[str, ...]
 
     def line(self) -> str:
-        return f"host {self.host} is drained: {self.reason}; workers that leave: {', '.join(self.workers) or 'none'}"
+        return f"host {self.host} is drained: {self.reason}; workers that leave: {named(self.workers) or 'none'}"
 
 
 @dataclass(frozen=True)
@@ -294,7 +306,7 @@ class HostBlacklisted(Event):
 
     def line(self) -> str:
         how_long = "permanently" if self.cooldown_s is None else f"for {self.cooldown_s:.1f} s"
-        stopped = f"; stopping {', '.join(self.workers)}" if self.workers else ""
+        stopped = f"; stopping {named(self.workers)}" if self.workers else ""
         return f"host {self.host} is excluded {how_long} after {count(self.failures, 'failure')}{stopped}"
 
 
@@ -422,7 +434,7 @@ class WorkersNeverMet(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        ended, waiting = ", ".join(self.workers), ", ".join(self.waiting)
+        ended, waiting = named(self.workers), named(self.waiting)
         return (
             f"ended with exit code 0 without torch.distributed.init_process_group(): {ended}; called it: {waiting}. In "
             "a process group of all workers these wait for the others until its timeout"
@@ -542,7 +554,7 @@ class RegroupBegan(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        who = f"with {', '.join(self.survivors)}" if self.survivors else "without survivors"
+        who = f"with {named(self.survivors)}" if self.survivors else "without survivors"
         return f"regrouping for generation {self.number} {who}: {self.reason}"
 
 
@@ -586,7 +598,7 @@ class GenerationStarted(Event):
 
     def line(self) -> str:
         after = f" after {1000 * self.regroup_s:.0f} ms" if self.regroup_s else ""
-        who = f"{count(len(self.workers), 'worker')}: {', '.join(self.workers)}"
+        who = f"{count(len(self.workers), 'worker')}: {named(self.workers)}"
         return f"generation {self.number} starts{after} with {who}"
 
 
@@ -617,7 +629,7 @@ class LinksDistrusted(Event):
     def line(self) -> str:
         what = "between living workers are broken" if self.is_proved else "failed again"
         where = f"{', '.join(self.links)}: {'; '.join(self.between)}" if self.between else ", ".join(self.links)
-        return f"connections {what} in generation {self.number} ({where}); stopping {', '.join(self.workers)}"
+        return f"connections {what} in generation {self.number} ({where}); stopping {named(self.workers)}"
 
 
 @dataclass(frozen=True)
@@ -899,9 +911,9 @@ class StallNoticed(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        hung = f"{', '.join(self.in_own_code)} in their own code" if self.in_own_code else "no worker in its own code"
+        hung = f"{named(self.in_own_code)} in their own code" if self.in_own_code else "no worker in its own code"
         return (
-            f"no step for {self.stalled_s:.0f} s after step {self.step}: {hung}, {', '.join(self.waiting)} waiting; "
+            f"no step for {self.stalled_s:.0f} s after step {self.step}: {hung}, {named(self.waiting)} waiting; "
             "--step-timeout S stops workers that block the others for S seconds"
         )
 
@@ -916,7 +928,7 @@ class WorkersHung(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        who = ", ".join(self.workers)
+        who = named(self.workers)
         return (
             f"stopping {who}: all other workers waited at step {self.step} for {self.stalled_s:.0f} s (--step-timeout)"
         )
@@ -973,7 +985,7 @@ class StatesDiverged(Event):
 
     def line(self) -> str:
         more = f" and {count(self.objects - 1, 'more tensor')}" if self.objects > 1 else ""
-        who = ", ".join(self.workers)
+        who = named(self.workers)
         done = "the job ends" if self.is_fatal else f"{who} copied the state of {self.source}"
         return f"the states of workers differed at step {self.step}: {self.name}{more} of {who}; {done}"
 

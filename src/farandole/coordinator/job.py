@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from farandole.config import JobConfig
-from farandole.events import Event, JobEnds
+from farandole.events import MOST_NAMED, Event, JobEnds, named
 from farandole.membership import DataAddress, GenerationId, Origin, Placement, Progress, Shortfall
 from farandole.wire.messages import FirstStep, ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
 
@@ -596,8 +596,11 @@ def format_exit(exit_code: int) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join names for a sentence: "w0", "w0 and w1", "w0, w1 and w2"; "none" if there are no names."""
+    """Join names for a sentence: "w0", "w0 and w1", "w0, w1 and w2"; "none" if there are no names. Of many names the
+    first ones, and the number of the others."""
     *most, last = [*names] or ["none"]
+    if len(most) >= MOST_NAMED:
+        return named([*most, last])
     return f"{', '.join(most)} and {last}" if most else last
 
 

@@ -30,6 +30,7 @@ from farandole.coordinator.job import (
 )
 from farandole.coordinator.worker_messages import is_state_lost, resume_from_checkpoint
 from farandole.events import (
+    MOST_NAMED,
     ChangePlanned,
     GenerationStarted,
     Recovered,
@@ -43,13 +44,16 @@ from farandole.wire.messages import Abort, FirstStep, Left, Prepare, Start, Star
 # The effect of a planned change on the membership, in Horovod's numbers; their sum for both.
 _REMOVED, _ADDED = 1, 2
 
+# Every agent gets the reason of each regroup, in characters; faults beyond that are in the log only.
+_LONGEST_REASON = 2000
+
 
 def abort(transition: Transition, reason: str) -> None:
     """End the running generation after a fault, or the regroup under way, with a number that all must answer."""
     old, number = transition.job.change, transition.job.number + 1
     change = Change(number, is_planned=False, began_s=transition.now_s, reason=reason)
     if old is not None and not old.is_planned:
-        reasons = f"{old.reason}; {reason}"
+        reasons = f"{old.reason}; {reason}" if len(old.reason) < _LONGEST_REASON else old.reason
         change = replace(change, began_s=old.began_s, reason=reasons, short_since_s=old.short_since_s)
     transition.change(number=number, change=change)
     defer_restarts(transition)
@@ -62,8 +66,9 @@ def abort(transition: Transition, reason: str) -> None:
 def abort_for_faults(transition: Transition) -> None:
     """End the running generation if the inputs contained faults: once, however many there were."""
     if transition.faults:
-        reason, transition.faults = "; ".join(transition.faults), []
-        abort(transition, reason)
+        faults, transition.faults = transition.faults, []
+        left_out = len(faults) - MOST_NAMED
+        abort(transition, "; ".join(faults[:MOST_NAMED]) + (f"; and {left_out} more" if left_out > 0 else ""))
 
 
 def end_if_hopeless(transition: Transition) -> None:

@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from farandole.coordinator import AgentConnected, AgentReported, ScaleRequested, decide
+from farandole.coordinator.job import listed
 from farandole.coordinator.server import rest_s
 from farandole.events import RegroupBegan, WorkerLost, WorkerSpawned
 from farandole.wire.messages import Failed, FromWorker, Ready, WorkerDying, WorkerExited
@@ -21,6 +22,18 @@ def test_many_losses_are_one_regroup() -> None:
     assert began.number == 2
     assert [f"{name} " in began.reason for name in ("w1", "w3", "w4")] == [True] * 3
     assert len(told.logged(WorkerLost)) == 3
+
+
+def test_the_loss_of_a_large_part_of_a_job_is_told_in_a_few_words() -> None:
+    told = ToldJob(400).training()
+    told.feed(*(AgentReported("a", WorkerExited(f"w{index}", -9)) for index in range(300)))
+    (began,) = told.logged(RegroupBegan)
+    assert began.reason.endswith("; and 284 more")
+    assert len(began.survivors) == 100
+    assert began.line().startswith("regrouping for generation 2 with w300, w301, ")
+    assert "w307 and 92 others: w0 (slot 0) was killed" in began.line()
+    assert listed(f"w{index}" for index in range(20)) == "w0, w1, w2, w3, w4, w5, w6, w7 and 12 others"
+    assert listed(["w0", "w1", "w2"]) == "w0, w1 and w2"
 
 
 def test_the_last_answer_and_the_next_loss_are_one_decision() -> None:
