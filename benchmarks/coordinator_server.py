@@ -23,7 +23,7 @@ import time
 
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
-from farandole.events import Event, GenerationStarted, Recovered
+from farandole.events import AgentWasLost, Event, GenerationStarted, Recovered
 from farandole.wire.channel import encode
 from farandole.wire.messages import Welcome
 
@@ -34,14 +34,17 @@ _DEADLINE_S = 300.0
 
 
 class Watch:
-    """The events of the coordinator, and its process's CPU time when they came."""
+    """The awaited events of the coordinator, and its process's CPU time when they came."""
 
     def __init__(self) -> None:
         self._events: list[tuple[Event, float, float]] = []
 
     def on_event(self, event: Event) -> None:
         event.line()
-        self._events.append((event, time.process_time(), time.monotonic()))
+        if isinstance(event, GenerationStarted | Recovered):
+            self._events.append((event, time.process_time(), time.monotonic()))
+        elif isinstance(event, AgentWasLost):
+            print(event.line(), flush=True)
 
     async def until(self, kind: type[Event], times: int) -> tuple[float, float]:
         """Wait until so many events of a kind have come; return CPU time and time then."""
@@ -87,8 +90,6 @@ async def measure(workers: int, idle_s: float, budget_s: float, seed: int) -> No
         begin_cpu_s = time.process_time()
         encode(coordinator.status())
         _print("status", workers, time.process_time() - begin_cpu_s, 0.0)
-        coordinator.request_stop(now=True, reason="The benchmark is over.")
-        await run
     finally:
         run.cancel()
         with contextlib.suppress(ProcessLookupError):

@@ -41,7 +41,8 @@ from farandole.wire.messages import (
     WorkerMessage,
 )
 
-_DIALS_AT_A_TIME = 64
+_DIALS_AT_A_TIME = 16
+_AGAIN_S = 0.5
 
 
 class Fleet:
@@ -86,7 +87,7 @@ class SimulatedAgent:
 
     async def run(self) -> None:
         async with self._fleet.dials:
-            self._channel = await connect("127.0.0.1", self._fleet.port, self._fleet.token, None, TO_AGENT)
+            self._channel = await self._dial()
             software = installed_software()
             self._channel.send(
                 AgentHello(
@@ -107,6 +108,14 @@ class SimulatedAgent:
             for task in tasks:
                 task.cancel()
             self._channel.close()
+
+    async def _dial(self) -> Channel[ToAgent]:
+        """Connect; again while the coordinator or this process is too busy for the deadline of the handshake."""
+        while True:
+            try:
+                return await connect("127.0.0.1", self._fleet.port, self._fleet.token, None, TO_AGENT)
+            except ConnectionError:
+                await asyncio.sleep(_AGAIN_S)
 
     def exit(self, worker: str, exit_code: int) -> None:
         if worker in self._workers:

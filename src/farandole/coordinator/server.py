@@ -85,7 +85,7 @@ from farandole.wire.messages import (
 
 _SHORTEST_WAIT_S = 0.001
 
-_LONGEST_REST_S = 0.02
+_SHORT_REST_S = 0.02
 
 
 def rest_s(took_s: float) -> float:
@@ -94,7 +94,7 @@ def rest_s(took_s: float) -> float:
     While all members of a large job report, within a second, most of its coordinator's time would else be spent on
     conclusions from a few reports at a time. The decision of a small job is over before the next message has come.
     """
-    return min(4 * took_s, _LONGEST_REST_S) if took_s > _SHORTEST_WAIT_S else 0.0
+    return min(4 * took_s, max(took_s, _SHORT_REST_S)) if took_s > _SHORTEST_WAIT_S else 0.0
 
 
 @dataclass(frozen=True)
