@@ -6,7 +6,8 @@ the moment after which no member makes progress.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -169,13 +170,11 @@ def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> N
     is_running = job.is_elastic and not job.is_released and (job.change is None or job.change.is_planned)
     if job.generation is None or hint.number != job.generation.number or not is_running:
         return
-    survivors = {worker.name: worker for worker in job.survivors()}
-    peer = survivors.get(hint.peer)
-    if peer is None or peer.name == reporter.name or reporter.name not in survivors:
+    if hint.peer == reporter.name or not (job.is_survivor(hint.peer) and job.is_survivor(reporter.name)):
         return
     trouble = job.links
     deadline_s = transition.now_s + EXIT_EXPLAINS_S if trouble.deadline_s is None else trouble.deadline_s
-    link = (min(reporter.name, peer.name), max(reporter.name, peer.name))
+    link = (min(reporter.name, hint.peer), max(reporter.name, hint.peer))
     transition.change(links=replace(trouble, hints=trouble.hints | {link}, deadline_s=deadline_s))
 
 
@@ -315,28 +314,32 @@ def note_probe_result(transition: Transition, reporter: Worker, message: Probed)
     is_running = job.is_elastic and not job.is_released and (job.change is None or job.change.is_planned)
     if job.generation is None or message.number != job.generation.number or not is_running:
         return
-    survivors = {worker.name for worker in job.survivors()}
-    if reporter.name not in survivors:
+    if not job.is_survivor(reporter.name):
         return
-    peers = frozenset(survivors - {reporter.name})
-    finding = Finding(transition.now_s, peers.intersection(message.reachable), peers.intersection(message.unreachable))
+
+    def living(names: Iterable[str]) -> frozenset[str]:
+        return frozenset(name for name in names if name != reporter.name and job.is_survivor(name))
+
+    finding = Finding(transition.now_s, living(message.reachable), living(message.unreachable))
     trouble = job.links
     asked = trouble.asked - {reporter.name}
     transition.change(links=replace(trouble, findings={**trouble.findings, reporter.name: finding}, asked=asked))
-    _ask_the_other_ends(transition, finding, message.number)
-    _set_verdict(transition, survivors)
+    if finding.unreachable or trouble.verdict_s is not None:  # else no link is suspected that was not before
+        _ask_the_other_ends(transition, finding, message.number)
+        _set_verdict(transition)
 
 
 def broken_links(job: Job, now_s: float) -> list[LinkEnds]:
     """Return the links whose ends both live and cannot reach each other, by the ranks of their workers."""
     fresh = _fresh(job, now_s)
-    names = [worker.name for worker in job.survivors()]
-    found = []
-    for place, one in enumerate(names):
-        for other in names[place + 1 :]:
-            if _denies(fresh, one, other) and _denies(fresh, other, one):
-                found.append((one, other))
-    return found
+    ranks = job.generation.ranks if job.generation is not None else {}
+    found = [
+        (one, other)
+        for one, finding in fresh.items()
+        for other in finding.unreachable
+        if job.is_survivor(one) and job.is_survivor(other) and ranks[one] < ranks[other] and _denies(fresh, other, one)
+    ]
+    return sorted(found, key=lambda link: (ranks[link[0]], ranks[link[1]]))
 
 
 def suspected_until(job: Job, now_s: float) -> float | None:
@@ -359,22 +362,24 @@ def spread_to_hosts(job: Job, broken: Iterable[LinkEnds], now_s: float) -> set[L
     }
     links = set(broken)
     ways = {frozenset((host[one], host[other])) for one, other in links if host[one] != host[other]} - works
-    for place, one in enumerate(members):
-        for other in members[place + 1 :]:
-            if frozenset((host[one.name], host[other.name])) in ways and host[one.name] != host[other.name]:
-                links.add((one.name, other.name))
+    members_on: defaultdict[str, list[int]] = defaultdict(list)  # by rank
+    for rank, worker in enumerate(members):
+        members_on[host[worker.name]].append(rank)
+    for one, other in map(tuple, ways):
+        for ends in itertools.product(members_on[one], members_on[other]):
+            links.add((members[min(ends)].name, members[max(ends)].name))
     return links
 
 
-def _set_verdict(transition: Transition, survivors: set[str]) -> None:
+def _set_verdict(transition: Transition) -> None:
     """Set the time of the verdict once a link is proved to be broken: now, if all members have reported."""
-    trouble = transition.job.links
-    if survivors <= _fresh(transition.job, transition.now_s).keys():
-        wait_s = 0.0
-    else:
-        wait_s = transition.job.config.detection_budget_s / _VERDICT_PARTS
-    verdict_s = transition.now_s + wait_s
-    if (trouble.verdict_s is None or verdict_s < trouble.verdict_s) and broken_links(transition.job, transition.now_s):
+    job, trouble = transition.job, transition.job.links
+    if not broken_links(job, transition.now_s):
+        return
+    fresh = _fresh(job, transition.now_s)
+    have_all_reported = all(worker.name in fresh for worker in job.each_survivor())
+    verdict_s = transition.now_s + (0.0 if have_all_reported else job.config.detection_budget_s / _VERDICT_PARTS)
+    if trouble.verdict_s is None or verdict_s < trouble.verdict_s:
         transition.change(links=replace(trouble, verdict_s=verdict_s))
 
 

@@ -372,6 +372,11 @@ class Job:
             if worker is not None and not (worker.has_left or worker.is_dying):
                 yield worker
 
+    def is_survivor(self, name: str) -> bool:
+        """Return whether the worker is a member of the last generation and has not been lost."""
+        worker = self.workers.get(name)
+        return worker is not None and self.is_member(name) and not (worker.has_left or worker.is_dying)
+
     def emergency_writer(self) -> str | None:
         """Return the worker that writes the emergency checkpoint when the job ends: the survivor of the lowest rank
         that holds the state and was not itself asked to end."""
