@@ -378,7 +378,8 @@ def random_large_world(seed: int) -> SimulatedJob:
     """Many hosts of eight workers, and bursts of faults, each of which may hit some of the workers or a whole host."""
     dice = random.Random(seed)
     habits = replace(random_habits(dice), is_elastic=True, hangs=0.0, crashes=0.0, gathers_s=0.01)
-    world = SimulatedJob(JobConfig(LARGE_WORKERS, elastic_timeout_s=30.0, start_timeout_s=20.0), seed, habits)
+    config = JobConfig(LARGE_WORKERS, elastic_timeout_s=30.0, start_timeout_s=20.0, step_timeout_s=5.0)
+    world = SimulatedJob(config, seed, habits)
     hosts = LARGE_WORKERS // 8
     for index in range(hosts):
         agent = "ab"[index] if index < 2 else f"host{index}"
