@@ -246,6 +246,7 @@ class SimulatedJob:
             for worker in self.alive():
                 if worker.agent == agent:
                     worker.die()
+            self._decide()
             lease_end_s = None if lease_s is None else self.now_s + lease_s
             self.feed(AgentLost(agent, "its host is silent", lease_end_s))
             again_s = max(1.0, lease_s or 0.0)

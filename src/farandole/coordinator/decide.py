@@ -61,20 +61,18 @@ from farandole.wire.messages import (
 def decide(job: Job, inputs: Sequence[Input], now_s: float) -> tuple[Job, list[Action]]:
     """Return the job after the inputs, and the actions to take, in order.
 
-    inputs  in the order in which they arrived
+    inputs  in the order in which they arrived. Conclude what came before the loss of an agent in a decision of its own:
+            its last worker may have ended the job with success
     now_s   a monotonic clock, in seconds
     """
+    if job.ending is not None and job.ending.is_done:
+        return job, []
     transition = Transition(job, now_s)
-    before: Input | None = None
     for input in inputs:
-        if isinstance(input, AgentLost) and before is not None and not isinstance(before, AgentLost):
-            _settle(transition)  # what came before the loss counts: the last worker may have ended with success
-        ending = transition.job.ending
-        if ending is None:
+        if transition.job.ending is None:
             _apply_input(transition, input)
-        elif not ending.is_done:
+        else:
             shutdown.record(transition, input)
-        before = input
     _settle(transition)
     return transition.job, transition.actions
 
@@ -155,8 +153,6 @@ def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -
 
 
 def _settle(transition: Transition) -> None:
-    if transition.job.ending is not None and transition.job.ending.is_done:
-        return
     if transition.job.ending is None:
         regroup.abort_for_faults(transition)
         worker_messages.kill_overdue(transition)

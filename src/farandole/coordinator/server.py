@@ -361,6 +361,8 @@ class Coordinator:
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
 
     def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
+        if not all(isinstance(each, AgentLost) for each in self._inbox):
+            self._settle()  # what it reported before counts
         self._report_steps()
         self._silence.forget(agent)
         self._hang_detector.forget(agent)

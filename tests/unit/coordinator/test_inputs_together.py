@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from farandole.coordinator import AgentConnected, AgentLost, AgentReported, ScaleRequested, decide
+from farandole.coordinator import AgentConnected, AgentReported, ScaleRequested, decide
 from farandole.coordinator.job import listed
 from farandole.coordinator.server import rest_s
 from farandole.events import RegroupBegan, WorkerLost, WorkerSpawned
@@ -50,13 +50,6 @@ def test_the_agents_of_many_hosts_join_in_one_decision() -> None:
     told.feed(*(AgentConnected(name, name, 2) for name in "abc"))
     assert [event.rank for event in told.logged(WorkerSpawned)] == [0, 1, 2, 3, 4, 5]
     assert [event.host for event in told.logged(WorkerSpawned)] == ["a", "a", "b", "b", "c", "c"]
-
-
-def test_a_job_that_has_finished_is_not_failed_by_the_end_of_its_agent() -> None:
-    told = ToldJob(1).training().finished("w0")
-    told.feed(AgentReported("a", WorkerExited("w0", 0)), AgentLost("a", "its process has ended"))
-    assert told.end is not None
-    assert told.end.exit_code == 0
 
 
 def test_a_worker_that_raised_is_dying_and_is_gone_within_one_decision() -> None:
