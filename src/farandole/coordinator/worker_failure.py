@@ -89,6 +89,8 @@ def agent_lost(transition: Transition, input: AgentLost) -> None:
     how = f"was lost with agent {agent.name}"
     noticed = f"the silence of agent {agent.name}" if input.silent_s else f"the end of agent {agent.name}"
     _gone(transition, [ExitRecord(worker, how, noticed=noticed, silent_s=input.silent_s) for worker in workers])
+    if transition.job.is_released:
+        return  # the training is complete, unless a member was lost with the agent (shutdown.py)
     if not (transition.job.may_get_slots() or any(agent.is_connected for agent in transition.job.agents.values())):
         transition.end(1, f"Agent {agent.name} was the last one and is lost: {input.reason}.")
 
