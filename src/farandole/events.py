@@ -138,6 +138,31 @@ class AgentsAwaited(Event):
 
 
 @dataclass(frozen=True)
+class CoordinatorUnreachable(Event):
+    """The connection to the coordinator has ended; the workers continue."""
+
+    agent: str
+    reason: str
+    patience_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        limit = f" for up to {self.patience_s:g} s" if self.patience_s < float("inf") else ""
+        return f"agent {self.agent} has no connection to the coordinator ({self.reason}); its workers continue{limit}"
+
+
+@dataclass(frozen=True)
+class CoordinatorBack(Event):
+    """The agent has reached the coordinator again, or another one that has taken over."""
+
+    agent: str
+    after_s: float
+
+    def line(self) -> str:
+        return f"agent {self.agent} has reached the coordinator again after {self.after_s:.2f} s"
+
+
+@dataclass(frozen=True)
 class CoordinatorLost(Event):
     """An agent without its coordinator ends its workers."""
 

@@ -10,7 +10,7 @@ import enum
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farandole.agent.completion import to_its_end
+from farandole.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.agent.error_file import ErrorFiles
 from farandole.agent.guard_process import remove_shared_memory
 from farandole.agent.network_addresses import data_hosts
@@ -53,6 +54,7 @@ from farandole.wire.messages import (
     JobOver,
     Kill,
     PartReceived,
+    Resumed,
     ReturnPart,
     Spawn,
     SpawnFailed,
@@ -93,7 +95,9 @@ class AgentConfig:
     error_folder        the folder for the workers' error files, which stay after the job; empty: they are removed
     data_hosts          the addresses of this machine for the other workers; empty: that from which this agent reaches
                         the coordinator, and the others that are not loopback unless that is
-    process             the identifier of this process in AgentHello; it matters for an agent apart only
+    process             the identifier of this process in AgentHello
+    patience_s          how long its workers continue when the connection to the coordinator has ended, until there is
+                        another one; 0: not at all
     """
 
     name: str
@@ -116,6 +120,7 @@ class AgentConfig:
     error_folder: str = ""
     data_hosts: tuple[str, ...] = ()
     process: str = ""
+    patience_s: float = 0.0
 
 
 class EndOfService(enum.Enum):
@@ -139,7 +144,7 @@ class Service:
 class Agent:
     """The agent. Create and run it on one event loop: `await run()`. When that returns or raises, no worker is left.
 
-    channel  that of an agent that was welcomed already; None: it connects, as a part of the coordinator's process
+    session  that of an agent that was welcomed already; None: it begins one, as an agent of the launcher
     call     the call of farandole.run(), for the workers; empty: they run another program
     """
 
@@ -148,12 +153,12 @@ class Agent:
         config: AgentConfig,
         sink: Sink,
         on_event: Callable[[Event], None],
-        channel: Channel[ToAgent] | None = None,
+        session: CoordinatorSession | None = None,
         call: bytes = b"",
     ) -> None:
         self._config, self._sink, self._on_event = config, sink, on_event
         self._refused = RefusalReports(on_event)
-        self._joined, self._call = channel, call
+        self._joined, self._call = session, call
         self._returns: dict[str, asyncio.Event] = {}  # by worker: set when its last part was received
         self._is_obeying = True
         self._is_abandoned = False
@@ -163,7 +168,7 @@ class Agent:
         self._reported: dict[str, WorkerStatus] = {}
         self._reported_s = self._look_at_statuses_s = now_s()
         self._datagrams = (
-            HeartbeatSocket(config.token, config.heartbeat_id, self._heartbeats.record)
+            HeartbeatSocket(config.token, config.heartbeat_id, self._record_heartbeat)
             if config.heartbeat_port
             else None
         )
@@ -177,21 +182,23 @@ class Agent:
         )
         self._pages = StatusPages(self._on_exit_notice)
         self._is_stopping = False
-        self._dumps: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # besides those of run()
+        self._store_port = config.store_port
 
     async def run(self) -> Service:
         """Serve the job until it has ended, continues without this host, or has no coordinator any more. Raises what
         `connect` raises."""
         config = self._config
-        self._channel = await self._dial() if self._joined is None else self._joined
+        self._session = await self._begin_session() if self._joined is None else self._joined
+        self._session.on_resumed = self._on_resumed
         self._guards_channel = await self._dial_for_guard() if config.is_apart else None
         if self._datagrams is not None:
             with contextlib.suppress(OSError):  # the connection carries heartbeats, too
                 await self._datagrams.open(Address(config.coordinator.host, config.heartbeat_port))
         # From here to the try block nothing is awaited: whatever is started is also ended.
         self._server.start()
-        died = None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied())
-        self._processes.start(died)
+        self._died = None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied())
+        self._processes.start(self._died)
         error_folder = Path(config.error_folder) if config.error_folder else self._processes.scratch / "errors"
         self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
         self._pages.start()
@@ -209,7 +216,7 @@ class Agent:
             service = obedience.result() if obedience.done() else lease.result()
             if config.is_apart and service.end is EndOfService.LOST:
                 grace_s = 0.0  # the others may continue without them by now
-                self._channel.abort()  # their exits are not failures of theirs
+                self._session.abort()  # their exits are not failures of theirs
             return service
         finally:
             self._stop_waiting_for_answers()
@@ -218,31 +225,37 @@ class Agent:
             try:
                 await to_its_end(self._processes.end(grace_s))
             finally:
-                if self._is_abandoned and died is not None:
+                if self._is_abandoned and self._died is not None:
                     with contextlib.suppress(OSError):  # the coordinator is gone, too
-                        os.write(*died)  # as the guard does, which has ended
-                for task in (heartbeats, watch, *self._dumps):
+                        os.write(*self._died)  # as the guard does, which has ended
+                for task in (heartbeats, watch, *self._tasks):
                     task.cancel()
                 self._server.stop()
                 self._pages.stop()
-                self._channel.close()
+                self._session.close()
                 if self._guards_channel is not None:
                     self._guards_channel.close()
                 if self._datagrams is not None:
                     self._datagrams.close()
 
+    async def _begin_session(self) -> CoordinatorSession:
+        config = self._config
+        hello = AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION, process=config.process)
+        channel = await self._dial()
+        channel.send(hello)
+        reconnecting = Reconnecting(hello, self._dial, config.patience_s, self._on_event)
+        return CoordinatorSession(channel, reconnecting=reconnecting if config.patience_s else None)
+
     async def _dial(self) -> Channel[ToAgent]:
         config, address = self._config, self._config.coordinator
-        channel = await connect(address.host, address.port, config.token, config.job_id, TO_AGENT)
-        channel.send(AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION))
-        return channel
+        return await connect(address.host, address.port, config.token, config.job_id, TO_AGENT)
 
     async def _dial_for_guard(self) -> Channel[ToAgent] | None:
         """Return a second connection, on which the guard will report the end of this process. None: it cannot be
         opened; the coordinator will notice that end by the agent's silence."""
-        config, address = self._config, self._config.coordinator
+        config, port = self._config, self._session.peer_port
         try:
-            channel = await connect(address.host, address.port, config.token, config.job_id, TO_AGENT)
+            channel = await connect(self._session.peer_host, port, config.token, config.job_id, TO_AGENT)
         except (ConnectionError, AuthenticationError, ProtocolError):
             return None
         channel.send(GuardHello(config.name, config.process, PROTOCOL_VERSION))
@@ -260,8 +273,43 @@ class Agent:
     def leave(self, reason: str, within_s: float = 0.0) -> None:
         """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed
         after the grace period, or `within_s` if that is longer."""
-        self._channel.send(AgentLeaving(reason))
+        self._session.send(AgentLeaving(reason))
         asyncio.get_running_loop().call_later(max(self._config.grace_s, within_s), self.kill_workers)
+
+    # When the coordinator is back --------------------------------------------------------------------------
+
+    def _on_resumed(self, resumed: Resumed) -> None:
+        """Begin to count heartbeats anew, as the coordinator does, and renew what depends on the connection."""
+        self._heartbeats = Heartbeats(since_boot_s())
+        self._store_port = resumed.store_port
+        if self._config.is_apart:
+            self._start_task(self._renew(resumed))
+
+    async def _renew(self, resumed: Resumed) -> None:
+        """Open the socket of the datagrams, and the connection of the guard, to the coordinator of now."""
+        config = self._config
+        if self._datagrams is not None:
+            self._datagrams.close()
+            self._datagrams = None
+        if resumed.heartbeat_port:
+            datagrams = HeartbeatSocket(config.token, resumed.heartbeat_id, self._record_heartbeat)
+            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
+                await datagrams.open(Address(self._session.peer_host, resumed.heartbeat_port))
+                self._datagrams = datagrams
+        old, self._guards_channel = self._guards_channel, await self._dial_for_guard()
+        if old is not None:
+            old.abort()
+        if self._guards_channel is not None:
+            self._died = self._guards_channel.hand_over(AgentDied())
+            self._processes.renew_guard(self._died)
+
+    def _record_heartbeat(self, sequence: int, received: int) -> None:
+        self._heartbeats.record(sequence, received)
+
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` beside the service, at most until its end."""
+        self._tasks.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._tasks.discard)
 
     # From the coordinator ---------------------------------------------------------------------------------
 
@@ -271,7 +319,7 @@ class Agent:
         try:
             if self._call:
                 await asyncio.to_thread(call_file(self._processes.scratch).write_bytes, self._call)
-            while not isinstance(order := await self._channel.receive(), JobOver | Dismissed):
+            while not isinstance(order := await self._session.receive(), JobOver | Dismissed):
                 self._do(order)
             service = _service(order)
         except (ConnectionError, AuthenticationError, ProtocolError) as error:
@@ -296,7 +344,7 @@ class Agent:
                 worker=order.worker,
                 secret=self._server.expect(order.worker),
                 slot=order.slot,
-                data_addresses=",".join(self._config.data_hosts or data_hosts(self._channel.own_host)),
+                data_addresses=",".join(self._config.data_hosts or data_hosts(self._session.own_host)),
                 scratch_folder=str(self._processes.scratch),
                 detection_budget_s=self._config.detection_budget_s,
                 status_page=self._pages.add(order.worker),
@@ -323,23 +371,21 @@ class Agent:
             self._processes.spawn(order.worker, {**self._config.environment, **added})
         elif isinstance(order, Kill):
             if order.dumps_stacks:
-                self._dumps.add(dump := asyncio.create_task(self._dump_and_kill(order)))
-                dump.add_done_callback(self._dumps.discard)
+                self._start_task(self._dump_and_kill(order))
             else:
                 self._processes.kill(order.worker, order.grace_s)
         elif isinstance(order, PartReceived):
             if order.worker in self._returns:
                 self._returns[order.worker].set()
         elif isinstance(order, CoordinatorHeartbeat):
-            self._heartbeats.record(order.sequence, order.received)
+            self._record_heartbeat(order.sequence, order.received)
             self._heartbeat_every_s = order.every_s or self._heartbeat_every_s
 
     @property
     def _store(self) -> Address | None:
         """The address of the job's store, at the address by which this agent reaches the coordinator; None: there is
         none."""
-        port = self._config.store_port
-        return Address(self._channel.peer_host, port) if port else None
+        return Address(self._session.peer_host, self._store_port) if self._store_port else None
 
     async def _dump_and_kill(self, order: Kill) -> None:
         page = self._pages.get(order.worker)
@@ -361,7 +407,7 @@ class Agent:
     def _on_message(self, worker: str, message: WorkerMessage) -> None:
         if isinstance(message, Hello):
             self._processes.called_init(worker, message.pid)
-        self._channel.send(FromWorker(worker, message))
+        self._session.send(FromWorker(worker, message))
 
     def _on_refused(self, who: str, reason: str) -> None:
         self._refused(ConnectionRefused(who, reason))
@@ -371,7 +417,7 @@ class Agent:
         killed first: its other processes must not continue. The exit follows when the kernel has freed its memory."""
         if self._processes.end_if_dying(worker):
             self._server.read_rest(worker)
-            self._channel.send(WorkerDying(worker))
+            self._session.send(WorkerDying(worker))
 
     async def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...], pid: int) -> None:
         self._report_meetings()
@@ -382,7 +428,7 @@ class Agent:
         error = self._errors.take(worker)
         if self._call:
             await self._send_return(worker)
-        self._channel.send(WorkerExited(worker, exit_code, last_lines, stacks, pid, error))
+        self._session.send(WorkerExited(worker, exit_code, last_lines, stacks, pid, error))
 
     async def _send_return(self, worker: str) -> None:
         """Send what the worker has left for the caller of farandole.run(), if anything, one part after the other."""
@@ -395,7 +441,7 @@ class Agent:
             data = file.read(PART_BYTES)
             while data:
                 following = file.read(PART_BYTES)
-                self._channel.send(ReturnPart(worker, data, not following, age_s))
+                self._session.send(ReturnPart(worker, data, not following, age_s))
                 if following and self._is_obeying:
                     await received.wait()
                     received.clear()
@@ -412,7 +458,7 @@ class Agent:
     def _on_spawn_failed(self, worker: str, error: str) -> None:
         self._pages.remove(worker)
         self._server.dismiss(worker)
-        self._channel.send(SpawnFailed(worker, error))
+        self._session.send(SpawnFailed(worker, error))
 
     # Timers -----------------------------------------------------------------------------------------------
 
@@ -420,7 +466,8 @@ class Agent:
         while True:
             sequence, statuses = self._heartbeats.next(since_boot_s()), self._changed_statuses()
             received = self._heartbeats.received if self._config.is_apart else None
-            self._channel.send(Heartbeat(sequence, received, statuses))
+            self._session.send(Heartbeat(sequence, received, statuses))
+            self._session.confirm()
             if self._datagrams is not None:
                 self._datagrams.send(sequence, self._heartbeats.received)
             self._processes.heartbeat()
@@ -439,7 +486,8 @@ class Agent:
         while looks < 2:
             await asyncio.sleep(budget_s / 20)
             silent_s = since_boot_s() - self._heartbeats.reached_s
-            looks = looks + 1 if silent_s >= 0.9 * budget_s else 0
+            # The end of the connection says that the coordinator has ended: then the session has the limit.
+            looks = looks + 1 if silent_s >= 0.9 * budget_s and self._session.is_connected else 0
         service = Service(EndOfService.LOST, f"the coordinator has not answered for {silent_s:.2f} s")
         self._on_event(CoordinatorLost(self._config.name, service.reason))
         self._stop_workers(service)
@@ -477,7 +525,7 @@ class Agent:
     def _report_meetings(self) -> None:
         """Report the workers of which it has become known since the last call whether they have met the others."""
         for worker, meeting in self._pages.new_meetings().items():
-            self._channel.send(WorkerMet(worker, meeting is Meeting.MET))
+            self._session.send(WorkerMet(worker, meeting is Meeting.MET))
 
 
 def _service(order: JobOver | Dismissed) -> Service:
@@ -573,6 +621,11 @@ class WorkerProcesses:
     def heartbeat(self) -> None:
         """Note that the agent is not stopped."""
         self._guard.heartbeat()
+
+    def renew_guard(self, last_message: tuple[int, bytes]) -> None:
+        """Give the guard another last message."""
+        with contextlib.suppress(OSError):  # the one that runs watches, and can only not report
+            self._guard.renew(last_message)
 
     def pids(self) -> dict[str, int]:
         """Return the processes that run and have not been asked to end, by worker."""

@@ -508,6 +508,20 @@ class Guard:
         self._watched.discard(pgid)
         self._send_command(f"release {pgid}\n")
 
+    def renew(self, last_message: tuple[int, bytes] | None) -> None:
+        """Let another process watch the same groups, which will send this last message. Raises OSError when it cannot
+        be started; then nothing changes."""
+        before, kept = self._process, self._last_message
+        self._last_message = last_message
+        try:
+            self._start_again()
+        except OSError:
+            self._process, self._last_message = before, kept
+            raise
+        watching, self._process = self._process, before
+        self.stop()
+        self._process = watching
+
     def stop(self) -> None:
         """End the guard; no process is killed. Idempotent."""
         process, self._process = self._process, None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast
 
 from farandole.agent.agent import Agent, AgentConfig, EndOfService, Service
+from farandole.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.agent.host_resources import share_cores
 from farandole.agent.network_addresses import own_addresses
 from farandole.env import inherited_environment
@@ -121,7 +122,7 @@ class JoiningAgent:
 
     async def _serve_again_and_again(self) -> Service:
         while True:
-            channel, welcome, call = await self._join()
+            channel, hello, welcome, call = await self._join()
             try:
                 config = self._config(welcome)
             except OSError as error:
@@ -131,8 +132,10 @@ class JoiningAgent:
                     f"machine ({error.strerror}); give the folder that has its files here with --folder"
                 ) from None
             self._on_event(AgentServes(welcome.job_id, config.slots))
-            output = ForwardedOutput(channel)
-            self._agent = Agent(config, output, self._on_event, channel, call)
+            reconnecting = Reconnecting(hello, self._dial_again, welcome.patience_s, self._on_event)
+            session = CoordinatorSession(channel, welcome.epoch, reconnecting if welcome.patience_s else None)
+            output = ForwardedOutput(session)
+            self._agent = Agent(config, output, self._on_event, session, call)
             try:
                 service = await self._agent.run()
             finally:
@@ -142,7 +145,7 @@ class JoiningAgent:
                 return service
             self._on_event(AgentRejoins(str(self._coordinator), service.reason))
 
-    async def _join(self) -> tuple[Channel[ToAgent], Welcome, bytes]:
+    async def _join(self) -> tuple[Channel[ToAgent], AgentHello, Welcome, bytes]:
         """Try to join until the agent is welcomed, or the time is over."""
         deadline_s, last = now_s() + self._options.retry_s, ""
         while True:
@@ -157,21 +160,27 @@ class JoiningAgent:
                 last = why
             await asyncio.sleep(_AGAIN_S)
 
-    async def _attempt(self) -> tuple[Channel[ToAgent], Welcome, bytes]:
+    async def _dial_again(self) -> Channel[ToAgent]:
+        try:
+            channel, self._coordinator = await self._dial_all()
+        except (_NotNow, ConfigError) as error:
+            raise ConnectionError(str(error)) from None
+        return channel
+
+    async def _attempt(self) -> tuple[Channel[ToAgent], AgentHello, Welcome, bytes]:
         channel, self._coordinator = await self._dial_all()
         options, coordinator = self._options, self._coordinator
+        hello = AgentHello(
+            options.name,
+            options.host,
+            options.slots,
+            PROTOCOL_VERSION,
+            process=self._process,
+            is_apart=True,
+            software=installed_software(),
+        )
         try:
-            channel.send(
-                AgentHello(
-                    options.name,
-                    options.host,
-                    options.slots,
-                    PROTOCOL_VERSION,
-                    process=self._process,
-                    is_apart=True,
-                    software=installed_software(),
-                )
-            )
+            channel.send(hello)
             call = b""
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
                 answer = await channel.receive()
@@ -194,7 +203,7 @@ class JoiningAgent:
         except BaseException:
             channel.abort()
             raise
-        return channel, answer, call
+        return channel, hello, answer, call
 
     async def _dial_all(self) -> tuple[Channel[ToAgent], Address]:
         """Dial all addresses of the coordinator, each a little later than the one before, and return the first

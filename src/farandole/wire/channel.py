@@ -174,6 +174,11 @@ class Channel(Generic[T]):
         return str(self._writer.get_extra_info("peername")[0])
 
     @property
+    def peer_port(self) -> int:
+        """The port of the other side, as this side sees it."""
+        return int(self._writer.get_extra_info("peername")[1])
+
+    @property
     def unsent_bytes(self) -> int:
         """The number of bytes that the kernel has not accepted yet."""
         return self._writer.transport.get_write_buffer_size()

@@ -282,13 +282,26 @@ ToWorker: TypeAlias = Newcomer | Abort | Probe | Prepare | Start | Released | Le
 # Agent -> coordinator -------------------------------------------------------------------------------------------------
 
 
+class Resumption(msgspec.Struct, frozen=True):
+    """The session that an agent continues on a new connection.
+
+    Attributes:
+        epoch: The highest epoch of a coordinator that it has served.
+        handled: The number of the coordinator's counted messages (wire/message_log.py) that it has handled.
+    """
+
+    epoch: int
+    handled: int
+
+
 class AgentHello(Message, frozen=True):
     """The first message of an agent, after both ends proved the job token.
 
     Attributes:
         process: Random, the same for the life of the agent's process: another one must not take its place.
-        is_apart: It is not a part of the coordinator's process. Answer: Welcome or Refused.
+        is_apart: It belongs to another machine, or was not started by the launcher. Answer: Welcome or Refused.
         software: The versions there; those of the coordinator must be equal. Empty: unknown.
+        resumes: Its workers run, and it continues its session. Answer: Resumed or SessionOver. None: it begins one.
     """
 
     agent: str
@@ -298,6 +311,7 @@ class AgentHello(Message, frozen=True):
     process: str = ""
     is_apart: bool = False
     software: dict[str, str] = {}
+    resumes: Resumption | None = None
 
 
 class GuardHello(Message, frozen=True):
@@ -447,6 +461,12 @@ class ReturnPart(Message, frozen=True):
     age_s: float
 
 
+class Handled(Message, frozen=True):
+    """The sender has handled so many of the counted messages of the session. From both sides."""
+
+    count: int
+
+
 class CallReceived(Message, frozen=True):
     """Answer to CallComes: all parts of the call have arrived."""
 
@@ -466,6 +486,7 @@ AgentMessage: TypeAlias = (
     | WorkerRanked
     | WorkerSilent
     | ReturnPart
+    | Handled
 )
 
 
@@ -484,6 +505,8 @@ class Welcome(Message, frozen=True):
             none.
         store_port: The port of the job's store, at the address of the coordinator; 0: there is none.
         needs_folder: The agent cannot serve without `folder`; otherwise its own working directory takes its place.
+        epoch: Of the coordinator: higher for each one that takes over.
+        patience_s: How long workers continue when the connection to the coordinator has ended, until there is another.
     """
 
     job_id: str
@@ -499,6 +522,30 @@ class Welcome(Message, frozen=True):
     store_port: int = 0
     max_restarts: int = 0
     needs_folder: bool = True
+    epoch: int = 1
+    patience_s: float = 0.0
+
+
+class Resumed(Message, frozen=True):
+    """Answer to an AgentHello that resumes: the session continues with this coordinator.
+
+    Attributes:
+        epoch: Of the coordinator, at least that of the agent.
+        handled: The number of the agent's counted messages that the coordinator has handled.
+        heartbeat_id, heartbeat_port, store_port: As in Welcome.
+    """
+
+    epoch: int
+    handled: int
+    heartbeat_id: bytes = b""
+    heartbeat_port: int = 0
+    store_port: int = 0
+
+
+class SessionOver(Message, frozen=True):
+    """Answer to an AgentHello that resumes: the coordinator has lost this agent, and its workers must end."""
+
+    reason: str
 
 
 class CallComes(Message, frozen=True):
@@ -600,6 +647,9 @@ class JobOver(Message, frozen=True):
 
 ToAgent: TypeAlias = (
     Welcome
+    | Resumed
+    | SessionOver
+    | Handled
     | Refused
     | CallComes
     | CallPart

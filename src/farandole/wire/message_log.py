@@ -1,0 +1,81 @@
+"""The messages between an agent and the coordinator that must not be lost with a connection. Pure.
+
+Each side counts these messages, in both directions, over all connections of a session. It keeps those that it has sent
+until the other side has confirmed them, and sends the rest again on the next connection. So each of them is handled
+exactly once and in its order, also by a coordinator that was started again: its journal (coordinator/journal.py) holds
+its log, and it confirms only what the journal holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+
+from farandole.errors import ProtocolError
+from farandole.wire.messages import (
+    AgentLeaving,
+    Dismissed,
+    ForwardToWorkers,
+    FromWorker,
+    JobOver,
+    Kill,
+    Message,
+    PartReceived,
+    ReturnPart,
+    Spawn,
+    SpawnFailed,
+    StartWorkers,
+    WorkerDying,
+    WorkerExited,
+    WorkerMet,
+)
+
+_COUNTED = (
+    *(FromWorker, WorkerDying, WorkerExited, SpawnFailed, WorkerMet, AgentLeaving, ReturnPart),
+    *(Spawn, Kill, ForwardToWorkers, StartWorkers, PartReceived, Dismissed, JobOver),
+)
+
+
+def is_counted(message: Message) -> bool:
+    """Return whether the message must arrive also when the connection ends before it has: not a report that a later
+    one replaces, such as a heartbeat or a status."""
+    return isinstance(message, _COUNTED)
+
+
+class MessageLog:
+    """One side's log of a session.
+
+    Attributes:
+        handled: The number of the other side's messages that this side has handled.
+    """
+
+    def __init__(self) -> None:
+        self.handled = 0
+        self._confirmed = 0
+        self._kept: deque[Message] = deque()
+
+    @property
+    def sent(self) -> int:
+        """The number of messages that this side has sent."""
+        return self._confirmed + len(self._kept)
+
+    def keep(self, message: Message) -> None:
+        """Keep a message that is sent now, until it is confirmed."""
+        self._kept.append(message)
+
+    def confirm(self, count: int) -> None:
+        """Forget the first `count` messages of the session: the other side has handled them. Raises ProtocolError when
+        they are more than were sent."""
+        if count > self.sent:
+            raise ProtocolError(f"{count} messages were confirmed, {self.sent} were sent")
+        while self._confirmed < count:
+            self._kept.popleft()
+            self._confirmed += 1
+
+    def after(self, count: int) -> Sequence[Message]:
+        """Return the messages after the first `count`, which the other side has handled. Raises ProtocolError when some
+        of them are not kept any more, or when `count` is too large."""
+        if not self._confirmed <= count <= self.sent:
+            raise ProtocolError(f"messages after {count} were requested, {self._confirmed} to {self.sent} are kept")
+        return tuple(islice(self._kept, count - self._confirmed, None))
