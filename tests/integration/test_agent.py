@@ -17,6 +17,7 @@ from typing import TypeVar
 import pytest
 
 from farandole.agent.agent import Agent, AgentConfig
+from farandole.agent.coordinator_session import CoordinatorSession
 from farandole.events import ConnectionRefused, CoordinatorLost, StoppedWorkerKilled
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.membership import Address, GenerationId, Peer, Placement
@@ -31,6 +32,7 @@ from farandole.wire.messages import (
     Failed,
     ForwardToWorkers,
     FromWorker,
+    Handled,
     Heartbeat,
     Hello,
     JobOver,
@@ -68,7 +70,7 @@ class Served:
     async def hear(self, kind: type[MessageT]) -> MessageT:
         """The next message, unwrapped, which has to be of this kind."""
         message: Message = Heartbeat(0)
-        while isinstance(message, Heartbeat):
+        while isinstance(message, Heartbeat | Handled):
             message = await asyncio.wait_for(self.channel.receive(), DEADLINE_S)
         if isinstance(message, FromWorker):
             message = message.message
@@ -320,7 +322,7 @@ def test_an_agent_that_cannot_do_what_it_has_to_do_now_and_then_ends_with_the_er
         config = config_for(tmp_path, TALKING_WORKER, Address("127.0.0.1", 1), 1.0, 0.0)
         sink = OutputSink(OutputOptions())
         with contextlib.closing(sink), pytest.raises(RuntimeError, match=f"no {kind.__name__} today"):
-            await Agent(config, sink, EventLog(), channel).run()  # type: ignore[arg-type]
+            await Agent(config, sink, EventLog(), CoordinatorSession(channel)).run()  # type: ignore[arg-type]
         assert channel.is_closed
 
     run(test())

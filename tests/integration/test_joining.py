@@ -28,6 +28,7 @@ from farandole.wire.messages import (
     AgentMessage,
     CoordinatorHeartbeat,
     Dismissed,
+    Handled,
     Heartbeat,
     JobOver,
     Message,
@@ -95,6 +96,8 @@ class Served:
         """The same, while each heartbeat is answered."""
         while True:
             message = await asyncio.wait_for(self.channel.receive(), DEADLINE_S)
+            if isinstance(message, Handled):
+                continue
             if isinstance(message, Heartbeat):
                 self.channel.send(CoordinatorHeartbeat(message.sequence, message.sequence if acknowledges else 0))
             if isinstance(message, kind):

@@ -8,7 +8,7 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -60,6 +60,7 @@ from farandole.wire.control import (
 )
 from farandole.wire.function_call import FunctionJob, send_call
 from farandole.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
+from farandole.wire.message_log import MessageLog, is_counted
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,
@@ -68,11 +69,15 @@ from farandole.wire.messages import (
     AgentMessage,
     CoordinatorHeartbeat,
     GuardHello,
+    Handled,
     Heartbeat,
     OutputMessage,
     PartReceived,
     Refused,
+    Resumed,
+    Resumption,
     ReturnPart,
+    SessionOver,
     Spawn,
     ToAgent,
     Welcome,
@@ -105,12 +110,27 @@ class Outcome:
     reason: str
 
 
+@dataclass
+class AgentSession:
+    """The session with an agent, over one connection after the other.
+
+    process    the agent's process, as in AgentHello
+    is_apart   as in AgentHello
+    confirmed  the number of its messages that it knows to be handled
+    """
+
+    process: str
+    is_apart: bool
+    log: MessageLog = field(default_factory=MessageLog)
+    confirmed: int = 0
+
+
 class Coordinator:
     """`await start()`, then `await run()`; call everything else on their event loop.
 
-    The end of an agent's connection counts as silence: the agent is lost after the detection budget. An agent that
-    connects again under the same name has ended its old workers (an agent does so when its connection ends) and joins
-    without workers.
+    The end of an agent's connection counts as silence: the agent is lost after the detection budget, unless it resumes
+    its session on another connection before. An agent that begins another session under the same name has ended its old
+    workers, and joins without workers.
 
     welcome    the first message to remote agents; None: they may not join
     on_output  called with an agent and its message about its workers' output; None: no more will come
@@ -152,8 +172,8 @@ class Coordinator:
         self._joined: dict[str, int] = {}  # hosts beside those, with the slots of their agents
         self._next_heartbeat_s = 0.0
         self._hang_detector = HangDetector(config.step_timeout_s)
+        self._sessions: dict[str, AgentSession] = {}  # of the agents that are connected or were until just now
         self._channels: dict[str, Channel[AgentMessage]] = {}
-        self._processes: dict[str, str] = {}  # of the agents that are connected or were until just now
         self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps)
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: Strangers[asyncio.Task[None]] = Strangers(self._make_room, self._budget)
@@ -253,13 +273,13 @@ class Coordinator:
     def agent_gone(self, agent: str, reason: str, are_workers_gone: bool = True) -> None:
         """Handle that an agent is gone, as the system has seen that started it. Unless `are_workers_gone`, they may run
         until the end of its lease."""
-        if agent in self._silence and not self.has_ended:
+        if agent in self._sessions and not self.has_ended:
             self._lose(agent, reason, None if are_workers_gone else self._heartbeats.lease_end_s(agent))
             self._settle()
 
     def agent_leaves(self, agent: str, reason: str) -> None:
         """Let the workers of one agent leave at the next boundary: it will be taken away."""
-        if agent in self._silence and not self.has_ended:
+        if agent in self._sessions and not self.has_ended:
             self._decide(AgentReported(agent, AgentLeaving(reason)))
 
     def scale(self, size: int) -> None:
@@ -320,6 +340,8 @@ class Coordinator:
             # torch numbers its keys from 0 in each process: they must not meet those of the attempt before.
             self._attempt = message.attempt
             self._store.clear()
+        if (session := self._sessions.get(agent)) is not None and is_counted(message):
+            session.log.keep(message)
         if (channel := self._channels.get(agent)) is not None:
             channel.send(message)
 
@@ -357,8 +379,17 @@ class Coordinator:
             self._hang_detector.heartbeat_s = every_s
             self._next_heartbeat_s = self._clock.now_s() + every_s - self._silence.look_every_s / 2
             self._heartbeats.heartbeat(self._send, every_s)
+            self._confirm()
         self._clock.expect_look(self._silence.look_every_s)
         self._look_timer = self._loop.call_later(self._silence.look_every_s, self._look)
+
+    def _confirm(self) -> None:
+        """Tell the agents how many of their messages were handled."""
+        for agent, channel in self._channels.items():
+            session = self._sessions[agent]
+            if session.log.handled > session.confirmed:
+                session.confirmed = session.log.handled
+                channel.send(Handled(session.confirmed))
 
     def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
         if not all(isinstance(each, AgentLost) for each in self._inbox):
@@ -367,7 +398,7 @@ class Coordinator:
         self._silence.forget(agent)
         self._hang_detector.forget(agent)
         self._heartbeats.forget(agent)
-        self._processes.pop(agent, None)
+        self._sessions.pop(agent, None)
         if (channel := self._channels.pop(agent, None)) is not None:
             channel.abort()
         self._on_output(agent, None)
@@ -431,7 +462,8 @@ class Coordinator:
         """Wait for the report that the guard's agent has died: its workers are killed, and need not be waited for."""
         self._introduced(self._serving)
         await channel.receive()
-        if self._processes.get(hello.agent) == hello.process:
+        session = self._sessions.get(hello.agent)
+        if session is not None and session.process == hello.process:
             self._lose(hello.agent, "its process has ended; its guard has killed its workers")
 
     def _introduced(self, group: set[asyncio.Task[None]]) -> None:
@@ -443,6 +475,19 @@ class Coordinator:
         group.add(task)
 
     async def _serve(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
+        if hello.resumes is None:
+            await self._begin(channel, hello)
+        else:
+            self._resume(channel, hello, hello.resumes)
+        try:
+            while True:
+                self._handle(hello.agent, channel, await channel.receive())
+        finally:
+            if self._channels.get(hello.agent) is channel:
+                del self._channels[hello.agent]
+
+    async def _begin(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
+        """Begin a session with an agent that has no workers yet."""
         if hello.is_apart and (refused := self._why_refused(hello)) is not None:
             channel.send(refused)
             raise ProtocolError(refused.reason)
@@ -454,7 +499,7 @@ class Coordinator:
                 raise ProtocolError(refused.reason)
         self._introduced(self._conversations)
         self._agent_hosts.add(channel.peer_host)
-        if hello.agent in self._silence:
+        if hello.agent in self._sessions:
             self._lose(hello.agent, "it connected again")
             self._settle()  # no order to the lost agent may reach the one that has come
         if hello.is_apart and self._welcome is not None:
@@ -465,21 +510,45 @@ class Coordinator:
                     heartbeat_id=heartbeat_id,
                     heartbeat_port=self._heartbeats.udp_port,
                     store_port=self.store_port,
+                    epoch=self._job.coordinator_epoch,
                 )
             )
+        self._sessions[hello.agent] = AgentSession(hello.process, hello.is_apart)
         self._channels[hello.agent] = channel
-        self._processes[hello.agent] = hello.process
         self._silence.record(hello.agent, self._clock.now_s())
         if self._offers_joined and hello.host not in self._offered:
             self._joined[hello.agent] = hello.slots  # an agent on another machine has the name of its host
             self.offer(self._offered, may_change=True)
         self._report(AgentConnected(hello.agent, hello.host, hello.slots))
-        try:
-            while True:
-                self._handle(hello.agent, channel, await channel.receive())
-        finally:
-            if self._channels.get(hello.agent) is channel:
-                del self._channels[hello.agent]
+
+    def _resume(self, channel: Channel[AgentMessage], hello: AgentHello, resumes: Resumption) -> None:
+        """Continue the session of an agent, whose workers run, on a new connection."""
+        session = self._sessions.get(hello.agent)
+        if session is None or session.process != hello.process:
+            reason = f"the coordinator has lost agent {hello.agent}, and continues without its workers"
+            channel.send(SessionOver(reason))
+            raise ProtocolError(reason)
+        unhandled = session.log.after(resumes.handled)
+        self._introduced(self._conversations)
+        self._agent_hosts.add(channel.peer_host)
+        if (former := self._channels.pop(hello.agent, None)) is not None:
+            former.abort()
+        self._channels[hello.agent] = channel
+        self._silence.record(hello.agent, self._clock.now_s())
+        heartbeat_id = self._heartbeats.begin(hello.agent) if session.is_apart else b""
+        session.log.confirm(resumes.handled)
+        session.confirmed = session.log.handled
+        channel.send(
+            Resumed(
+                self._job.coordinator_epoch,
+                session.log.handled,
+                heartbeat_id,
+                self._heartbeats.udp_port if session.is_apart else 0,
+                self.store_port,
+            )
+        )
+        for message in unhandled:
+            channel.send(message)
 
     def _why_refused(self, hello: AgentHello) -> Refused | None:
         """Return the refusal for a remote agent that may not join, or None."""
@@ -492,7 +561,8 @@ class Coordinator:
             return Refused(reason, is_final=True)
         if different := different_software(hello.software, installed_software()):
             return Refused(different, is_final=True)
-        if hello.agent in self._silence and self._processes.get(hello.agent) != hello.process:
+        session = self._sessions.get(hello.agent)
+        if session is not None and session.process != hello.process:
             return Refused(f"host {hello.agent} already has an agent", is_final=False)
         return None
 
@@ -501,6 +571,11 @@ class Coordinator:
             return  # Outdated: the agent was declared lost, or has connected again.
         if isinstance(message, AgentHello):
             raise ProtocolError(f"agent {agent} sent AgentHello twice")
+        if isinstance(message, Handled):
+            self._sessions[agent].log.confirm(message.count)
+            return
+        if is_counted(message):
+            self._sessions[agent].log.handled += 1
         if agent not in self._heartbeats:
             self._silence.record(agent, self._clock.now_s())
         elif isinstance(message, Heartbeat):
@@ -510,7 +585,7 @@ class Coordinator:
         elif isinstance(message, ReturnPart):
             if self._function is not None:
                 self._function.on_return(message)
-            channel.send(PartReceived(message.worker))
+            self._send(agent, PartReceived(message.worker))
         elif isinstance(message, Heartbeat):
             if message.workers is not None:
                 self._hang_detector.record(agent, message.workers, self._clock.now_s())
