@@ -138,6 +138,18 @@ class AgentsAwaited(Event):
 
 
 @dataclass(frozen=True)
+class CoordinatorRestarted(Event):
+    """The coordinator's process has died; another one takes over from its journal."""
+
+    pid: int
+    how: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the coordinator (pid {self.pid}) {self.how}; another one takes over, and the workers continue"
+
+
+@dataclass(frozen=True)
 class CoordinatorUnreachable(Event):
     """The connection to the coordinator has ended; the workers continue."""
 

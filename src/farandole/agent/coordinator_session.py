@@ -58,7 +58,7 @@ class CoordinatorSession:
 
     def __init__(self, channel: Channel[ToAgent], epoch: int = 1, reconnecting: Reconnecting | None = None) -> None:
         self._channel, self._epoch, self._reconnecting = channel, epoch, reconnecting
-        self._log = MessageLog()
+        self._log: MessageLog[Message] = MessageLog()
         self._confirmed = 0
         self._output: list[Message] = []  # that waits for a connection
         self._output_bytes = 0

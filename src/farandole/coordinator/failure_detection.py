@@ -421,6 +421,10 @@ class JobClock:
     def now_s(self) -> float:
         return self._read_s() - self._stalled_s
 
+    def continue_from(self, now_s: float) -> None:
+        """Let it be `now_s` now: where the clock of another coordinator has stopped."""
+        self._stalled_s = self._read_s() - now_s
+
     def expect_look(self, delay_s: float) -> None:
         """Announce that the coordinator will look again in `delay_s`."""
         self._due_s = self._read_s() + delay_s

@@ -8,7 +8,7 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -31,7 +31,8 @@ from farandole.coordinator.inputs import (
     Tick,
 )
 from farandole.coordinator.job import Action, EndJob, Job, Log, SendAgent, new_job
-from farandole.coordinator.store_server import StoreServer
+from farandole.coordinator.journal import AgentSession, CoordinatorState
+from farandole.coordinator.store_server import Store, StoreServer
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorStalled, Event
 from farandole.liveness.heartbeats import SLOW_BUDGET_S, Heartbeats, heartbeat_period_s
@@ -110,21 +111,6 @@ class Outcome:
     reason: str
 
 
-@dataclass
-class AgentSession:
-    """The session with an agent, over one connection after the other.
-
-    process    the agent's process, as in AgentHello
-    is_apart   as in AgentHello
-    confirmed  the number of its messages that it knows to be handled
-    """
-
-    process: str
-    is_apart: bool
-    log: MessageLog = field(default_factory=MessageLog)
-    confirmed: int = 0
-
-
 class Coordinator:
     """`await start()`, then `await run()`; call everything else on their event loop.
 
@@ -137,6 +123,9 @@ class Coordinator:
     offers_joined  whether hosts whose agents join by themselves count as offered, with their slots, as long as they
                    stay; otherwise only those of `offer` do, once it was called
     function   of a job of farandole.run()
+    store      the job's store; None: it has its own
+    journal    called with the state after each decision, before any message about the decision is sent
+    restored   the state from which it continues; None: the job begins
     """
 
     def __init__(
@@ -154,6 +143,9 @@ class Coordinator:
         on_output: Callable[[str, OutputMessage | None], None] = lambda _agent, _message: None,
         offers_joined: bool = False,
         function: FunctionJob | None = None,
+        store: Store | None = None,
+        journal: Callable[[CoordinatorState], None] | None = None,
+        restored: CoordinatorState | None = None,
     ) -> None:
         self._function = function
         self._config, self._token, self._job_id = config, token, job_id
@@ -178,8 +170,10 @@ class Coordinator:
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: Strangers[asyncio.Task[None]] = Strangers(self._make_room, self._budget)
         self._agent_hosts: set[str] = set()  # from which an agent has connected
-        self._store = StoreServer(self._refused, admits=self._agent_hosts.__contains__)
+        self._store = StoreServer(self._refused) if store is None else store
         self._attempt = 0
+        self._journal, self._restored = journal, restored
+        self._outgoing: list[tuple[Channel[AgentMessage], ToAgent]] = []  # to be sent once the journal has them
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
@@ -198,7 +192,43 @@ class Coordinator:
         except ConfigError:
             self._listener.close()
             raise
+        if self._restored is not None:
+            self._continue_from(self._restored)
         self._look()
+
+    def _continue_from(self, state: CoordinatorState) -> None:
+        """Take over the job and its sessions; their agents will resume them. Its clock continues where that of the
+        former coordinator has stopped: no deadline passes meanwhile."""
+        self._clock.continue_from(state.now_s)
+        self._job = replace(state.job, coordinator_epoch=state.job.coordinator_epoch + 1)
+        self._attempt, self._offered, self._joined = state.attempt, dict(state.offered), dict(state.joined)
+        self._agent_hosts |= state.agent_hosts
+        for agent, session in state.sessions.items():
+            self._sessions[agent] = session
+            self._record_silence(agent, session)
+            if session.is_apart:
+                self._heartbeats.begin(agent)
+        if self._job.ending is not None and self._job.ending.is_done:
+            self._outcome.set_result(Outcome(self._job.ending.exit_code, self._job.ending.reason))
+        self._set_tick(next_deadline(self._job))
+
+    def _record_silence(self, agent: str, session: AgentSession) -> None:
+        """Count the silence of an agent from now. The launcher's own agents cannot be cut off from a coordinator that
+        is its child, and are silent while the launcher is stopped."""
+        if session.is_apart or self._journal is None:
+            self._silence.record(agent, self._clock.now_s())
+
+    def _state(self) -> CoordinatorState:
+        return CoordinatorState(
+            job=self._job,
+            now_s=self._clock.now_s(),
+            attempt=self._attempt,
+            sessions=self._sessions,
+            offered=self._offered,
+            joined=self._joined,
+            agent_hosts=frozenset(self._agent_hosts),
+            addresses=self._listener.addresses,
+        )
 
     async def listen(self, hosts: Sequence[str]) -> None:
         """Listen on further addresses of this machine, on the same port. Raises ConfigError when that fails."""
@@ -322,6 +352,7 @@ class Coordinator:
             return
         for action in actions:
             self._do(action)
+        self.commit()
         self._set_tick(deadline_s)
         ended_s = self._loop.time()
         self._rests_until_s = ended_s + rest_s(ended_s - began_s)
@@ -340,9 +371,24 @@ class Coordinator:
             # torch numbers its keys from 0 in each process: they must not meet those of the attempt before.
             self._attempt = message.attempt
             self._store.clear()
-        if (session := self._sessions.get(agent)) is not None and is_counted(message):
+        channel = self._channels.get(agent)
+        if not is_counted(message):
+            if channel is not None:
+                channel.send(message)
+            return
+        if (session := self._sessions.get(agent)) is not None:
             session.log.keep(message)
-        if (channel := self._channels.get(agent)) is not None:
+        if channel is not None:
+            self._outgoing.append((channel, message))
+
+    def commit(self) -> None:
+        """Write the state to the journal, and send what was decided."""
+        if self._journal is not None:
+            for session in self._sessions.values():
+                session.journaled = session.log.handled
+            self._journal(self._state())
+        outgoing, self._outgoing = self._outgoing, []
+        for channel, message in outgoing:
             channel.send(message)
 
     def _fail(self, error: BaseException) -> None:
@@ -387,9 +433,10 @@ class Coordinator:
         """Tell the agents how many of their messages were handled."""
         for agent, channel in self._channels.items():
             session = self._sessions[agent]
-            if session.log.handled > session.confirmed:
-                session.confirmed = session.log.handled
-                channel.send(Handled(session.confirmed))
+            handled = session.log.handled if self._journal is None else session.journaled
+            if handled > session.confirmed:
+                session.confirmed = handled
+                channel.send(Handled(handled))
 
     def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
         if not all(isinstance(each, AgentLost) for each in self._inbox):
@@ -498,7 +545,7 @@ class Coordinator:
                 channel.send(refused)
                 raise ProtocolError(refused.reason)
         self._introduced(self._conversations)
-        self._agent_hosts.add(channel.peer_host)
+        self._admit(channel.peer_host)
         if hello.agent in self._sessions:
             self._lose(hello.agent, "it connected again")
             self._settle()  # no order to the lost agent may reach the one that has come
@@ -513,9 +560,9 @@ class Coordinator:
                     epoch=self._job.coordinator_epoch,
                 )
             )
-        self._sessions[hello.agent] = AgentSession(hello.process, hello.is_apart)
+        self._sessions[hello.agent] = AgentSession(hello.process, hello.is_apart, MessageLog())
         self._channels[hello.agent] = channel
-        self._silence.record(hello.agent, self._clock.now_s())
+        self._record_silence(hello.agent, self._sessions[hello.agent])
         if self._offers_joined and hello.host not in self._offered:
             self._joined[hello.agent] = hello.slots  # an agent on another machine has the name of its host
             self.offer(self._offered, may_change=True)
@@ -530,11 +577,11 @@ class Coordinator:
             raise ProtocolError(reason)
         unhandled = session.log.after(resumes.handled)
         self._introduced(self._conversations)
-        self._agent_hosts.add(channel.peer_host)
+        self._admit(channel.peer_host)
         if (former := self._channels.pop(hello.agent, None)) is not None:
             former.abort()
         self._channels[hello.agent] = channel
-        self._silence.record(hello.agent, self._clock.now_s())
+        self._record_silence(hello.agent, self._sessions[hello.agent])
         heartbeat_id = self._heartbeats.begin(hello.agent) if session.is_apart else b""
         session.log.confirm(resumes.handled)
         session.confirmed = session.log.handled
@@ -549,6 +596,10 @@ class Coordinator:
         )
         for message in unhandled:
             channel.send(message)
+
+    def _admit(self, host: str) -> None:
+        self._agent_hosts.add(host)
+        self._store.admit(host)
 
     def _why_refused(self, hello: AgentHello) -> Refused | None:
         """Return the refusal for a remote agent that may not join, or None."""
@@ -586,6 +637,7 @@ class Coordinator:
             if self._function is not None:
                 self._function.on_return(message)
             self._send(agent, PartReceived(message.worker))
+            self.commit()
         elif isinstance(message, Heartbeat):
             if message.workers is not None:
                 self._hang_detector.record(agent, message.workers, self._clock.now_s())

@@ -15,6 +15,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from typing import Protocol
 
 from farandole.errors import ConfigError
 from farandole.events import ConnectionRefused
@@ -77,18 +78,31 @@ class _Refused(Exception):
     """A request that is not served, with the reason. The connection is closed: the protocol has no errors."""
 
 
+class Store(Protocol):
+    """The part of StoreServer that a coordinator needs."""
+
+    async def open(self, *hosts: str) -> None: ...
+
+    @property
+    def address(self) -> Address: ...
+
+    def admit(self, host: str) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StoreServer:
     """The server, used on one event loop: `await open()`, then `close()`.
 
     Args:
         on_event: Gets a ConnectionRefused for each connection that was closed for a violation.
-        admits: Whether the host of this address is one of the job's. Loopback always is.
     """
 
-    def __init__(
-        self, on_event: Callable[[ConnectionRefused], None], admits: Callable[[str], bool] = lambda _host: False
-    ) -> None:
-        self._on_event, self._admits = on_event, admits
+    def __init__(self, on_event: Callable[[ConnectionRefused], None]) -> None:
+        self._on_event = on_event
+        self._admitted: set[str] = set()
         self._budget = FailureBudget()
         self._listener = Listener(self._on_connection, self._budget)
         self._table = _Table()
@@ -116,9 +130,18 @@ class StoreServer:
         return self._listener.addresses[0]
 
     @property
+    def addresses(self) -> tuple[Address, ...]:
+        """All addresses at which it listens."""
+        return self._listener.addresses
+
+    @property
     def connections(self) -> int:
         """Number of open connections."""
         return len(self._connections)
+
+    def admit(self, host: str) -> None:
+        """Serve the host of this address, too: it is one of the job's. Loopback is always served."""
+        self._admitted.add(host)
 
     def clear(self) -> None:
         """Forget all entries and close all connections: for workers that are all started anew, on the same port."""
@@ -156,7 +179,7 @@ class StoreServer:
 
     def why_not(self, host: str) -> str:
         """Return why a new connection from this host is refused; empty if it is accepted."""
-        if not (_is_loopback(host) or self._admits(host)):
+        if not (_is_loopback(host) or host in self._admitted):
             return "it comes from a host that is not part of the job"
         if len(self._connections) >= CONNECTIONS_LIMIT:
             return f"{CONNECTIONS_LIMIT} other connections are open"

@@ -19,6 +19,7 @@ from farandole.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.checkpoint.folder import JobLock, begin_job
 from farandole.checkpoint.store import LocalStore
 from farandole.config import ForkServerUse, JobConfig, Preemption
+from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.engines.discovery import HostDiscovery, HostsOver, HostsSource
 from farandole.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
@@ -40,6 +41,7 @@ from farandole.launch.ending_signals import ending_signals
 from farandole.launch.job_files import JobFile, announced, born, shared
 from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
+from farandole.launch.supervised_coordinator import SupervisedCoordinator
 from farandole.machine import wall_time_s
 from farandole.membership import Address, Origin
 from farandole.wire.authentication import new_token
@@ -47,6 +49,7 @@ from farandole.wire.function_call import FunctionJob
 from farandole.wire.messages import Welcome
 
 _LOOPBACK = "127.0.0.1"
+_PATIENCE_S = 10.0  # of agents whose coordinator has died: the next one needs a fraction of a second
 _FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
 
 
@@ -163,7 +166,7 @@ class _JobRun:
 
     # The coordinator, and where it can be reached -----------------------------------------------------------
 
-    async def _start_coordinator(self) -> Coordinator:
+    async def _start_coordinator(self) -> Coordinator | SupervisedCoordinator:
         setup, others = self._setup, self._source.others
         is_open = setup.joining is not None or bool(others) or not self._source.are_fixed
         may_be_reached = bool(others) or (setup.joining is not None and setup.joining.job_file is not None)
@@ -172,19 +175,38 @@ class _JobRun:
             listen_on = (setup.host,)
         elif may_be_reached:
             listen_on = await self._own_addresses() or listen_on
-        coordinator = Coordinator(
-            self._config,
-            self._token,
-            job_id=self._job_id,
-            hosts=listen_on,
-            port=setup.port,
-            on_event=self._on_decision,
-            origin=setup.origin,
-            welcome=self._welcome() if is_open else None,
-            on_output=RemoteOutput(self._sink),
-            offers_joined=self._is_of_engine,
-            function=setup.function,
-        )
+        welcome = self._welcome() if is_open else None
+        output = RemoteOutput(self._sink)
+        coordinator: Coordinator | SupervisedCoordinator
+        if setup.function is None:
+            coordinator = SupervisedCoordinator(
+                CoordinatorSetup(
+                    self._config,
+                    self._token,
+                    self._job_id,
+                    listen_on,
+                    setup.port,
+                    setup.origin,
+                    welcome,
+                    self._is_of_engine,
+                ),
+                on_event=self._on_decision,
+                on_output=output,
+            )
+        else:  # the calling program waits for the results: its end is the end of the job
+            coordinator = Coordinator(
+                self._config,
+                self._token,
+                job_id=self._job_id,
+                hosts=listen_on,
+                port=setup.port,
+                on_event=self._on_decision,
+                origin=setup.origin,
+                welcome=welcome,
+                on_output=output,
+                offers_joined=self._is_of_engine,
+                function=setup.function,
+            )
         await coordinator.start()
         return coordinator
 
@@ -200,6 +222,7 @@ class _JobRun:
             fork_server=self._forks,
             max_restarts=self._config.max_restarts or 0,
             needs_folder=self._setup.function is None,
+            patience_s=0.0 if self._setup.function is not None else _PATIENCE_S,
         )
 
     def _job_file(self) -> JobFile:
@@ -272,6 +295,8 @@ class _JobRun:
             max_restarts=config.max_restarts or 0,
             error_folder=setup.error_folder,
             data_hosts=self._data_hosts(),
+            process=secrets.token_hex(8),
+            patience_s=0.0 if setup.function is not None else float("inf"),  # the launcher ends it
         )
         call = b"" if setup.function is None else setup.function.call
         return Agent(agent_config, self._sink, setup.on_event, call=call)
@@ -350,7 +375,7 @@ class _JobRun:
 
 @contextlib.contextmanager
 def _ending_on_signals(
-    coordinator: Coordinator, fleet: Fleet, on_event: Callable[[Event], None], grace_s: float
+    coordinator: Coordinator | SupervisedCoordinator, fleet: Fleet, on_event: Callable[[Event], None], grace_s: float
 ) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # farandole.run(): signals are handled by the calling program

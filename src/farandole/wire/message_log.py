@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
+from typing import Generic, TypeVar
 
 from farandole.errors import ProtocolError
 from farandole.wire.messages import (
@@ -43,7 +44,10 @@ def is_counted(message: Message) -> bool:
     return isinstance(message, _COUNTED)
 
 
-class MessageLog:
+T = TypeVar("T")
+
+
+class MessageLog(Generic[T]):
     """One side's log of a session.
 
     Attributes:
@@ -53,14 +57,14 @@ class MessageLog:
     def __init__(self) -> None:
         self.handled = 0
         self._confirmed = 0
-        self._kept: deque[Message] = deque()
+        self._kept: deque[T] = deque()
 
     @property
     def sent(self) -> int:
         """The number of messages that this side has sent."""
         return self._confirmed + len(self._kept)
 
-    def keep(self, message: Message) -> None:
+    def keep(self, message: T) -> None:
         """Keep a message that is sent now, until it is confirmed."""
         self._kept.append(message)
 
@@ -73,7 +77,7 @@ class MessageLog:
             self._kept.popleft()
             self._confirmed += 1
 
-    def after(self, count: int) -> Sequence[Message]:
+    def after(self, count: int) -> Sequence[T]:
         """Return the messages after the first `count`, which the other side has handled. Raises ProtocolError when some
         of them are not kept any more, or when `count` is too large."""
         if not self._confirmed <= count <= self.sent:

@@ -1,0 +1,213 @@
+"""The coordinator as a process of its own: `python -m farandole.coordinator.coordinator_process LINK JOURNAL JOURNAL`,
+with the numbers of inherited descriptors. The launcher (launch/supervised_coordinator.py) starts it, and starts another
+one when it has died, which continues from the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+from farandole.coordinator.journal import CoordinatorState, Journal
+from farandole.coordinator.launcher_link import (
+    AdmitToStore,
+    Call,
+    ClearStore,
+    CoordinatorSetup,
+    Ended,
+    FramesHandled,
+    Link,
+    Listen,
+    Listening,
+    OpenStore,
+    Output,
+    Over,
+    StoreOpened,
+)
+from farandole.coordinator.server import Coordinator
+from farandole.errors import ConfigError
+from farandole.events import Event
+from farandole.membership import Address
+from farandole.wire.message_log import MessageLog
+
+
+class _RemoteStore:
+    """The store, which is in the launcher's process, so that it outlives this one."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._opened: asyncio.Future[StoreOpened] | None = None
+        self._address = Address("127.0.0.1", 0)
+
+    async def open(self, *hosts: str) -> None:
+        self._opened = asyncio.get_running_loop().create_future()
+        self._link.send(OpenStore(hosts))
+        opened = await self._opened
+        if opened.problem:
+            raise ConfigError(opened.problem)
+        self._address = Address(hosts[0], opened.port)
+
+    def on_opened(self, opened: StoreOpened) -> None:
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_result(opened)
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    def admit(self, host: str) -> None:
+        self._link.send(AdmitToStore(host))
+
+    def clear(self) -> None:
+        self._link.send(ClearStore())
+
+    def close(self) -> None:
+        """Leave it to the launcher."""
+
+
+@dataclass(frozen=True)
+class _Journaled:
+    state: CoordinatorState
+    frames: MessageLog[object]
+
+
+class _Process:
+    """This process: `await run()`."""
+
+    def __init__(self, link: Link, journal: Journal) -> None:
+        self._link, self._journal = link, journal
+        self._frames: MessageLog[object] = MessageLog()
+        self._unsent: list[object] = []
+        self._store = _RemoteStore(link)
+        self._is_over = self._is_listening = False
+        self._tasks: set[asyncio.Task[bool]] = set()
+
+    async def run(self) -> None:
+        setup: CoordinatorSetup = await self._link.receive()
+        restored = self._restore(setup.handled)
+        self._coordinator = Coordinator(
+            setup.config,
+            setup.token,
+            job_id=setup.job_id,
+            hosts=setup.hosts if restored is None else [each.host for each in restored.addresses],
+            port=setup.port if restored is None else restored.addresses[0].port,
+            on_event=self._on_event,
+            origin=setup.origin,
+            welcome=setup.welcome,
+            on_output=lambda agent, message: self._link.send(Output(agent, message)),
+            offers_joined=setup.offers_joined,
+            store=self._store,
+            journal=self._write,
+            restored=restored,
+        )
+        listening = asyncio.create_task(self._listen(self._coordinator.start()))
+        obedience = asyncio.create_task(self._obey())
+        if not await listening:
+            return
+        outcome, error = None, ""
+        try:
+            outcome = await self._coordinator.run()
+        except Exception as raised:  # noqa: BLE001 - the launcher reports it
+            import traceback
+
+            error = "".join(traceback.format_exception(raised))
+        self._commit_events()
+        self._link.send(Ended(outcome, error))
+        await self._link.drain()
+        obedience.cancel()
+        self._link.close()
+
+    def _restore(self, handled: int) -> CoordinatorState | None:
+        data = self._journal.read()
+        if data is None:
+            return None
+        journaled: _Journaled = pickle.loads(data)
+        self._frames = journaled.frames
+        self._frames.confirm(handled)
+        for frame in self._frames.after(handled):
+            self._link.send(frame)
+        return journaled.state
+
+    def _write(self, state: CoordinatorState) -> None:
+        if state.job.ending is not None and state.job.ending.is_done and not self._is_over:
+            self._is_over = True
+            self._keep(Over())
+        self._journal.write(pickle.dumps(_Journaled(state, self._frames)))
+        self._send_unsent()
+        self._link.send(FramesHandled(self._frames.handled))
+
+    def _on_event(self, event: Event) -> None:
+        """Keep an event for the launcher. Those of a decision are sent with it, others soon."""
+        self._keep(event)
+        asyncio.get_running_loop().call_soon(self._commit_events)
+
+    def _commit_events(self) -> None:
+        if self._unsent:
+            self._coordinator.commit()
+
+    def _keep(self, frame: object) -> None:
+        self._frames.keep(frame)
+        self._unsent.append(frame)
+
+    def _send_unsent(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        for frame in unsent:
+            self._link.send(frame)
+
+    async def _obey(self) -> None:
+        """Do what the launcher wants. When it is gone, the job ends at once: nobody would start its agents again, or
+        show what the workers print."""
+        try:
+            while True:
+                self._do(await self._link.receive())
+        except ConnectionError:
+            if not self._is_listening:
+                os._exit(1)  # there are no agents yet
+            self._coordinator.request_stop(now=True, reason="the launcher has ended")
+
+    def _do(self, frame: object) -> None:
+        match frame:
+            case Call(method, arguments):
+                self._frames.handled += 1
+                getattr(self._coordinator, method)(*arguments)
+            case Listen(hosts):
+                task = asyncio.create_task(self._listen(self._coordinator.listen(hosts)))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case StoreOpened():
+                self._store.on_opened(frame)
+            case FramesHandled(count):
+                self._frames.confirm(count)
+
+    async def _listen(self, opening: Awaitable[None]) -> bool:
+        try:
+            await opening
+        except ConfigError as error:
+            self._link.send(Listening((), self._frames.handled, str(error)))
+            await self._link.drain()
+            return False
+        self._link.send(Listening(self._coordinator.addresses, self._frames.handled))
+        self._is_listening = True
+        return True
+
+
+def main() -> None:
+    """Run the coordinator. Signals to the process group are for the launcher, which tells it what to do."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    link, *journal = map(int, sys.argv[1:])
+
+    async def run() -> None:
+        await _Process(await Link.over(socket.socket(fileno=link)), Journal((journal[0], journal[1]))).run()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The link between the launcher and the coordinator's process, and the frames that they send to each other.
+
+The link is a socket pair that nobody else can reach, so that its frames may be pickled. What must not be lost with the
+coordinator is counted, in both directions, as in the sessions of agents (wire/message_log.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from farandole.config import JobConfig
+from farandole.coordinator.server import Outcome
+from farandole.membership import Address, Origin
+from farandole.wire.channel import LENGTH
+from farandole.wire.messages import OutputMessage, Welcome
+
+
+@dataclass(frozen=True)
+class CoordinatorSetup:
+    """The first frame to a coordinator: the arguments of Coordinator. `handled`: the number of counted frames of former
+    ones that the launcher has handled."""
+
+    config: JobConfig
+    token: bytes = field(repr=False)
+    job_id: str
+    hosts: tuple[str, ...]
+    port: int
+    origin: Origin | None
+    welcome: Welcome | None
+    offers_joined: bool
+    handled: int = 0
+
+
+# Frames to the coordinator: a Call, which is counted, or one of the others.
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a method of the coordinator."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Listen on further addresses. Answer: Listening."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoreOpened:
+    """Answer to OpenStore. `problem` is the reason why it could not be opened; empty: it was."""
+
+    port: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class FramesHandled:
+    """The sender has handled so many of the counted frames. From both sides."""
+
+    count: int
+
+
+# Frames to the launcher: events, and Over, are counted; the others are not.
+
+
+@dataclass(frozen=True)
+class Over:
+    """The job has ended; its agents are being told."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last frame. `error` is an internal error that has ended the job, in words."""
+
+    outcome: Outcome | None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """The coordinator listens at these addresses, and has handled so many counted frames; or it cannot listen."""
+
+    addresses: tuple[Address, ...]
+    handled: int
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """A message about the output of an agent's workers, as for `on_output` of Coordinator."""
+
+    agent: str
+    message: OutputMessage | None
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """Open the job's store at these addresses, too. Answer: StoreOpened."""
+
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AdmitToStore:
+    """An agent has connected from this address."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class ClearStore:
+    """All workers are started anew."""
+
+
+class Link:
+    """One end of the link, on an event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def over(cls, connected: socket.socket) -> Link:
+        """Return the end of a connected socket."""
+        return cls(*await asyncio.open_unix_connection(sock=connected))
+
+    def send(self, frame: object) -> None:
+        """Send an object of one of the classes above, or an event. A link that is closed drops it."""
+        if not self._writer.is_closing():
+            data = pickle.dumps(frame)
+            self._writer.write(LENGTH.pack(len(data)) + data)
+
+    async def receive(self) -> Any:
+        """Return the next object. Raises ConnectionError when the other process has ended."""
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            return pickle.loads(await self._reader.readexactly(length))
+        except asyncio.IncompleteReadError:
+            raise ConnectionError("the other process has ended") from None
+
+    async def drain(self) -> None:
+        """Wait until the kernel has most of what was sent."""
+        with contextlib.suppress(ConnectionError):
+            await self._writer.drain()
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        self._writer.close()
