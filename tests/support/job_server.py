@@ -5,9 +5,9 @@ The launcher, the agents, the guard and the workers are those of a real job; onl
 job has a keeper, a process forked from this one that is the launcher's parent. Orphans of the job become children of
 its keeper, so that whatever a job leaves behind is seen.
 
-    job server -> keeper -> launcher -> nursery -> fork server -> workers
+    job server -> keeper -> launcher -> nursery -> fork server -> workers, and the coordinator
                   one for each job      |          children of the launcher, as in any job
-                                        forks a fork server whenever the launcher wants one
+                                        forks one of them whenever the launcher wants it
 
 The client sends one end of a new connection for each job, and the descriptors of its standard output and error. The
 keeper reads a line of JSON there, {"program", "arguments", "environment", "folder", "gone_s"}, and writes three, as
@@ -65,7 +65,13 @@ def main() -> None:
 def _import_all() -> None:
     from farandole.agent.fork_server_process import PRELOADED
 
-    launcher = ("asyncio", "farandole.launch.job_runner", "farandole.launch.control_commands", "farandole.horovod")
+    launcher = (
+        "asyncio",
+        "farandole.launch.job_runner",
+        "farandole.coordinator.coordinator_process",
+        "farandole.launch.control_commands",
+        "farandole.horovod",
+    )
     for name in (*PRELOADED, *launcher, "torch.optim.swa_utils", "torch.nn.parallel", "torch.utils.data"):
         module = importlib.import_module(name)
         if name in PRELOADED and name.startswith("farandole"):
@@ -190,37 +196,46 @@ def _launch(program: str, arguments: Sequence[str], nursery: socket.socket) -> i
     from farandole.agent.process import adopting_orphans
     from farandole.agent.spawner import make_spawner
     from farandole.launch import cli, horovodrun
+    from farandole.launch.supervised_coordinator import SupervisedCoordinator
 
     sys.argv = [program, *arguments]
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     one_at_a_time = threading.Lock()
 
-    def begin(self: ForkServer, descriptor: int, nice: int) -> subprocess.Popen[bytes]:
-        words = [str(descriptor), str(nice), str(os.getpid()), *self._command.target]
-        place = {"words": words, "options": list(self._command.options), "environment": self.environment}
+    def fork(place: Mapping[str, Any], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
         with one_at_a_time, adopting_orphans():
-            socket.send_fds(nursery, [json.dumps(place).encode()], [descriptor])
+            socket.send_fds(nursery, [json.dumps(place).encode()], descriptors)
             pid = int(nursery.recv(100))
         process = subprocess.Popen.__new__(subprocess.Popen)  # a child like any other, which is already there
-        process.args, process.pid, process.returncode = words, pid, None
+        process.args, process.pid, process.returncode = place["words"], pid, None
         process.stdin = process.stdout = process.stderr = None
         process._waitpid_lock, process._child_created = threading.Lock(), True  # type: ignore[attr-defined]
         return process
 
+    def begin(self: ForkServer, descriptor: int, nice: int) -> subprocess.Popen[bytes]:
+        words = [str(descriptor), str(nice), str(os.getpid()), *self._command.target]
+        place = {"words": words, "options": list(self._command.options), "environment": self.environment}
+        return fork(place, [descriptor])
+
+    def spawn(_: SupervisedCoordinator, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+        return fork({"words": ["coordinator"]}, descriptors)
+
     ForkServer._begin = begin  # type: ignore[method-assign]
+    SupervisedCoordinator._spawn = spawn  # type: ignore[method-assign]
     if not any(word in ("--fork-server", "--no-fork-server") for word in arguments):
         agent.make_spawner = lambda use, *rest: make_spawner("on", *rest)  # the first workers as well
     return {"farandole": cli.main, "horovodrun": horovodrun.main}[program](arguments)
 
 
 def _nurse(connection: socket.socket, launcher: int) -> NoReturn:
-    """Fork a fork server whenever the launcher asks for one, which adopts it; until the launcher is gone."""
+    """Fork a process whenever the launcher asks for one, which adopts it; until the launcher is gone."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 1)
+        message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
         if not message:
             os._exit(0)
         if between := os.fork():
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
             os.waitpid(between, 0)
             continue
         if os.fork():
@@ -229,9 +244,20 @@ def _nurse(connection: socket.socket, launcher: int) -> NoReturn:
             if not Path(f"/proc/{launcher}").exists():
                 os._exit(_NO_PLACE)
             select.select([], [], [], 0.0005)
+        place = json.loads(message)
         connection.send(str(os.getpid()).encode())
         connection.close()
-        _end_quickly(_be_fork_server, json.loads(message), descriptors[0])
+        if place["words"] == ["coordinator"]:
+            _end_quickly(_be_coordinator, descriptors)
+        _end_quickly(_be_fork_server, place, descriptors[0])
+
+
+def _be_coordinator(descriptors: Sequence[int]) -> int:
+    from farandole.coordinator import coordinator_process
+
+    sys.argv = ["coordinator_process", *map(str, descriptors)]
+    coordinator_process.main()
+    return 0
 
 
 def _be_fork_server(place: Mapping[str, Any], descriptor: int) -> int:

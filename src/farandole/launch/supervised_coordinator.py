@@ -171,10 +171,8 @@ class SupervisedCoordinator:
     async def _run_one(self) -> Ended | None:
         """Run one coordinator to its end. None: it has died."""
         ours, theirs = socket.socketpair()
-        descriptors = (theirs.fileno(), *self._journal.descriptors)
-        command = [sys.executable, "-m", "farandole.coordinator.coordinator_process", *map(str, descriptors)]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+            self._process = self._spawn((theirs.fileno(), *self._journal.descriptors))
         link = await Link.over(ours)
         try:
             link.send(replace(self._setup, handled=self._calls.handled))
@@ -191,6 +189,10 @@ class SupervisedCoordinator:
         finally:
             self._link = None
             link.close()
+
+    def _spawn(self, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "farandole.coordinator.coordinator_process", *map(str, descriptors)]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
 
     def _begin_with(self, link: Link, listening: Listening) -> None:
         if not listening.problem:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -76,9 +76,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running(admits: Callable[[str], bool] = lambda _: False) -> AsyncIterator[Running]:
+async def running() -> AsyncIterator[Running]:
     events = EventLog()
-    store = StoreServer(events, admits)
+    store = StoreServer(events)
     await store.open("127.0.0.1")
     here = Running(store, events)
     try:
@@ -316,8 +316,8 @@ def test_cleared_it_begins_anew_on_the_same_port() -> None:
 
 
 def test_other_hosts_are_served_only_if_they_are_part_of_the_job() -> None:
-    known = {"10.0.0.7"}
-    store = StoreServer(EventLog(), known.__contains__)
+    store = StoreServer(EventLog())
+    store.admit("10.0.0.7")
     assert store.why_not("10.0.0.8") == "it comes from a host that is not part of the job"
     assert store.why_not("10.0.0.7") == store.why_not("127.0.0.1") == store.why_not("::1") == ""
     assert store.why_not("::ffff:127.0.0.1") == ""
