@@ -146,6 +146,7 @@ def status_of(job: Job, now_s: float, steps: Mapping[str, int] = MappingProxyTyp
         hosts=tuple(_hosts(job, now_s)),
         backoffs=tuple(_slots_in_backoff(job, now_s)),
         regroups=job.resets,
+        coordinator_epoch=job.coordinator_epoch,
     )
 
 

@@ -5,6 +5,7 @@ also answers the user's commands.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -211,6 +212,7 @@ class Coordinator:
         if self._job.ending is not None and self._job.ending.is_done:
             self._outcome.set_result(Outcome(self._job.ending.exit_code, self._job.ending.reason))
         self._set_tick(next_deadline(self._job))
+        self.commit()  # the next one to take over has a higher epoch
 
     def _record_silence(self, agent: str, session: AgentSession) -> None:
         """Count the silence of an agent from now. The launcher's own agents cannot be cut off from a coordinator that
@@ -702,7 +704,8 @@ class Clients:
         """Return the status of the job now."""
         now_s = self._now_s()
         events = tuple(PastEvent(max(0.0, now_s - at_s), line) for at_s, line in self._events)
-        return msgspec.structs.replace(status_of(self._job(), now_s, self._steps()), events=events)
+        status = status_of(self._job(), now_s, self._steps())
+        return msgspec.structs.replace(status, events=events, coordinator_pid=os.getpid())
 
     async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
         """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the

@@ -294,6 +294,7 @@ def _headline(status: Status) -> str:
         waiting = sum(each.state == "waits" for each in status.newcomers)
         parts.append(f"{waiting} of {status.spares} spares wait")
     parts.append(f"{status.regroups} regroups" if status.regroups != 1 else "1 regroup")
+    parts.append(f"coordinator pid {status.coordinator_pid}")
     return ", ".join(parts)
 
 

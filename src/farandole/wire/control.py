@@ -141,6 +141,8 @@ class Status(Message, frozen=True):
         members: By rank; `newcomers` are all other running workers.
         regroups: The number of generations after the first one.
         events: The last events, the oldest first.
+        coordinator_pid, coordinator_epoch: The coordinator's process, and its number: higher by 1 for each one that has
+            taken over.
     """
 
     job: str
@@ -158,6 +160,8 @@ class Status(Message, frozen=True):
     backoffs: tuple[SlotInBackoff, ...]
     regroups: int
     events: tuple[PastEvent, ...] = ()
+    coordinator_pid: int = 0
+    coordinator_epoch: int = 1
 
 
 ToClient: TypeAlias = Status | Accepted | Declined

@@ -1,0 +1,151 @@
+"""The coordinator is killed while workers train: another one takes over, and no worker notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.launch.job_files import running
+from farandole.testing.proof import Proof
+from farandole.testing.running_job import all_training
+from tests.support import jobs
+from tests.support.jobs import ELASTIC_JOB, check_job, farandole
+from tests.support.joined import AGENT
+
+SAMPLES, LONG_S = 600, 60.0
+
+
+class Job(jobs.RunningJob):
+    """Trains until finish() is called."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self._stop, self._output, self._events = folder / "stop", folder / "output", folder / "events.jsonl"
+        words = ["--epochs", "1000000", "--stop", str(self._stop), "--item-ms", "1"]
+        super().__init__(["--events", str(self._events), *flags], ELASTIC_JOB, words, folder, self._output)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = self._events.read_text().splitlines() if self._events.exists() else []
+        return [each for each in map(json.loads, lines) if each["event"] == kind]
+
+    def coordinator(self) -> tuple[int, int]:
+        """The process and the epoch of the coordinator that answers."""
+        deadline_s = time.monotonic() + LONG_S
+        while time.monotonic() < deadline_s:
+            name = next(each.job for each in running() if each.pid == self.process.pid)
+            done = farandole("status", "--job", name, "--json")
+            if done.returncode == 0:
+                status = json.loads(done.stdout)
+                return status["coordinator_pid"], status["coordinator_epoch"]
+        raise TimeoutError(done.stderr)
+
+    def kill_coordinator(self) -> None:
+        pid, epoch = self.coordinator()
+        os.kill(pid, signal.SIGKILL)
+        assert self.coordinator()[1] == epoch + 1
+
+    def finish(self) -> None:
+        self._stop.touch()
+        assert self.wait(LONG_S) == 0, self._output.read_text()
+
+
+def further(latest: dict[int, dict[str, Any]]) -> Any:
+    """The condition that each of these workers has made steps since."""
+    return lambda now: all(step(now[rank]) > step(each) + 5 for rank, each in latest.items() if rank in now)
+
+
+def step(record: dict[str, Any]) -> int:
+    return int(record.get("before", record.get("after", 0)))
+
+
+@pytest.mark.timeout(150)
+def test_a_coordinator_that_is_killed_again_and_again_costs_no_step_and_no_worker(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "3") as job:
+        first = job.wait_until(all_training(3), LONG_S)
+        for _ in range(4):
+            job.kill_coordinator()
+            job.wait_until(further(job.latest()), LONG_S)
+        last = job.latest()
+        job.finish()
+    assert {each["pid"] for each in last.values()} == {each["pid"] for each in first.values()}
+    assert len(job.events("CoordinatorRestarted")) == 4
+    assert len(job.events("GenerationStarted")) == 1
+    check_job(Proof(tmp_path), SAMPLES, workers_at_end=3)
+
+
+@pytest.mark.timeout(150)
+def test_a_worker_that_dies_together_with_the_coordinator_is_replaced_by_the_next_one(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "3") as job:
+        latest = job.wait_until(all_training(3), LONG_S)
+        pid, _ = job.coordinator()
+        os.kill(pid, signal.SIGKILL)
+        job.kill(latest[1]["pid"])
+        job.forget(latest[1])
+        job.wait_until(lambda now: all_training(3)(now) and now[0]["generation"] >= 3, LONG_S)
+        job.kill_coordinator()
+        latest = job.latest()
+        job.kill(latest[0]["pid"])  # decided by a coordinator that knows of the first one from the journal only
+        job.forget(latest[0])
+        job.wait_until(lambda now: all_training(3)(now) and now[0]["generation"] >= 5, LONG_S)
+        job.finish()
+    check_job(Proof(tmp_path), SAMPLES, workers_at_end=3)
+
+
+@pytest.mark.timeout(150)
+def test_an_agent_of_another_machine_keeps_its_workers_and_their_lines(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    with Job(
+        tmp_path, "-np", "2", "--local-slots", "1", "--token-file", str(token), "--job-file", str(tmp_path / "job")
+    ) as job:
+        while not (tmp_path / "job").exists():
+            time.sleep(0.02)
+        agent = subprocess.Popen(
+            [*AGENT, "--job-file", str(tmp_path / "job"), "--host", "other"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        first = job.wait_until(all_training(2), LONG_S)
+        for _ in range(2):
+            job.kill_coordinator()
+            job.wait_until(further(job.latest()), LONG_S)
+        assert {each["pid"] for each in job.latest().values()} == {each["pid"] for each in first.values()}
+        job.finish()
+        _, error = agent.communicate(timeout=LONG_S)
+    assert agent.returncode == 0, error
+    assert b"its workers continue" in error
+    assert len(job.events("GenerationStarted")) == 1
+    output = (tmp_path / "output").read_text()
+    assert "rank 0 is through" in output
+    assert "rank 1 is through" in output
+    check_job(Proof(tmp_path), SAMPLES, workers_at_end=2)
+
+
+def test_kill_9_of_the_launcher_leaves_neither_coordinator_nor_workers(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "2") as job:
+        job.wait_until(all_training(2), LONG_S)
+        pid, _ = job.coordinator()
+        job.process.kill()
+        job.process.wait(LONG_S)
+        deadline_s = time.monotonic() + LONG_S
+        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+
+def test_a_coordinator_that_dies_at_once_ends_the_job_with_the_reason(tmp_path: Path) -> None:
+    """As where the machine has no memory for it."""
+    program = (
+        "import sys; from farandole.launch import supervised_coordinator as s; "
+        "s.sys.executable = '/bin/false'; from farandole.launch.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["run", "-np", "1", sys.executable, "-c", "pass"]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=LONG_S)
+    assert done.returncode != 0
+    assert "the coordinator (pid" in done.stderr
