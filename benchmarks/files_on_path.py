@@ -2,9 +2,10 @@
 
     python -m benchmarks.files_on_path [--list]
 
-A job of three workers with a sample ledger runs with a profiler that notes each call into our code, in the launcher
-and in the workers. One worker is killed. Printed are the numbers of files, and with --list the files, of
-    kill        from kill -9 to the first step of the next generation: a survivor's and the launcher's together
+A job of three workers with a sample ledger runs with a profiler that notes each call into our code, in the launcher,
+the coordinator and the workers. One worker is killed. Printed are the numbers of files, and with --list the files, of
+    kill        from kill -9 to the first step of the next generation: a survivor's, the launcher's and the
+                coordinator's together
     step        an ordinary training step
     backward    loss.backward() in one of these
     allreduce   a named all-reduce
@@ -80,12 +81,13 @@ def _measure() -> dict[str, set[str]]:
     killed_ns = int(marks.pop(min(pid for pid in marks if "killed" in marks[pid]))["killed"])
     survivor = min(marks)
     said = marks[survivor]
-    launcher = (set(calls) - set(marks)).pop()
+    others = set(calls) - set(marks)  # the launcher, and the coordinator
 
     def files(pid: int, begin_ns: int, end_ns: int) -> set[str]:
         return {file for ns, file in calls[pid] if begin_ns <= ns <= end_ns}
 
-    kill = files(survivor, killed_ns, said["stepped"]) | files(launcher, killed_ns, said["stepped"] + 20_000_000)
+    kill = files(survivor, killed_ns, said["stepped"])
+    kill = kill.union(*(files(pid, killed_ns, said["stepped"] + 20_000_000) for pid in others))
     ordinary = {name: files(survivor, *said[name]) for name in ("step", "backward", "allreduce")}
     return {"kill": kill, **ordinary}
 
@@ -101,6 +103,7 @@ def _train(folder: Path) -> None:
     torch.manual_seed(0)
     without_compiler()
     fd.init()
+    size, rank = fd.size, fd.rank  # the first use of a name looks it up
     model = torch.nn.Linear(8, 1)
     optimizer = fd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
     x = torch.randn(STEPS * 6, 8)
@@ -117,7 +120,7 @@ def _train(folder: Path) -> None:
         last_ns = 0
         for _ in loader.epochs(1):
             for inputs, targets in loader:
-                if state.step == KILLED_AT and fd.size() == 3 and fd.rank() == 1:
+                if state.step == KILLED_AT and size() == 3 and rank() == 1:
                     marks["killed"] = time.monotonic_ns()
                     write()
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -130,7 +133,7 @@ def _train(folder: Path) -> None:
                 now_ns = time.monotonic_ns()
                 if state.step == KILLED_AT - 10:
                     marks["step"], marks["backward"] = (last_ns, now_ns), (begin_ns, end_ns)
-                if has_stepped and fd.size() == 2:
+                if has_stepped and size() == 2:
                     marks.setdefault("stepped", now_ns)
                 last_ns = now_ns
         fd.allreduce(torch.ones(4), name="traced")  # the first one of a name is agreed on, and remembered

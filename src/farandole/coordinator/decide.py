@@ -92,7 +92,7 @@ def next_deadline(job: Job) -> float | None:
         *(() if regroup.awaits_exits(job) else of_regroup),
         capacity.quarantine_deadline(job),
         capacity.backoff_deadline(job),
-        whole_restart.deadline(job),
+        None if job.whole_restart is None else whole_restart.deadline(job),
         None if job.workers else capacity.last_call_deadline(job),
         job.restart_deferred_until_s,
         *(worker.kill_at_s for worker in job.workers.values()),
@@ -162,8 +162,8 @@ def _settle(transition: Transition) -> None:
         capacity.dismiss_idle(transition)
         regroup.conclude_recovery(transition)  # before capacity.fill, which starts the replacement
         capacity.follow_hosts(transition)
-        whole_restart.use_more_slots(transition)
-        whole_restart.advance(transition)
+        if not transition.job.is_elastic or transition.job.whole_restart is not None:
+            whole_restart.advance(transition)
         capacity.count_slots_for_all(transition)
         capacity.fill(transition)
         capacity.warn_of_missing_spares(transition)
@@ -184,8 +184,10 @@ def _settle(transition: Transition) -> None:
 def _settle_elastic(transition: Transition) -> None:
     if regroup.awaits_exits(transition.job):
         return
-    rules = regroup.end_if_hopeless, failure_detection.judge_links, shutdown.release_if_all_finished, regroup.advance
-    for rule in rules:
-        rule(transition)
-        if transition.job.ending is not None or transition.job.is_released:
-            return
+    regroup.end_if_hopeless(transition)
+    if transition.job.ending is None:
+        failure_detection.judge_links(transition)
+    if transition.job.ending is None and transition.job.is_finishing:
+        shutdown.release_if_all_finished(transition)
+    if transition.job.ending is None and not transition.job.is_released:
+        regroup.advance(transition)

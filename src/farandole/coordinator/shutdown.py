@@ -38,12 +38,10 @@ def worker_finished(transition: Transition, worker: Worker, message: Finished) -
 
 
 def release_if_all_finished(transition: Transition) -> None:
-    """Release the members once all have finished in the same generation, and stop the workers that were never
-    admitted."""
+    """Release the members of a job that is finishing once all have finished in the same generation, and stop the
+    workers that were never admitted."""
     job, generation = transition.job, transition.job.generation
-    if generation is None or not job.is_finishing:
-        return
-    if not all(job.has_finished(worker) for worker in job.each_survivor()):
+    if generation is None or not all(job.has_finished(worker) for worker in job.each_survivor()):
         return
     members = job.survivors()
     if len(members) < len(generation.members):
@@ -118,7 +116,7 @@ def record(transition: Transition, input: Input) -> None:
                 transition.log(WorkerStacks(message.worker, message.stacks))
             worker = transition.job.workers.get(message.worker)
             if worker is not None and worker.slot.agent == agent:
-                if isinstance(message, WorkerExited):
+                if isinstance(message, WorkerExited) and not transition.job.is_elastic:
                     whole_restart.report_failure(transition, worker, message)
                 transition.forget([worker.name])
         case AgentReported(agent, FromWorker(name, payload)):

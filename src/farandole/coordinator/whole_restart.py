@@ -1,10 +1,10 @@
 """The restart of all workers, as under torchrun: for scripts without an elastic function. Pure.
 
 A script that never enters an elastic function cannot continue without one of its workers. With --max-restarts, when a
-worker fails (`begin`), all others are stopped, and when all are gone (`advance`) every slot gets a new worker. The job
-is then as at its bootstrap, except for the numbers of its attempt and of its generations. Names of workers are never
-used again, so messages of an earlier attempt change nothing. In a job that fills its slots, further slots have the same
-effect (`use_more_slots`), which counts as no failure.
+worker fails (`begin`), all others are stopped, and when all are gone (`_begin_anew`) every slot gets a new worker. The
+job is then as at its bootstrap, except for the numbers of its attempt and of its generations. Names of workers are
+never used again, so messages of an earlier attempt change nothing. In a job that fills its slots, further slots have
+the same effect (`_use_more_slots`), which counts as no failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def begin(transition: Transition, reason: str) -> None:
     _stop_all(transition, reason)
 
 
-def use_more_slots(transition: Transition) -> None:
+def _use_more_slots(transition: Transition) -> None:
     """Restart all workers, without a failure, where the job fills its slots and has more of them than at the start of
     this attempt. Once a worker has ended the training is about to end, too, and goes on as it is."""
     job = transition.job
@@ -52,6 +52,12 @@ def _stop_all(transition: Transition, reason: str) -> None:
 
 
 def advance(transition: Transition) -> None:
+    """Stop all workers where further slots are to be used; begin anew once all are gone."""
+    _use_more_slots(transition)
+    _begin_anew(transition)
+
+
+def _begin_anew(transition: Transition) -> None:
     """Return to the state of the bootstrap once no process of the earlier attempt can run any more."""
     job = transition.job
     if job.whole_restart is None or job.workers:
@@ -83,8 +89,8 @@ def advance(transition: Transition) -> None:
 
 
 def deadline(job: Job) -> float | None:
-    """Return when workers that may run unobserved are gone."""
-    return job.lease_end_s if job.whole_restart is not None and not job.workers else None
+    """Return when workers that may run unobserved are gone, in a job that is being restarted."""
+    return None if job.workers else job.lease_end_s
 
 
 def attempts_so_far(job: Job) -> str:
@@ -97,11 +103,11 @@ def attempts_so_far(job: Job) -> str:
 
 
 def report_failure(transition: Transition, worker: Worker, message: WorkerExited | None) -> None:
-    """Log the failure of a worker in detail, for the report of its root cause. `message`: None for a worker whose agent
-    was lost. A worker that ended because it was stopped has failed only if it recorded an error."""
+    """Log the failure of a worker of a static job in detail, for the report of its root cause. `message`: None for a
+    worker whose agent was lost. A worker that ended because it was stopped has failed only if it recorded an error."""
     job, place = transition.job, worker.place
     error = None if message is None else message.error
-    if place is None or job.is_elastic or worker.has_left or (message is not None and message.exit_code == 0):
+    if place is None or worker.has_left or (message is not None and message.exit_code == 0):
         return
     if error is None and (worker.killed_for or job.config.max_restarts is None):
         return

@@ -45,7 +45,8 @@ def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | 
     if isinstance(message, SpawnFailed):
         gone = ExitRecord(worker, f"could not be started: {message.error}")
     else:
-        whole_restart.report_failure(transition, worker, message)
+        if not transition.job.is_elastic:
+            whole_restart.report_failure(transition, worker, message)
         how = format_exit(message.exit_code)
         gone = ExitRecord(worker, _with_reason(worker, how), message.exit_code, message.last_lines)
     _gone(transition, [gone])
@@ -85,7 +86,8 @@ def agent_lost(transition: Transition, input: AgentLost) -> None:
     workers = [worker for worker in transition.job.workers.values() if worker.slot.agent == agent.name]
     transition.log(AgentWasLost(agent.name, input.reason, tuple(worker.name for worker in workers)))
     for worker in workers:
-        whole_restart.report_failure(transition, worker, None)
+        if not transition.job.is_elastic:
+            whole_restart.report_failure(transition, worker, None)
     how = f"was lost with agent {agent.name}"
     noticed = f"the silence of agent {agent.name}" if input.silent_s else f"the end of agent {agent.name}"
     _gone(transition, [ExitRecord(worker, how, noticed=noticed, silent_s=input.silent_s) for worker in workers])

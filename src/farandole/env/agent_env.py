@@ -90,10 +90,11 @@ def read_bucket_mb(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(BUCKET_MB) or None
 
 
-def read_reconfigure(default: bool, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether process groups of torch live through the generations, by FARANDOLE_RECONFIGURE. Raises ConfigError
-    for another value than 0 or 1."""
-    return bool(read_value(environ, RECONFIGURE, Switch, default))
+def read_reconfigure(environ: Mapping[str, str] = os.environ) -> bool | None:
+    """Return whether process groups of torch live through the generations, by FARANDOLE_RECONFIGURE; None: it is not
+    set. Raises ConfigError for another value than 0 or 1."""
+    value = read_value(environ, RECONFIGURE, Switch, None)
+    return None if value is None else bool(value)
 
 
 def read_transport() -> str:

@@ -372,6 +372,7 @@ class WorkerJob:
     def leave(self) -> None:
         """Close the connections to the other workers, for shutdown(). The coordinator still knows this worker; it may
         meet again."""
+        self._builder.forget_settings()
         if world.is_entered():
             here = world.current()
             if here.named is not None:

@@ -54,6 +54,7 @@ class FixedJob:
 
     def leave(self) -> None:
         """Close the connections to the other ranks, for shutdown()."""
+        self._builder.forget_settings()
         if world.is_entered():
             here = world.current()
             world.enter(None)

@@ -67,12 +67,21 @@ class Built:
     has_process_sets: bool
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What the environment says of the worlds; `reconfigures` is None where it does not mention that."""
+
+    transport: str
+    reconfigures: bool | None
+    named: NamedSettings
+
+
 class WorldBuilder:
     """Builds worlds one after the other, always by the same listener.
 
     worker     this worker's id
     host       the same for all workers of this host, and only for them
-    settings   called for each world, since scripts change them between shutdown() and init()
+    settings   called for the first world, and for the first one after forget_settings()
     on_broken  called with (worker of the peer, direction, detail) when a connection cannot be made, or fails
     check      called at least once a second during a wait; may raise
     aborts     gets each builder and transport before it can block; None where no coordinator ends generations
@@ -91,11 +100,21 @@ class WorldBuilder:
         aborts: AbortRegistry | None = None,
         on_way: Callable[[int, str], None] = lambda _number, _way: None,
     ) -> None:
-        self._listener, self._worker, self._host, self._settings = listener, worker, host, settings
+        self._listener, self._worker, self._host, self._named_settings = listener, worker, host, settings
+        self._settings: _Settings | None = None
         self._on_way = on_way
         self._last_way = ""
         self._on_broken, self._check, self._aborts = on_broken, check, aborts
         self._kept: dict[int, KeptGroup] = {}
+
+    def forget_settings(self) -> None:
+        """Read the environment anew for the next world: scripts change it between shutdown() and init()."""
+        self._settings = None
+
+    def _current(self) -> _Settings:
+        if self._settings is None:
+            self._settings = _Settings(read_transport(), read_reconfigure(), self._named_settings())
+        return self._settings
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:
         """Build the world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
@@ -104,10 +123,10 @@ class WorldBuilder:
         ring = self._ring(start, channel + _STEPS, timeout_s)
         for_p2p = DataListener(*self._listener.address.hosts)
         try:
-            own = OwnControlBlocks(start.placement.rank, _TRANSPORTS if _may_share_memory(start) else 0)
+            own = OwnControlBlocks(start.placement.rank, _TRANSPORTS if self._may_share_memory(start) else 0)
             directory = _directory(ring, self._member(for_p2p.address, own.refs))
             p2p = self._p2p(for_p2p, start, directory)
-            control_blocks = _open_pages(ring, own, directory)
+            control_blocks = _open_pages(ring, own, directory, self._current().transport)
             return self._build_upon(ring, start, directory, channel, timeout_s, p2p, control_blocks)
         except BaseException:
             for_p2p.close()
@@ -123,6 +142,7 @@ class WorldBuilder:
         p2p: PointToPoint,
         control_blocks: Sequence[ControlBlocks | str | None],
     ) -> Built:
+        settings = self._current()
         host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, control_blocks[_STEPS])
         steps, description = for_devices(
             host,
@@ -130,8 +150,8 @@ class WorldBuilder:
             way,
             [each.host for each in directory],
             [each.devices for each in directory],
-            read_transport(),
-            self._kept_group(_DEVICES, is_default=False) if read_transport() in ("auto", "nccl") else None,
+            settings.transport,
+            self._kept_group(_DEVICES, is_default=False) if settings.transport in ("auto", "nccl") else None,
         )
         if steps is not host:
             self._register(start, steps)
@@ -146,17 +166,20 @@ class WorldBuilder:
             ring = self._ring(subset, set_channel, SUBSET_TIMEOUT_S)
             return self._upon(ring, subset, members, set_channel, SUBSET_TIMEOUT_S)[0]
 
-        named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=self._settings())
+        named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=settings.named)
         is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
         entered = World(start.id, start.placement, steps, named, is_homogeneous, p2p)
         self._report_way(description, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 
     def _member(self, p2p: DataAddress, control_blocks: ControlBlockRefs) -> Member:
-        devices = own_devices(read_transport())
+        devices = own_devices(self._current().transport)
         return Member(
             self._worker, self._listener.address, self._host, process_sets.has_added(), p2p, devices, control_blocks
         )
+
+    def _may_share_memory(self, start: Start) -> bool:
+        return start.placement.size > 1 and self._current().transport not in ("tcp", "gloo")
 
     def _p2p(self, listener: DataListener, start: Start, directory: list[Member]) -> PointToPoint:
         endpoints = [Endpoint(member.worker, member.p2p) for member in directory]
@@ -191,11 +214,11 @@ class WorldBuilder:
             assert isinstance(connected, RingTransport), "there are at least two ranks"
             return connected
 
-        kept = None
-        if read_transport() == "gloo":
+        kept, asked_for = None, self._current().transport
+        if asked_for == "gloo":
             kept = self._kept_group(channel % _CHANNELS_PER_SESSION, is_default=KEEPS_GLOO)
         hosts = [member.host for member in members]
-        transport, way = choose(ring, hosts, read_transport(), connect, control_blocks, kept)
+        transport, way = choose(ring, hosts, asked_for, connect, control_blocks, kept)
         if transport is not ring:
             self._register(start, transport)
         return transport, way
@@ -205,9 +228,11 @@ class WorldBuilder:
 
         Raises ConfigError if FARANDOLE_RECONFIGURE requires what this torch does not have.
         """
+        settings = self._current()
         if torch_versions.can_reconfigure():
-            return self._kept.setdefault(number, KeptGroup()) if read_reconfigure(is_default) else None
-        if read_reconfigure(False) and read_transport() in ("gloo", "nccl"):
+            is_kept = is_default if settings.reconfigures is None else settings.reconfigures
+            return self._kept.setdefault(number, KeptGroup()) if is_kept else None
+        if settings.reconfigures and settings.transport in ("gloo", "nccl"):
             raise ConfigError(
                 f"FARANDOLE_RECONFIGURE=1 needs torch 2.14 or newer, this is {torch.__version__}: unset it, and each "
                 f"generation has a process group of its own"
@@ -241,19 +266,15 @@ def _directory(ring: Transport, mine: Member) -> list[Member]:
     return [msgspec.msgpack.decode(each, type=Member) for each in ring.all_gather(msgspec.msgpack.encode(mine))]
 
 
-def _may_share_memory(start: Start) -> bool:
-    return start.placement.size > 1 and read_transport() not in ("tcp", "gloo")
-
-
 def _open_pages(
-    ring: Transport, own: OwnControlBlocks, directory: list[Member]
+    ring: Transport, own: OwnControlBlocks, directory: list[Member], asked_for: str
 ) -> Sequence[ControlBlocks | str | None]:
     """Return for each transport the control blocks of this host's ranks, or why there are none; None where they were
     not requested. All at once: every exchange between the ranks costs the slowest one's time to wake up."""
     if not isinstance(ring, RingTransport) or not (own.refs.refs or own.refs.problem):
         return [None] * _TRANSPORTS
     hosts = [member.host for member in directory]
-    if decide(hosts, read_transport()) not in (Way.SHARED_MEMORY, Way.HIERARCHICAL):
+    if decide(hosts, asked_for) not in (Way.SHARED_MEMORY, Way.HIERARCHICAL):
         return [None] * _TRANSPORTS
     mates = [rank for rank, host in enumerate(hosts) if host == hosts[ring.rank]]
     opened = own.open_those_of(ring, mates, [member.control_blocks for member in directory])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.agent.error_file import LONGEST_BYTES, ErrorFiles, read_error_file
+from farandole.agent.process import LONGEST_ERROR_FILE_BYTES, ErrorFiles, read_error_file
 
 
 def written(folder: Path, content: object) -> Path:
@@ -50,7 +50,7 @@ def test_a_plain_message_is_read_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "3", '{"message": 3}', '{"other": 1}', " " * (LONGEST_BYTES + 1)],
+    ["", "{", "[]", "3", '{"message": 3}', '{"other": 1}', " " * (LONGEST_ERROR_FILE_BYTES + 1)],
     ids=["empty", "cut", "list", "number", "no text", "no message", "too long"],
 )
 def test_a_damaged_file_is_no_error(tmp_path: Path, content: str) -> None:

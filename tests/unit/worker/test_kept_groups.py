@@ -38,8 +38,10 @@ def test_the_user_decides_otherwise_the_default(builder: WorldBuilder, monkeypat
     can_reconfigure(monkeypatch, True)
     assert builder._kept_group(0, is_default=False) is None
     monkeypatch.setenv("FARANDOLE_RECONFIGURE", "1")
+    builder.forget_settings()
     assert builder._kept_group(0, is_default=False) is not None
     monkeypatch.setenv("FARANDOLE_RECONFIGURE", "0")
+    builder.forget_settings()
     assert builder._kept_group(0, is_default=True) is None
 
 
@@ -49,7 +51,9 @@ def test_a_torch_without_such_groups_has_new_ones_and_refuses_the_requirement(
     can_reconfigure(monkeypatch, False)
     assert builder._kept_group(0, is_default=True) is None
     monkeypatch.setenv("FARANDOLE_RECONFIGURE", "1")
+    builder.forget_settings()
     assert builder._kept_group(0, is_default=True) is None  # the transport has no such group
     monkeypatch.setenv("FARANDOLE_TRANSPORT", "gloo")
+    builder.forget_settings()
     with pytest.raises(ConfigError, match=r"FARANDOLE_RECONFIGURE=1 needs torch 2\.14 or newer, this is .*: unset it"):
         builder._kept_group(0, is_default=True)
