@@ -81,8 +81,10 @@ class Proof:
         return len(self._standing)
 
     def redone(self) -> int:
-        """Return the number of attempts at a step that do not stand: begun, and repeated in a later generation."""
-        begun = {(r["before"], r["generation"]) for r in self.records if "before" in r}
+        """Return the number of attempts at a step that do not stand: begun with samples, and repeated in a later
+        generation. A rehearsal has no samples: a regroup at the end of an epoch lets everybody's loop body run once,
+        without an effect."""
+        begun = {(r["before"], r["generation"]) for r in self.records if r.get("ids")}
         return sum(1 for step, generation in begun if self._standing.get(step, generation) != generation)
 
     def first_steps(self, generation: int, pids: set[int]) -> dict[int, int]:

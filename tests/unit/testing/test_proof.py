@@ -31,6 +31,11 @@ def test_the_samples_of_a_step_are_those_of_the_attempt_that_stands(tmp_path: Pa
     assert proof.redone() == 1
 
 
+def test_a_rehearsal_between_two_generations_is_no_attempt_at_a_step(tmp_path: Path) -> None:
+    write(tmp_path, 1, before(0, 1, [1]), after(0, 1), before(1, 2, []), before(1, 3, [0], epoch=1), after(1, 3))
+    assert Proof(tmp_path).redone() == 0
+
+
 def test_a_sample_that_two_workers_train_in_one_step_is_there_twice(tmp_path: Path) -> None:
     write(tmp_path, 1, before(0, 1, [4], epoch=2), after(0, 1))
     write(tmp_path, 2, before(0, 1, [4], epoch=2), after(0, 1))
