@@ -131,7 +131,10 @@ def _lab(case: Case, place: Place, outcome: Outcome) -> Iterator[tuple[LabBacken
     """They are on hosts; as many slots as workers and spares, so that each is needed."""
     slots, hosts = case.shape.workers + case.shape.spares, case.shape.hosts
     slots_by_host = [slots // hosts + (index < slots % hosts) for index in range(hosts)]
-    with Lab(hosts) as lab, contextlib.closing(LabBackend(lab, slots_by_host, place.folder)) as backend:
+    with (
+        Lab(hosts, own_clocks=True) as lab,
+        contextlib.closing(LabBackend(lab, slots_by_host, place.folder)) as backend,
+    ):
         yield backend, backend.flags + _spares(case)
         outcome.violations += backend.left()
     outcome.violations += [f"{name} is left of the lab" for name in remains(lab.name)]

@@ -212,6 +212,22 @@ def test_a_frozen_host_does_nothing_and_goes_on_when_it_thaws(ears: list[Listene
         assert connection.recv(1) == b"b"
 
 
+def test_the_clocks_of_hosts_differ_by_days_if_requested_and_their_dates_do_not() -> None:
+    clocks = "import time; print(time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), time.time())"
+
+    def read(host: Host) -> list[float]:
+        return [float(word) for word in host.run([sys.executable, "-I", "-S", "-c", clocks]).split()]
+
+    with Lab(hosts=2, own_clocks=True) as lab:
+        here = [time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME), time.time()]
+        first, second = map(read, lab.hosts)
+        lab.hosts[0].power_off()
+        lab.hosts[0].boot()
+        days = [[round((read - own) / 86400) for read, own in zip(each, here, strict=True)] for each in (first, second)]
+        assert days == [[2, 4, 0], [5, 10, 0]]
+        assert read(lab.hosts[0])[0] - first[0] > 86000
+
+
 def test_a_crash_closes_connections_and_no_power_does_not(ears: list[Listener]) -> None:
     crashed, dark = ears
     with call(crashed.host) as one, call(dark.host) as other:

@@ -50,6 +50,19 @@ WITHOUT_TORCH = {BASE, "agent", "coordinator", "engines", "launch", "ledger", "r
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 # The folder, and the file that runs in each `import torch`, for which that folder takes too long to import.
+READERS_OF_THE_DATE = {
+    "agent/agent.py",  # the age of a file that a worker has just written
+    "agent/preemption.py",  # cloud providers say by the date when a machine is taken away
+    "checkpoint/checkpoint_writer.py",
+    "collectives/named/timeline.py",
+    "launch/control_commands.py",
+    "launch/job_files.py",
+    "launch/job_runner.py",
+    "launch/output.py",
+    "launch/torchrun_output.py",
+    "worker/host_update_listeners.py",  # an argument of Horovod's callbacks
+}
+"""For display, unless a reason is given: the date of a machine may step, and those of two machines differ."""
 READERS_OF_THE_ENVIRONMENT = ("env", "process_group/autoload.py")
 
 
@@ -119,6 +132,13 @@ def sources() -> list[Path]:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_imports_only_what_its_layer_may(path: Path) -> None:
     assert violations(path) == []
+
+
+def test_the_date_of_a_machine_is_for_display() -> None:
+    ours = [path for path in sources() if "horovod/alias" not in path.as_posix() and path.name != "machine.py"]
+    readers = {path.relative_to(ROOT).as_posix() for path in ours if "wall_time_s" in names_used(path.read_text())}
+    assert readers == READERS_OF_THE_DATE
+    assert [path.name for path in ours if "time" in imports(path.read_text())] == []
 
 
 def test_the_table_of_the_architecture_page_is_this_one() -> None:

@@ -18,6 +18,7 @@ from farandole.testing.lab.tools import COMMAND_S, Cgroup, LabError
 _INIT = Path(__file__).with_name("init.py")
 _PIDS_PER_BOOT = 1000
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
+_DAY_S = 86400
 _JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 1; shift; n=$((n - 1)); done; exec "$@"'
 
 StreamTarget: TypeAlias = int | IO[bytes] | None
@@ -30,13 +31,19 @@ class Host:
     name     its name, also on itself and on the other hosts
     address  its address for the others and the machine
     folder   for temporary files; TMPDIR of its processes. It is emptied when the host boots
+
+    With `has_own_clocks` its monotonic clock and its clock since boot are days ahead of the machine's, each host's by
+    another time (Linux, man 7 time_namespaces).
     """
 
-    def __init__(self, index: int, group: str, network: Network, folder: Path, hosts_file: Path) -> None:
+    def __init__(
+        self, index: int, group: str, network: Network, folder: Path, hosts_file: Path, has_own_clocks: bool = False
+    ) -> None:
         self.index, self.name = index, f"host{index}"
         self.address = network.address_of(index)
         self.folder = folder
         self._group_name, self._network, self._hosts_file = group, network, hosts_file
+        self._has_own_clocks = has_own_clocks
         self._cgroup: Cgroup | None = None
         self._init: subprocess.Popen[bytes] | None = None
         self._init_pid = 0
@@ -66,7 +73,8 @@ class Host:
         if not self.is_up or self._cgroup is None:
             raise LabError(f"{self.name} is off; boot() it first")
         entrances = self._cgroup.entrances
-        enter = ["nsenter", "--target", str(self._init_pid), *_NAMESPACES, "--"]
+        enter = ["nsenter", "--target", str(self._init_pid), *_NAMESPACES]
+        enter += ["--time", "--"] if self._has_own_clocks else ["--"]
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder or Path.cwd()), *command]
         process = subprocess.Popen(
             ["sh", "-c", _JOIN, "sh", str(len(entrances)), *entrances, *enter, *inside],
@@ -165,10 +173,11 @@ class Host:
         last_pid = _PIDS_PER_BOOT * self._boots
         self._cgroup = Cgroup(self._group_name)
         entrances = self._cgroup.entrances
-        unshare = ["unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", "--"]
+        clocks = ["--time", f"--monotonic={self._days_ahead * _DAY_S}", f"--boottime={self._days_ahead * 2 * _DAY_S}"]
+        unshare = ["unshare", *_NAMESPACES, *(clocks if self._has_own_clocks else []), "--fork", "--kill-child=KILL"]
         init = [sys.executable, "-I", "-S", str(_INIT), self.name, str(self._hosts_file), str(last_pid)]
         self._init = subprocess.Popen(
-            ["sh", "-c", _JOIN, "sh", str(len(entrances)), *entrances, *unshare, *init],
+            ["sh", "-c", _JOIN, "sh", str(len(entrances)), *entrances, *unshare, "--", *init],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -179,6 +188,11 @@ class Host:
             raise LabError(f"{self.name} did not start: its first process ended with {self._init.wait()}")
         self._init_pid = int(output)
         self._network.connect(self.index, self._init_pid)
+
+    @property
+    def _days_ahead(self) -> int:
+        """After each boot others, as those of a machine that was off."""
+        return 1 + 3 * self.index + self._boots
 
     def _need_cgroup(self) -> Cgroup:
         if self._cgroup is None:

@@ -24,14 +24,16 @@ class Lab:
     """A lab of `hosts` hosts that reach each other and their machine, which reaches them. All names differ from those
     of other labs on the same machine. It needs root: why_not() returns the reason if it is not possible.
 
+    own_clocks  the clocks of each host differ from those of the others and of the machine, by days; not the date
+
     hosts    by index, running
     network  the network between them, with its faults
     """
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts: int, *, own_clocks: bool = False) -> None:
         if hosts < 1:
             raise ValueError(f"a lab has at least one host, not {hosts}")
-        self._count = hosts
+        self._count, self._own_clocks = hosts, own_clocks
         self.name = new_lab_name()
         self.hosts: list[Host] = []
         self.network: Network
@@ -65,7 +67,9 @@ class Lab:
         hosts_file = folder / "hosts"
         for index in range(self._count):
             own = f"host{index}"
-            self.hosts.append(Host(index, f"{self.name}.{own}", self.network, folder / own, hosts_file))
+            self.hosts.append(
+                Host(index, f"{self.name}.{own}", self.network, folder / own, hosts_file, self._own_clocks)
+            )
         places: list[NetworkNode] = [self.network.driver, *self.hosts]
         lines = ["127.0.0.1 localhost", *(f"{place.address} {place.name}" for place in places)]
         hosts_file.write_text("".join(f"{line}\n" for line in lines))
