@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,33 @@ def test_a_job_is_scaled_and_a_host_drained_and_no_step_is_redone(tmp_path: Path
     assert {1, 2, 3} == set(proof.generations().values())
     assert proof.redone() == 0, (tmp_path / "job" / "output").read_text()
     assert "no job of this user runs here" in said("status")
+
+
+def test_the_status_is_shown_again_and_again_also_by_the_next_coordinator_until_the_job_ends(tmp_path: Path) -> None:
+    with endless(tmp_path / "job", "-np", "1") as running:
+        running.wait_until(all_training(1), 60)
+        command = [sys.executable, "-m", "farandole", "status", "--watch", "0.1", "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout is not None
+            assert watching.stderr is not None
+            first = json.loads(watching.stdout.readline())
+            os.kill(first["coordinator_pid"], signal.SIGKILL)
+            coordinators = (json.loads(line)["coordinator_pid"] for line in watching.stdout)
+            assert next(pid for pid in coordinators if pid != first["coordinator_pid"])
+            finish(running)
+            assert watching.stdout.read()
+            assert (watching.stderr.read(), watching.wait(20)) == ("the job has ended\n", 0)
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+    with endless(tmp_path / "job", "-np", "1") as running:
+        running.wait_until(all_training(1), 60)
+        done = subprocess.run(
+            f"{sys.executable} -m farandole status --watch 0.1 | head -n 1", shell=True, capture_output=True, text=True
+        )
+        assert (done.stderr, done.stdout.count("\n")) == ("", 1)
+        assert "must be at least 0.1 s, got 0" in refusal(2, "status", "--watch", "0")
+        finish(running)
 
 
 def test_with_several_jobs_it_has_to_be_said_which_one_by_name_or_by_address(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ with a job to run, so that `--help` answers at once."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,13 +22,26 @@ if TYPE_CHECKING:
     from farandole.launch.job_files import EventFile
     from farandole.launch.report import Report
 
-INTERRUPTED = 130  # what a shell makes of SIGINT
+# What a shell makes of SIGINT, and of SIGPIPE.
+INTERRUPTED = 130
+READER_GONE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `farandole` with these arguments (sys.argv's unless given) and return the exit code. Raises SystemExit after
     --help, --version and usage errors, as argparse does."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = _command(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `farandole status | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
+    return code
+
+
+def _command(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == "run":
         return run_program(arguments[1:], FARANDOLE_RUN)
     if arguments and arguments[0] == "torchrun":

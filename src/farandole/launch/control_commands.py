@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -79,8 +79,7 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
     client = await Client.dial_any(job.addresses, job.token, job.job)
     try:
         if command == "status":
-            status = await client.status()
-            print(msgspec.json.encode(status).decode() if options.json else "\n".join(format_status(status)))
+            await _show(client, options.json, options.watch)
             return DONE
         request, is_done = _request(command, options)
         answer = await client.ask(request)
@@ -94,6 +93,30 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
         return DONE
     finally:
         client.close()
+
+
+async def _show(client: Client, as_json: bool, every_s: float | None) -> None:
+    """Print the status, and with `every_s` again and again until the job has ended: on a terminal in one place, else
+    one after the other."""
+    is_screen = every_s is not None and sys.stdout.isatty() and not as_json
+    while True:
+        try:
+            status = await client.status()
+        except JobEnded as error:
+            if every_s is None:
+                raise
+            print(error, file=sys.stderr)
+            return
+        text = msgspec.json.encode(status).decode() if as_json else "\n".join(format_status(status))
+        print(f"{_CLEARED}{text}" if is_screen else text, flush=True)
+        if every_s is None:
+            return
+        await asyncio.sleep(every_s)
+        if not (is_screen or as_json):
+            print()
+
+
+_CLEARED = "\x1b[H\x1b[2J"  # the cursor is at the top of an empty screen: ECMA-48, CUP and ED
 
 
 def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, Callable[[Status], bool] | None]:
@@ -187,10 +210,15 @@ ANSWER_S = 10.0
 
 _LOOK_S = 0.1
 _ADDRESS_S = 3.0
+_RETURN_S = 3.0  # for the next coordinator, when the one that was asked has died
 
 
 class NoAnswer(FatalError):
     """The coordinator does not answer, or does not any more."""
+
+
+class JobEnded(NoAnswer):
+    """The coordinator has answered before, and no other one has taken its place."""
 
 
 class Client:
@@ -198,18 +226,22 @@ class Client:
     AuthenticationError or ProtocolError when the process that listens there does not know the token, or violates the
     protocol."""
 
-    def __init__(self, channel: Channel[ToClient]) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel[ToClient], redial: Callable[[], Awaitable[Channel[ToClient]]]) -> None:
+        self._channel, self._redial = channel, redial
 
     @classmethod
     async def dial(cls, address: Address, token: bytes, job: str | None) -> Client:
         """Connect, with a proof of the token by both ends."""
-        try:
+
+        async def redial() -> Channel[ToClient]:
             channel = await connect(address.host, address.port, token, job, TO_CLIENT)
+            channel.send(ClientHello(PROTOCOL_VERSION))
+            return channel
+
+        try:
+            return cls(await redial(), redial)
         except OSError as error:
             raise NoAnswer(f"no job with this token answers at {address}: {error}") from None
-        channel.send(ClientHello(PROTOCOL_VERSION))
-        return cls(channel)
 
     @classmethod
     async def dial_any(cls, addresses: Sequence[Address], token: bytes, job: str | None) -> Client:
@@ -221,15 +253,29 @@ class Client:
         return await cls.dial(addresses[-1], token, job)
 
     async def ask(self, request: ClientMessage) -> ToClient:
-        """Return the answer to one request."""
-        self._channel.send(request)
+        """Return the answer to one request. It may be sent to one coordinator, and again to the next one: all requests
+        are for a state of the job, not for a change of it."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._channel.receive()
-        except ConnectionError:
-            raise NoAnswer("the job has ended") from None
+                while True:
+                    try:
+                        self._channel.send(request)
+                        return await self._channel.receive()
+                    except ConnectionError:
+                        await self._return()
         except TimeoutError:
             raise NoAnswer(f"the coordinator did not answer within {ANSWER_S:g} s") from None
+
+    async def _return(self) -> None:
+        """Connect again: the job has ended, or its coordinator has died and the next one is starting."""
+        self._channel.close()
+        deadline_s = now_s() + _RETURN_S
+        while now_s() < deadline_s:
+            with contextlib.suppress(OSError):
+                self._channel = await self._redial()
+                return
+            await asyncio.sleep(_LOOK_S)
+        raise JobEnded("the job has ended")
 
     async def status(self) -> Status:
         answer = await self.ask(AskStatus())

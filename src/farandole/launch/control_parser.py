@@ -16,6 +16,7 @@ COMMANDS = {
 }
 
 WAIT_S = 600.0
+_MOST_OFTEN_S = 0.1
 
 
 def control_parser(command: str) -> argparse.ArgumentParser:
@@ -27,6 +28,15 @@ def control_parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("host", metavar="HOST", help="name of the host, as `farandole status` shows it")
     if command in ("status", "jobs"):
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    if command == "status":
+        parser.add_argument(
+            "--watch",
+            type=_seconds,
+            nargs="?",
+            const=1.0,
+            metavar="S",
+            help="show it again every S seconds, until the job has ended (S: 1 unless given, at least 0.1)",
+        )
     if command == "jobs":
         return parser
     add = parser.add_argument_group("selection of the job (not needed if only one runs)").add_argument
@@ -45,3 +55,10 @@ def control_parser(command: str) -> argparse.ArgumentParser:
             help="with --wait: maximum seconds to wait; the job completes the request later (default: %(default)g)",
         )
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= _MOST_OFTEN_S:
+        raise argparse.ArgumentTypeError(f"must be at least {_MOST_OFTEN_S:g} s, got {text}")
+    return seconds
