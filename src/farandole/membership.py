@@ -33,7 +33,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class DataAddress(Address, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="a file that is appended to")
     parser.add_argument("--plan", type=parse, help="this plan instead of the one that follows from the seed")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the current job ends, too
     until, failed, seed = time.monotonic() + 60 * options.minutes, [], options.seed
     while True:
         case = case_of(seed, options.hosts, options.spares)
