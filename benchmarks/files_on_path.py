@@ -4,8 +4,8 @@
 
 A job of three workers with a sample ledger runs with a profiler that notes each call into our code, in the launcher,
 the coordinator and the workers. One worker is killed. Printed are the numbers of files, and with --list the files, of
-    kill        from kill -9 to the first step of the next generation: a survivor's, the launcher's and the
-                coordinator's together
+    kill        from kill -9 to the first step of the next generation: a survivor's and the launcher's together
+    decision    in the same time: the coordinator's, whose process decides
     step        an ordinary training step
     backward    loss.backward() in one of these
     allreduce   a named all-reduce
@@ -81,15 +81,16 @@ def _measure() -> dict[str, set[str]]:
     killed_ns = int(marks.pop(min(pid for pid in marks if "killed" in marks[pid]))["killed"])
     survivor = min(marks)
     said = marks[survivor]
-    others = set(calls) - set(marks)  # the launcher, and the coordinator
+    launcher, coordinator = sorted(set(calls) - set(marks))  # in the order in which they were started
 
     def files(pid: int, begin_ns: int, end_ns: int) -> set[str]:
         return {file for ns, file in calls[pid] if begin_ns <= ns <= end_ns}
 
-    kill = files(survivor, killed_ns, said["stepped"])
-    kill = kill.union(*(files(pid, killed_ns, said["stepped"] + 20_000_000) for pid in others))
+    until_ns = said["stepped"] + 20_000_000
+    kill = files(survivor, killed_ns, said["stepped"]) | files(launcher, killed_ns, until_ns)
+    decision = files(coordinator, killed_ns, until_ns)
     ordinary = {name: files(survivor, *said[name]) for name in ("step", "backward", "allreduce")}
-    return {"kill": kill, **ordinary}
+    return {"kill": kill, "decision": decision, **ordinary}
 
 
 def _train(folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import _query_to_dict
 from farandole.collectives import world
 from farandole.env import read_fixed_env, read_torchrun_rank_and_size, read_worker_env
 from farandole.errors import ConfigError
-from farandole.process_group.autoload import BACKEND, make_backend_known, note_meeting
+from farandole.process_group.autoload import BACKEND, make_backend_known
 from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.reconfigurable import NamedMembers, WorldsByHandles, meet_at
 from farandole.process_group.torch_versions import (
@@ -45,7 +45,6 @@ def register(init: Callable[[], None]) -> None:
         return
     have_shutdown_called()
     have_no_flight_recorder(BACKEND)
-    world.on_enter(_follow)
 
 
 def open_default_group() -> None:
@@ -83,6 +82,10 @@ def meet(url: str) -> Iterator[Any]:
 
 def create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
     """Create a group. c10d calls it for each."""
+    global _does_follow
+    if not _does_follow:
+        world.on_enter(_follow)
+        _does_follow = True
     if opts.global_ranks_in_group:
         return _subgroup(list(opts.global_ranks_in_group), opts.timeout)
     if getattr(opts, "enable_reconfigure", False):  # since torch 2.14
@@ -149,7 +152,7 @@ def let_whole_groups_follow() -> None:
     _do_whole_groups_follow = True
 
 
-_has_met = False  # this process has entered the world of a job
+_does_follow = False  # groups of this process follow the generations
 
 
 def _enter_world() -> None:
@@ -160,10 +163,6 @@ def _enter_world() -> None:
 def _follow(entered: world.World | None) -> None:
     """Follow a new generation: c10d's own records of the default group get its size. They are private, and nothing else
     changes them while the group exists (torch 2.13, torch/distributed/distributed_c10d.py, _World)."""
-    global _has_met
-    if entered is not None and not _has_met:
-        _has_met = True
-        note_meeting()
     group = dist.group.WORLD
     if isinstance(group, FarandoleGroup) and group.members.worlds is not JOB:
         return  # its members have nothing to do with the job

@@ -26,6 +26,7 @@ from farandole.errors import JobEnded, PeerLost, RecoverableError
 from farandole.liveness import status_reporting
 from farandole.machine import now_s
 from farandole.membership import GenerationId, Placement, Progress
+from farandole.process_group.autoload import note_meeting
 from farandole.process_group.registration import open_default_group, register
 from farandole.state import object_state
 from farandole.wire.messages import Connected, Failed, LinkBroken, MayPublish, Ready, Start
@@ -85,6 +86,7 @@ def init(
         process_setup.set_log_level(level)
     end_loader_processes_at_exit()
     _join()
+    note_meeting()
     try:
         _check_comm(comm)
         register_static(wanted, is_newcomer=_job is not None and _job.is_newcomer())
