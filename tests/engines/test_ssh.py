@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.membership import Address
 from tests.engines.contract import EngineJob, check_contract, hosts_of
 from tests.support.jobs import farandole_run, processes_with
 
@@ -176,6 +178,26 @@ except fd.FatalError as error:
     print("TRACEBACK", error.traceback.splitlines()[-1])
 print("LEFT", [name for name in os.listdir("tmp")])
 """
+
+
+def test_the_doctor_looks_at_hosts_before_a_job_runs_there(tmp_path: Path) -> None:
+    stand_ins = StandInHosts(tmp_path)
+    command = [sys.executable, "-m", "farandole", "doctor", "--json", "-H", "stand-in-0:1,refused-1:1"]
+    done = subprocess.run(command, env=stand_ins.environment, capture_output=True, text=True, timeout=100)
+    here, first, second = json.loads(done.stdout)
+    assert done.returncode == 1, done.stdout
+    assert {each["state"] for each in here["findings"]} <= {"ok", "warning"}
+    found = {each["topic"]: (each["state"], each["text"]) for each in first["findings"]}
+    assert found["versions"][0] == "ok"
+    assert found["versions"][1].startswith("the same as here: Farandole ")
+    assert found["network"] == ("ok", f"it reaches this machine at {', '.join(map(address_text, first['reached']))}")
+    assert [(each["state"], each["text"]) for each in second["findings"]] == [
+        ("error", "refused-1: Permission denied (publickey).")
+    ]
+
+
+def address_text(address: list[object]) -> str:
+    return str(Address(*address))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can hide the caller's folder from the other hosts")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from farandole.engines.agent_process import AgentProcess, exit_of_agent
 from farandole.engines.engine_interface import AgentExit, AgentOrder, StartFailed
@@ -51,25 +51,25 @@ class SshEngine:
 
     def command(self, order: AgentOrder) -> list[str]:
         """Return the command that runs the agent; it contains no secret."""
-        settings = self._settings
-        remote = ["exec", "env", f"PYTHONPATH={self._search_path}"] if self._search_path else ["exec"]
-        remote += [self._python, "-m", "farandole", *order.arguments()]
-        return [
-            *(settings.program, "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}"),
-            *("-o", f"ServerAliveInterval={_ALIVE_EVERY_S}", "-o", f"ServerAliveCountMax={_ALIVE_TIMES}"),
-            *(("-p", str(settings.port)) if settings.port is not None else ()),
-            *(("-i", settings.identity_file) if settings.identity_file else ()),
-            *("--", order.host, shlex.join(remote)),
-        ]
+        return ssh_command(self._settings, order.host, order.arguments())
 
     @property
     def _python(self) -> str:
         return self._settings.python or sys.executable
 
-    @property
-    def _search_path(self) -> str:
-        """PYTHONPATH of this process, for a Farandole that is not installed."""
-        return inherited_environment().get("PYTHONPATH", "")
+
+def ssh_command(settings: SshSettings, host: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs `farandole` with these arguments on the host."""
+    search_path = inherited_environment().get("PYTHONPATH", "")  # for a Farandole that is not installed
+    remote = ["exec", "env", f"PYTHONPATH={search_path}"] if search_path else ["exec"]
+    remote += [settings.python or sys.executable, "-m", "farandole", *arguments]
+    return [
+        *(settings.program, "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}"),
+        *("-o", f"ServerAliveInterval={_ALIVE_EVERY_S}", "-o", f"ServerAliveCountMax={_ALIVE_TIMES}"),
+        *(("-p", str(settings.port)) if settings.port is not None else ()),
+        *(("-i", settings.identity_file) if settings.identity_file else ()),
+        *("--", host, shlex.join(remote)),
+    ]
 
 
 def exit_of_ssh(code: int, last_lines: str, python: str, host: str) -> AgentExit:

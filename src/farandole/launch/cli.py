@@ -64,6 +64,10 @@ def _command(arguments: Sequence[str]) -> int:
         from farandole.launch.slurm_command import slurm_command
 
         return slurm_command(arguments[1:])
+    if arguments and arguments[0] == "doctor":
+        from farandole.launch.doctor_command import doctor_command
+
+        return doctor_command(arguments[1:])
     if arguments and arguments[0] in CONTROL:
         from farandole.launch.control_commands import control_command
 
@@ -89,7 +93,8 @@ def _main_parser() -> argparse.ArgumentParser:
         usage="farandole run [options] command ...\n       farandole torchrun [options] script.py ...\n"
         "       farandole status|jobs|scale|drain|undrain [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
-        "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR",
+        "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR\n"
+        "       farandole doctor [options]",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
         "  torchrun    train with torchrun's command line; see 'farandole torchrun --help'\n"
@@ -97,14 +102,15 @@ def _main_parser() -> argparse.ArgumentParser:
         + "  agent       offer this machine's slots to a job of another machine; see 'farandole agent --help'\n"
         "  kubernetes  print the objects of a job on Kubernetes; see 'farandole kubernetes manifest --help'\n"
         "  slurm       add nodes to a job, or remove them; see 'farandole slurm --help'\n"
-        "  ledger      prove that each sample was trained once; see 'farandole ledger --help'",
+        "  ledger      prove that each sample was trained once; see 'farandole ledger --help'\n"
+        "  doctor      look at this machine, and at hosts, before a job runs; see 'farandole doctor --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
     parser.add_argument(
         "command",
-        choices=["run", "torchrun", *CONTROL, "agent", "slurm", "kubernetes", "ledger"],
+        choices=["run", "torchrun", *CONTROL, "agent", "slurm", "kubernetes", "ledger", "doctor"],
         nargs="?",
         help=argparse.SUPPRESS,
     )

@@ -465,7 +465,7 @@ _BACKENDS = (("gloo", "Gloo"), ("nccl", "NCCL"), ("mpi", "MPI"))
 
 def describe_build() -> str:
     """Return the whole output. Imports torch in a separate process, which takes about a second."""
-    return format_build(_ask_torch(), {name: _find_program(name) for name in _LAUNCHERS})
+    return format_build(ask_torch(), {name: _find_program(name) for name in _LAUNCHERS})
 
 
 def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str | None]) -> str:
@@ -502,7 +502,8 @@ def _find_program(program: str) -> str | None:
     return shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
 
 
-def _ask_torch() -> dict[str, object] | str:
+def ask_torch() -> dict[str, object] | str:
+    """Return what worker/capabilities.py says of torch, in a process of its own; or why torch cannot be imported."""
     command = [sys.executable, "-m", "farandole.worker.capabilities"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_IMPORT_LIMIT_S)

@@ -89,6 +89,7 @@ def _describe() -> dict[str, object]:
         "gloo": _has_torch("gloo"),
         "nccl": nccl_built() > 0,
         "mpi": _has_torch("mpi"),
+        "devices": torch.cuda.device_count(),
     }
 
 
