@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ class Job(jobs.RunningJob):
         self._stop, self._output, self._events = folder / "stop", folder / "output", folder / "events.jsonl"
         words = ["--epochs", "1000000", "--stop", str(self._stop), "--item-ms", "1"]
         super().__init__(["--events", str(self._events), *flags], ELASTIC_JOB, words, folder, self._output)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            print(self._output.read_text())
+        super().__exit__(kind, error, trace)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         lines = self._events.read_text().splitlines() if self._events.exists() else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,10 +58,15 @@ class ToldJob:
     """
 
     def __init__(
-        self, num_proc: int = 3, slots: int | None = None, origin: Origin | None = None, **config: Any
+        self,
+        num_proc: int = 3,
+        slots: int | None = None,
+        origin: Origin | None = None,
+        first_hosts: Mapping[str, int] = MappingProxyType({}),
+        **config: Any,
     ) -> None:
         self.config = JobConfig(num_proc, **{"deferred_restart_s": 0.0, **config})
-        self.job = new_job(self.config, "job", origin=origin)
+        self.job = new_job(self.config, "job", origin=origin, first_hosts=first_hosts)
         self.now_s = 100.0
         self.actions: list[Action] = []
         self._invariants = MembershipInvariants(self.config)

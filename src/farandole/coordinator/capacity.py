@@ -409,7 +409,13 @@ def agent_connected(transition: Transition, input: AgentConnected) -> None:
     known = agents.get(input.agent)
     if (known is not None and known.is_connected) or input.slots < 0:
         return
-    agent = AgentRecord(input.agent, input.host, input.slots, order=known.order if known else len(agents))
+    if known is not None:
+        order = known.order
+    elif input.host in transition.job.first_hosts:
+        order = transition.job.first_hosts[input.host].order
+    else:
+        order = len(transition.job.first_hosts) + len(agents)
+    agent = AgentRecord(input.agent, input.host, input.slots, order)
     if offers is not None:
         offer = offers.get(input.host, Offer(0, agent.order))
         agent = replace(agent, slots=offer.slots, order=offer.order)
@@ -601,8 +607,7 @@ class SlotCandidate:
 def slot_candidates(job: Job) -> list[SlotCandidate]:
     """Return a candidate for each usable slot, host by host, the oldest host first.
 
-    Until the first generation the candidates include the slots of offered hosts whose agents have not joined yet: their
-    place in the order is reserved.
+    Until the first generation the candidates include the reserved slots, whose agents have not joined yet.
     """
     candidates = [
         SlotCandidate(agent.order, index, agent.host, Slot(agent.name, index))
@@ -610,23 +615,30 @@ def slot_candidates(job: Job) -> list[SlotCandidate]:
         if agent.is_connected and not agent.is_draining and not job.is_banned(agent.host)
         for index in range(agent.slots)
     ]
-    if job.generation is None:
-        joined = {agent.host for agent in job.agents.values() if agent.is_connected or agent.is_draining}
-        candidates += [
-            SlotCandidate(offer.order, index, host)
-            for host, offer in (job.offers or {}).items()
-            if host not in joined and not job.is_banned(host)
-            for index in range(offer.slots)
-        ]
+    candidates += [
+        SlotCandidate(offer.order, index, host)
+        for host, offer in _reserved(job).items()
+        for index in range(offer.slots)
+    ]
     return sorted(
         (each for each in candidates if not _is_given_up(job, each)), key=lambda each: (each.order, each.index)
     )
 
 
+def _reserved(job: Job) -> Mapping[str, Offer]:
+    """Return the known hosts whose agents have not joined yet, until the first generation: whichever agent connects
+    first, the ranks follow the order in which the hosts were given."""
+    if job.generation is not None:
+        return {}
+    known = job.first_hosts if job.offers is None else job.offers
+    joined = {agent.host for agent in job.agents.values() if agent.is_connected or agent.is_draining}
+    return {host: offer for host, offer in known.items() if host not in joined and not job.is_banned(host)}
+
+
 def worker_capacity(job: Job) -> int:
     """Return for how many workers there is capacity, including hosts whose agents have not joined yet."""
     if job.offers is None:
-        return usable_slots(job)
+        return usable_slots(job) + sum(offer.slots for offer in _reserved(job).values())
     left = {agent.host for agent in job.agents.values() if agent.is_draining}
     offered = sum(offer.slots for host, offer in job.offers.items() if host not in left and not job.is_banned(host))
     given_up = [

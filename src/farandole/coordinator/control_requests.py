@@ -105,9 +105,19 @@ def _is_drained(job: Job, host: str) -> bool:
 
 
 def _slots_by_host(job: Job) -> dict[str, int]:
-    """Return the slots of the hosts that were offered or have an agent."""
-    connected = {agent.host: agent.slots for agent in job.agents.values()}
-    return connected | {host: offer.slots for host, offer in (job.offers or {}).items()}
+    """Return the slots of the hosts that were offered or have an agent, in the order of their ranks."""
+    order = _order_of_hosts(job)
+    slots = {agent.host: agent.slots for agent in job.agents.values()}
+    slots |= {host: offer.slots for host, offer in (job.offers or {}).items()}
+    return {host: slots[host] for host in sorted(slots, key=lambda host: order[host])}
+
+
+def _order_of_hosts(job: Job) -> dict[str, int]:
+    """Return the places of the same hosts in the order of their ranks."""
+    offers = job.offers or {}
+    return {agent.host: agent.order for agent in job.agents.values()} | {
+        host: offer.order for host, offer in offers.items()
+    }
 
 
 def _is(number: int) -> str:
@@ -188,7 +198,7 @@ def _newcomer_state(worker: Worker) -> str:
 def _hosts(job: Job, now_s: float) -> list[HostStatus]:
     """Return the offered hosts, and the hosts that have an agent, in the order of their ranks."""
     offers = job.offers or {}
-    order = {agent.host: agent.order for agent in job.agents.values()} | {h: offer.order for h, offer in offers.items()}
+    order = _order_of_hosts(job)
     workers = Counter(job.host_of(worker) for worker in job.workers.values())
     agents_on: defaultdict[str, list[AgentRecord]] = defaultdict(list)
     for agent in job.agents.values():

@@ -102,6 +102,7 @@ class _Process:
             welcome=setup.welcome,
             on_output=lambda agent, message: self._link.send(Output(agent, message)),
             offers_joined=setup.offers_joined,
+            first_hosts=setup.first_hosts,
             store=self._store,
             journal=self._write,
             restored=restored,

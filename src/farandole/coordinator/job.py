@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -276,6 +277,8 @@ class Job:
     offers         hosts that may be used, by name; None: all whose agents join
     may_get_hosts  other hosts may be offered, or join, later
     offered        hosts offered so far
+    first_hosts    hosts of the launcher's own agents, which connect in any order: their workers come before those of
+                   agents that join by themselves, and their slots are reserved until the first generation
     bans           hosts where workers were lost, by name
     resets         generations started after the first one
     run_id         above that of every checkpoint that existed when the job started
@@ -319,6 +322,7 @@ class Job:
     offers: Mapping[str, Offer] | None = None
     may_get_hosts: bool = False
     offered: int = 0
+    first_hosts: Mapping[str, Offer] = field(default_factory=dict)
     bans: Mapping[str, Ban] = field(default_factory=dict)
     resets: int = 0
     run_id: int = 1
@@ -436,8 +440,19 @@ class Job:
         return self.agents[slot.agent].host
 
 
-def new_job(config: JobConfig, job_id: str, coordinator_epoch: int = 1, origin: Origin | None = None) -> Job:
-    """Return a job that waits for its first agent. `origin`: where its numbers begin, when it writes checkpoints."""
+def new_job(
+    config: JobConfig,
+    job_id: str,
+    coordinator_epoch: int = 1,
+    origin: Origin | None = None,
+    first_hosts: Mapping[str, int] = MappingProxyType({}),
+) -> Job:
+    """Return a job that waits for its first agent.
+
+    Args:
+        origin: Where its numbers begin, when it writes checkpoints.
+        first_hosts: The hosts of the launcher's own agents, with their slots, in the order of their ranks.
+    """
     target = 0 if config.fills_slots else config.num_proc
     job = Job(
         config=config,
@@ -447,6 +462,7 @@ def new_job(config: JobConfig, job_id: str, coordinator_epoch: int = 1, origin: 
         most=config.max_np,
         spares=config.spares,
         may_get_hosts=config.takes_agents,
+        first_hosts={host: Offer(slots, order) for order, (host, slots) in enumerate(first_hosts.items())},
     )
     if origin is None:
         return job

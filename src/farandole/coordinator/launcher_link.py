@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import pickle
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ class CoordinatorSetup:
     origin: Origin | None
     welcome: Welcome | None
     offers_joined: bool
+    first_hosts: Mapping[str, int] = field(default_factory=dict)
     handled: int = 0
 
 

@@ -10,6 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import msgspec
 
@@ -123,6 +124,7 @@ class Coordinator:
     on_output  called with an agent and its message about its workers' output; None: no more will come
     offers_joined  whether hosts whose agents join by themselves count as offered, with their slots, as long as they
                    stay; otherwise only those of `offer` do, once it was called
+    first_hosts  as in new_job
     function   of a job of farandole.run()
     store      the job's store; None: it has its own
     journal    called with the state after each decision, before any message about the decision is sent
@@ -143,6 +145,7 @@ class Coordinator:
         welcome: Welcome | None = None,
         on_output: Callable[[str, OutputMessage | None], None] = lambda _agent, _message: None,
         offers_joined: bool = False,
+        first_hosts: Mapping[str, int] = MappingProxyType({}),
         function: FunctionJob | None = None,
         store: Store | None = None,
         journal: Callable[[CoordinatorState], None] | None = None,
@@ -155,7 +158,7 @@ class Coordinator:
         self._listener = Listener(self._on_connection, self._budget)
         self._refused = RefusalReports(on_event)
         self._on_event = on_event
-        self._job = new_job(config, job_id, origin=origin)
+        self._job = new_job(config, job_id, origin=origin, first_hosts=first_hosts)
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
         self._silence = Silence(config.detection_budget_s)
         self._welcome, self._on_output = welcome, on_output

@@ -189,6 +189,7 @@ class _JobRun:
                     setup.origin,
                     welcome,
                     self._is_of_engine,
+                    self._first_hosts(),
                 ),
                 on_event=self._on_decision,
                 on_output=output,
@@ -205,10 +206,17 @@ class _JobRun:
                 welcome=welcome,
                 on_output=output,
                 offers_joined=self._is_of_engine,
+                first_hosts=self._first_hosts(),
                 function=setup.function,
             )
         await coordinator.start()
         return coordinator
+
+    def _first_hosts(self) -> dict[str, int]:
+        """Return the hosts of the agents that this process starts at once, with their slots. Of hosts that are
+        discovered, only the order counts: a later discovery may miss them."""
+        hosts = () if self._is_of_engine else self._source.hosts
+        return {each.name: each.slots if self._source.are_fixed else 0 for each in hosts}
 
     def _welcome(self) -> Welcome:
         return Welcome(

@@ -124,3 +124,9 @@ def test_an_undrain_that_nobody_needs_changes_nothing() -> None:
     before = told.job
     assert told.feed(UndrainRequested("host-a")).actions == []
     assert told.job == before
+
+
+def test_hosts_are_listed_in_the_order_of_their_ranks_whoever_connects_first() -> None:
+    told = ToldJob(2, slots=0).feed_hosts(x=1, y=1).connect("y", 1, "y").connect("x", 1, "x").training()
+    assert "its hosts: x and y" in refused(told, AskDrain("elsewhere"))
+    assert [host.host for host in status_of(told.job, told.now_s).hosts] == ["x", "y"]

@@ -26,6 +26,14 @@ def test_slots_are_filled_host_by_host_also_when_a_later_host_s_agent_is_the_fir
     assert told.hello("w0", "w1", "w2").members == ("w1", "w2", "w0")
 
 
+def test_ranks_follow_the_launcher_s_own_hosts_where_others_may_join_first() -> None:
+    told = ToldJob(4, slots=0, first_hosts={"x": 2, "y": 1}, takes_agents=True)
+    assert told.connect("z", 2, "z").spawned() == {"w0": 0}  # one slot here, after those of x and y
+    assert told.connect("y", 1, "y").spawned() == {"w1": 0}
+    assert told.connect("x", 2, "x").spawned() == {"w2": 0, "w3": 1}
+    assert told.hello("w0", "w1", "w2", "w3").members == ("w2", "w3", "w1", "w0")
+
+
 def test_workers_are_told_the_place_that_they_will_most_likely_get() -> None:
     told = ToldJob(3, slots=0).offer(x=2, y=2)
     assert [spawn.expected for spawn in told.sent(Spawn)] == [
