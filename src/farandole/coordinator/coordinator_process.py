@@ -6,6 +6,7 @@ one when it has died, which continues from the journal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -14,9 +15,11 @@ import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from farandole.coordinator.journal import CoordinatorState, Journal
+from farandole.coordinator.journal import CoordinatorState, Journal, JournalError, JournalFiles, JournalIdentity
 from farandole.coordinator.launcher_link import (
+    ALIVE_EVERY_S,
     AdmitToStore,
+    Alive,
     Call,
     ClearStore,
     CoordinatorSetup,
@@ -80,8 +83,8 @@ class _Journaled:
 class _Process:
     """This process: `await run()`."""
 
-    def __init__(self, link: Link, journal: Journal) -> None:
-        self._link, self._journal = link, journal
+    def __init__(self, link: Link, journal: JournalFiles) -> None:
+        self._link, self._journal_files = link, journal
         self._frames: MessageLog[object] = MessageLog()
         self._unsent: list[object] = []
         self._store = _RemoteStore(link)
@@ -90,7 +93,13 @@ class _Process:
 
     async def run(self) -> None:
         setup: CoordinatorSetup = await self._link.receive()
-        restored = self._restore(setup.handled)
+        self._journal = Journal(self._journal_files, JournalIdentity(setup.job_id))
+        try:
+            restored = self._restore(setup.handled)
+        except JournalError as damage:
+            self._link.send(Listening((), 0, str(damage)))
+            await self._link.drain()
+            return
         self._coordinator = Coordinator(
             setup.config,
             setup.token,
@@ -108,27 +117,43 @@ class _Process:
             restored=restored,
         )
         listening = asyncio.create_task(self._listen(self._coordinator.start()))
-        obedience = asyncio.create_task(self._obey())
+        obedience, beating = asyncio.create_task(self._obey()), asyncio.create_task(self._show_life())
         if not await listening:
             return
         outcome, error = None, ""
+        serving = asyncio.create_task(self._coordinator.run())
         try:
-            outcome = await self._coordinator.run()
+            await asyncio.wait((serving, obedience), return_when=asyncio.FIRST_COMPLETED)
+            if obedience.done():
+                obedience.result()
+            outcome = await serving
         except Exception as raised:  # noqa: BLE001 - the launcher reports it
             import traceback
 
             error = "".join(traceback.format_exception(raised))
-        self._commit_events()
+        with contextlib.suppress(OSError):  # it would be the error already
+            self._commit_events()
         self._link.send(Ended(outcome, error))
         await self._link.drain()
-        obedience.cancel()
+        for task in (obedience, beating, serving):
+            task.cancel()
         self._link.close()
+
+    async def _show_life(self) -> None:
+        while True:
+            self._link.send(Alive())
+            await asyncio.sleep(ALIVE_EVERY_S)
 
     def _restore(self, handled: int) -> CoordinatorState | None:
         data = self._journal.read()
         if data is None:
             return None
-        journaled: _Journaled = pickle.loads(data)
+        try:
+            journaled: _Journaled = pickle.loads(data)
+        except Exception as error:  # noqa: BLE001 - as many as there are ways to differ
+            raise JournalError(
+                f"the coordinator's journal cannot be read ({error!r}): was Farandole changed while the job ran?"
+            ) from None
         self._frames = journaled.frames
         self._frames.confirm(handled)
         for frame in self._frames.after(handled):
@@ -190,7 +215,8 @@ class _Process:
         try:
             await opening
         except ConfigError as error:
-            self._link.send(Listening((), self._frames.handled, str(error)))
+            number = (error.__cause__.errno or 0) if isinstance(error.__cause__, OSError) else 0
+            self._link.send(Listening((), self._frames.handled, str(error), number))
             await self._link.drain()
             return False
         self._link.send(Listening(self._coordinator.addresses, self._frames.handled))
@@ -205,7 +231,7 @@ def main() -> None:
     link, *journal = map(int, sys.argv[1:])
 
     async def run() -> None:
-        await _Process(await Link.over(socket.socket(fileno=link)), Journal((journal[0], journal[1]))).run()
+        await _Process(await Link.over(socket.socket(fileno=link)), (journal[0], journal[1])).run()
 
     asyncio.run(run())
 

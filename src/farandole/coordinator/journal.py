@@ -6,18 +6,35 @@ seen is in the journal, and what is not in the journal has been seen by nobody.
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TypeAlias
 
+import farandole
 from farandole.coordinator.job import Job
+from farandole.errors import FarandoleError
 from farandole.membership import Address
 from farandole.wire.message_log import MessageLog
-from farandole.wire.messages import ToAgent
+from farandole.wire.messages import PROTOCOL_VERSION, ToAgent
 
-_HEADER = struct.Struct(">QQI")  # number of the state, length and CRC-32 of its bytes
+_MAGIC = b"farandl1"
+_HEADER = struct.Struct(">8sQIQI")  # magic, number of the state, lengths of the identity and the state, their CRC-32
+
+
+class JournalError(FarandoleError):
+    """The journal cannot be used: it is damaged, or of another job or version."""
+
+
+@dataclass(frozen=True)
+class JournalIdentity:
+    """What a journal belongs to. `version` is that of the software that has written it."""
+
+    job_id: str
+    version: str = f"{farandole.__version__} (protocol {PROTOCOL_VERSION})"
 
 
 @dataclass
@@ -58,6 +75,15 @@ class CoordinatorState:
     addresses: tuple[Address, ...]
 
 
+JournalFiles: TypeAlias = tuple[int, int]
+"""Descriptors of the two files."""
+
+
+def files_in_memory() -> JournalFiles:
+    """Return files that exist as long as a process has them open."""
+    return os.memfd_create("farandole-journal-0"), os.memfd_create("farandole-journal-1")
+
+
 class Journal:
     """Two files, of which the older one is replaced by each state: one of them is complete at any time.
 
@@ -65,41 +91,56 @@ class Journal:
     it.
     """
 
-    def __init__(self, descriptors: tuple[int, int]) -> None:
-        self.descriptors = descriptors
-        self._number = max((number for number, _ in self._states()), default=0)
-
-    @classmethod
-    def in_memory(cls) -> Journal:
-        """Return a journal of files that exist as long as a process has them open."""
-        return cls((os.memfd_create("farandole-journal-0"), os.memfd_create("farandole-journal-1")))
+    def __init__(self, descriptors: JournalFiles, identity: JournalIdentity) -> None:
+        self._descriptors, self._identity = descriptors, identity
+        self._number = max((number for number, _, _ in self._states()), default=0)
 
     def write(self, data: bytes) -> None:
         """Replace the older state. Raises OSError when the memory, or the disk, is full."""
         self._number += 1
-        descriptor = self.descriptors[self._number % 2]
+        descriptor = self._descriptors[self._number % 2]
+        identity = json.dumps(asdict(self._identity)).encode()
+        checksum = zlib.crc32(data, zlib.crc32(identity))
         os.ftruncate(descriptor, 0)
-        header = _HEADER.pack(self._number, len(data), zlib.crc32(data))
-        written = os.pwritev(descriptor, [header, data], 0)
-        if written < len(header) + len(data):
-            raise OSError(f"{written} of {len(header) + len(data)} bytes of the coordinator's journal were written")
+        header = _HEADER.pack(_MAGIC, self._number, len(identity), len(data), checksum)
+        written, length = os.pwritev(descriptor, [header, identity, data], 0), len(header) + len(identity) + len(data)
+        if written < length:
+            raise OSError(f"{written} of {length} bytes of the coordinator's journal were written")
 
     def read(self) -> bytes | None:
-        """Return the newest complete state; None: there is none."""
-        return max(self._states(), default=(0, None))[1]
+        """Return the newest complete state; None: there is none, since the job begins.
 
-    def close(self) -> None:
-        """Close the files."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
+        Raises:
+            JournalError: The journal is damaged, or of another job or version.
+        """
+        states = self._states()
+        if not states:
+            sizes = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
+            if all(sizes):  # where one is empty, the first coordinator died as it wrote the first state
+                raise JournalError(
+                    f"the coordinator's journal is damaged: neither of its files, of {sizes[0]} and {sizes[1]} bytes, "
+                    "has a complete state"
+                )
+            return None
+        _, found, data = max(states, key=lambda state: state[0])
+        if found.job_id != self._identity.job_id:
+            raise JournalError(f"the coordinator's journal is of job {found.job_id}, not of {self._identity.job_id}")
+        if found.version != self._identity.version:
+            raise JournalError(
+                f"the coordinator's journal was written by Farandole {found.version}, and this is "
+                f"{self._identity.version}: continue with the version that has started the job"
+            )
+        return data
 
-    def _states(self) -> list[tuple[int, bytes]]:
+    def _states(self) -> list[tuple[int, JournalIdentity, bytes]]:
         found = []
-        for descriptor in self.descriptors:
-            data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-            if len(data) >= _HEADER.size:
-                number, length, checksum = _HEADER.unpack_from(data)
-                state = data[_HEADER.size :]
-                if len(state) == length and zlib.crc32(state) == checksum:
-                    found.append((number, state))
+        for descriptor in self._descriptors:
+            content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            if len(content) < _HEADER.size:
+                continue
+            magic, number, identity_bytes, state_bytes, checksum = _HEADER.unpack_from(content)
+            body = content[_HEADER.size :]
+            if magic == _MAGIC and len(body) == identity_bytes + state_bytes and zlib.crc32(body) == checksum:
+                identity = JournalIdentity(**json.loads(body[:identity_bytes]))
+                found.append((number, identity, body[identity_bytes:]))
         return found

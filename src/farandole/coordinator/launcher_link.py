@@ -20,6 +20,8 @@ from farandole.membership import Address, Origin
 from farandole.wire.channel import LENGTH
 from farandole.wire.messages import OutputMessage, Welcome
 
+ALIVE_EVERY_S = 0.1
+
 
 @dataclass(frozen=True)
 class CoordinatorSetup:
@@ -80,6 +82,11 @@ class Over:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """The event loop of the coordinator runs. Sent every ALIVE_EVERY_S seconds; not counted."""
+
+
+@dataclass(frozen=True)
 class Ended:
     """The last frame. `error` is an internal error that has ended the job, in words."""
 
@@ -89,11 +96,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class Listening:
-    """The coordinator listens at these addresses, and has handled so many counted frames; or it cannot listen."""
+    """The coordinator listens at these addresses, and has handled so many counted frames; or it cannot listen.
+
+    problem  why it cannot, in words; empty: it does
+    errno    of the system, where that is the reason; else 0
+    """
 
     addresses: tuple[Address, ...]
     handled: int
     problem: str = ""
+    errno: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ also answers the user's commands.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections import deque
@@ -94,6 +95,7 @@ from farandole.wire.messages import (
 _SHORTEST_WAIT_S = 0.001
 
 _SHORT_REST_S = 0.02
+_RETURN_LOOK_S = 0.02  # at the end of a job, between two looks for agents of the former coordinator
 
 
 def rest_s(took_s: float) -> float:
@@ -177,6 +179,7 @@ class Coordinator:
         self._store = StoreServer(self._refused) if store is None else store
         self._attempt = 0
         self._journal, self._restored = journal, restored
+        self._returning: set[str] = set()  # agents of the former coordinator that have not come yet
         self._outgoing: list[tuple[Channel[AgentMessage], ToAgent]] = []  # to be sent once the journal has them
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
@@ -191,13 +194,15 @@ class Coordinator:
         """Listen for connections. Raises ConfigError when that fails, for example because the port is in use."""
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        if self._restored is not None:
+            self._continue_from(self._restored)  # before it listens: an agent that is unknown ends its workers
         try:
             await self.listen(self._hosts)
         except ConfigError:
             self._listener.close()
             raise
-        if self._restored is not None:
-            self._continue_from(self._restored)
+        self._set_tick(next_deadline(self._job))
+        self.commit()  # the next one to take over has a higher epoch, and listens at the same addresses
         self._look()
 
     def _continue_from(self, state: CoordinatorState) -> None:
@@ -209,13 +214,12 @@ class Coordinator:
         self._agent_hosts |= state.agent_hosts
         for agent, session in state.sessions.items():
             self._sessions[agent] = session
+            self._returning.add(agent)
             self._record_silence(agent, session)
             if session.is_apart:
                 self._heartbeats.begin(agent)
         if self._job.ending is not None and self._job.ending.is_done:
             self._outcome.set_result(Outcome(self._job.ending.exit_code, self._job.ending.reason))
-        self._set_tick(next_deadline(self._job))
-        self.commit()  # the next one to take over has a higher epoch
 
     def _record_silence(self, agent: str, session: AgentSession) -> None:
         """Count the silence of an agent from now. The launcher's own agents cannot be cut off from a coordinator that
@@ -272,11 +276,15 @@ class Coordinator:
         detection budget for that). Cancellation closes all connections."""
         try:
             outcome = await self._outcome
+            patience_s = self._config.grace_s + self._config.detection_budget_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    while self._returning:  # to be told the end of the job
+                        await asyncio.sleep(_RETURN_LOOK_S)
             self._listener.close()
             for command in self._serving:
                 command.cancel()  # the end of the connection tells it that the job has ended
             if self._conversations:
-                patience_s = self._config.grace_s + self._config.detection_budget_s
                 await asyncio.wait(self._conversations, timeout=patience_s)
             return outcome
         finally:
@@ -309,7 +317,7 @@ class Coordinator:
         """Handle that an agent is gone, as the system has seen that started it. Unless `are_workers_gone`, they may run
         until the end of its lease."""
         if agent in self._sessions and not self.has_ended:
-            self._lose(agent, reason, None if are_workers_gone else self._heartbeats.lease_end_s(agent))
+            self._lose(agent, reason, None if are_workers_gone else self._lease_end_s(agent))
             self._settle()
 
     def agent_leaves(self, agent: str, reason: str) -> None:
@@ -357,7 +365,11 @@ class Coordinator:
             return
         for action in actions:
             self._do(action)
-        self.commit()
+        try:
+            self.commit()
+        except OSError as error:  # no room for the journal: nothing that was decided may be sent
+            self._fail(error)
+            return
         self._set_tick(deadline_s)
         ended_s = self._loop.time()
         self._rests_until_s = ended_s + rest_s(ended_s - began_s)
@@ -420,7 +432,7 @@ class Coordinator:
         for agent, silent_s in self._silence.look(self._clock.now_s()).items():
             budget_s = self._job.config.detection_budget_s
             reason = f"nothing was received from it for {silent_s:.2f} s (--detection-budget {budget_s:g})"
-            self._lose(agent, reason, self._heartbeats.lease_end_s(agent), silent_s)
+            self._lose(agent, reason, self._lease_end_s(agent), silent_s)
         if self._clock.now_s() >= self._next_hang_look_s:
             self._next_hang_look_s = self._clock.now_s() + self._hang_detector.look_every_s
             if (stalled := self._hang_detector.look(self._job, self._clock.now_s())) is not None:
@@ -443,6 +455,15 @@ class Coordinator:
                 session.confirmed = handled
                 channel.send(Handled(handled))
 
+    def _lease_end_s(self, agent: str) -> float | None:
+        """Return until when the workers of an agent that is lost now may run; None: it is not on another machine. An
+        agent that has seen the end of its connection waits for the next coordinator, and keeps its workers meanwhile.
+        """
+        end_s = self._heartbeats.lease_end_s(agent)
+        if end_s is None or agent in self._channels or self._welcome is None:
+            return end_s
+        return end_s + self._welcome.patience_s
+
     def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
         if not all(isinstance(each, AgentLost) for each in self._inbox):
             self._settle()  # what it reported before counts
@@ -451,6 +472,7 @@ class Coordinator:
         self._hang_detector.forget(agent)
         self._heartbeats.forget(agent)
         self._sessions.pop(agent, None)
+        self._returning.discard(agent)
         if (channel := self._channels.pop(agent, None)) is not None:
             channel.abort()
         self._on_output(agent, None)
@@ -575,17 +597,29 @@ class Coordinator:
 
     def _resume(self, channel: Channel[AgentMessage], hello: AgentHello, resumes: Resumption) -> None:
         """Continue the session of an agent, whose workers run, on a new connection."""
-        session = self._sessions.get(hello.agent)
+        session, reason = self._sessions.get(hello.agent), ""
+        if resumes.epoch > self._job.coordinator_epoch:
+            raise ProtocolError(
+                f"agent {hello.agent} serves a coordinator of epoch {resumes.epoch}, which has replaced this one of "
+                f"epoch {self._job.coordinator_epoch}"
+            )
         if session is None or session.process != hello.process:
             reason = f"the coordinator has lost agent {hello.agent}, and continues without its workers"
+        else:
+            try:
+                unhandled = session.log.after(resumes.handled)
+            except ProtocolError as error:
+                reason = f"the coordinator's state is not that which agent {hello.agent} knows: {error}"
+                self._lose(hello.agent, reason)
+        if session is None or reason:
             channel.send(SessionOver(reason))
             raise ProtocolError(reason)
-        unhandled = session.log.after(resumes.handled)
         self._introduced(self._conversations)
         self._admit(channel.peer_host)
         if (former := self._channels.pop(hello.agent, None)) is not None:
             former.abort()
         self._channels[hello.agent] = channel
+        self._returning.discard(hello.agent)
         self._record_silence(hello.agent, self._sessions[hello.agent])
         heartbeat_id = self._heartbeats.begin(hello.agent) if session.is_apart else b""
         session.log.confirm(resumes.handled)

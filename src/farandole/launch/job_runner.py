@@ -41,7 +41,7 @@ from farandole.launch.ending_signals import ending_signals
 from farandole.launch.job_files import JobFile, announced, born, shared
 from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
-from farandole.launch.supervised_coordinator import SupervisedCoordinator
+from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.machine import wall_time_s
 from farandole.membership import Address, Origin
 from farandole.wire.authentication import new_token
@@ -117,7 +117,10 @@ async def run_job(setup: JobSetup) -> Outcome:
     requested workers, when the first discovery fails, and when this process may not open as many files as the job
     needs.
     """
-    return await _JobRun(setup).run()
+    try:
+        return await _JobRun(setup).run()
+    except CoordinatorFailed as error:
+        return Outcome(1, str(error))
 
 
 class _JobRun:

@@ -5,6 +5,7 @@ from its journal. The workers train on meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -14,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from farandole.coordinator.failure_detection import JobClock, Silence
 from farandole.coordinator.job import format_exit
-from farandole.coordinator.journal import Journal
+from farandole.coordinator.journal import files_in_memory
 from farandole.coordinator.launcher_link import (
     AdmitToStore,
     Call,
@@ -33,10 +35,11 @@ from farandole.coordinator.launcher_link import (
 )
 from farandole.coordinator.server import Outcome
 from farandole.coordinator.store_server import StoreServer
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, FarandoleError
 from farandole.events import CoordinatorRestarted, Event
 from farandole.machine import now_s
 from farandole.membership import Address
+from farandole.wire.channel import listening_sockets
 from farandole.wire.message_log import MessageLog
 from farandole.wire.messages import OutputMessage
 
@@ -44,9 +47,45 @@ _RESTARTS = 5
 """Restarts within the time below that are too many: the next coordinator would die of the same cause."""
 _WITHIN_S = 10.0
 
+_START_S = 60.0  # from its start until its event loop runs
+_HUNG_WITHIN_S = 60.0
 
-class CoordinatorFailed(RuntimeError):
-    """The coordinator has ended by an internal error, or again and again."""
+
+class CoordinatorFailed(FarandoleError):
+    """The coordinator has ended again and again, or cannot continue."""
+
+
+def hang_deadline_s(detection_budget_s: float) -> float:
+    """Return after how many seconds a coordinator whose event loop does not run is replaced: before agents on other
+    machines, whose lease is nearly the budget, end their workers."""
+    return max(1.0, detection_budget_s / 2)
+
+
+class HangWatch:
+    """Judges from signs of life whether one coordinator hangs. The time in which the launcher itself could not run does
+    not count: Ctrl-Z stops both, and signs of life that have come wait to be read.
+
+    deadline_s  as hang_deadline_s
+    clock       in seconds
+    """
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float] = now_s) -> None:
+        self.deadline_s, self.has_begun = deadline_s, False
+        self.look_every_s = deadline_s / 20
+        self._silence = Silence(deadline_s)
+        self._clock = JobClock(clock, tolerance_s=deadline_s / 4)
+
+    def record(self) -> None:
+        """Note a sign of life."""
+        self.has_begun = True
+        self._silence.record("coordinator", self._clock.now_s())
+
+    def hangs(self) -> bool:
+        """Return whether it hangs; to be called every `look_every_s` seconds."""
+        self._clock.notice_stall()
+        is_silent = bool(self._silence.look(self._clock.now_s()))
+        self._clock.expect_look(self.look_every_s)
+        return is_silent
 
 
 class SupervisedCoordinator:
@@ -68,21 +107,33 @@ class SupervisedCoordinator:
         self._link: Link | None = None
         self._listening: asyncio.Future[Listening] | None = None
         self._restarts: list[float] = []
+        self._hung: list[float] = []  # times at which one was replaced because it hung
+        self._problem = ""  # why the newest one could not begin
+        self._how = ""  # why it was killed
+        self._reserved: dict[Address, socket.socket] = {}
         self._serving: asyncio.Task[Outcome] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Start the coordinator. Raises ConfigError when it cannot listen."""
-        self._journal = Journal.in_memory()
+        """Start the coordinator. Raises ConfigError when it cannot listen, and CoordinatorFailed."""
+        self._journal = files_in_memory()
         self._listening = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve())
-        await self._has_listened()
+        try:
+            await self._has_listened()
+        except BaseException:
+            await self._close()
+            raise
 
     async def listen(self, hosts: Sequence[str]) -> None:
         """Let it listen on further addresses of this machine, on the same port. Raises ConfigError when that fails."""
-        self._listening = asyncio.get_running_loop().create_future()
-        self._send(Listen(tuple(hosts)))
-        await self._has_listened()
+        while True:
+            asked = self._process
+            self._listening = asyncio.get_running_loop().create_future()
+            self._send(Listen(tuple(hosts)))
+            await self._has_listened()
+            if self._process is asked:  # else the answer is that of the next one, which has not been asked
+                return
 
     async def _has_listened(self) -> None:
         assert self._listening is not None
@@ -93,7 +144,8 @@ class SupervisedCoordinator:
             self._serving.result()
         listening = self._listening.result()
         if listening.problem:
-            raise ConfigError(listening.problem)
+            cause = OSError(listening.errno, os.strerror(listening.errno)) if listening.errno else None
+            raise ConfigError(listening.problem) from cause
         self._addresses = listening.addresses
 
     async def run(self) -> Outcome:
@@ -164,7 +216,7 @@ class SupervisedCoordinator:
             if ended is None:
                 self._note_death()
             elif ended.outcome is None:
-                raise CoordinatorFailed(f"the coordinator has ended by an internal error:\n{ended.error}")
+                raise RuntimeError(f"the coordinator has ended by an internal error:\n{ended.error}")
             else:
                 return ended.outcome
 
@@ -172,12 +224,16 @@ class SupervisedCoordinator:
         """Run one coordinator to its end. None: it has died."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = self._spawn((theirs.fileno(), *self._journal.descriptors))
+            self._process = self._spawn((theirs.fileno(), *self._journal))
         link = await Link.over(ours)
+        life = HangWatch(self._hang_deadline_s())
+        watching = asyncio.create_task(self._watch(self._process, life))
+        self._problem, self._how = "", ""
         try:
             link.send(replace(self._setup, handled=self._calls.handled))
             while True:
                 frame = await link.receive()
+                life.record()
                 if isinstance(frame, Ended):
                     return frame
                 if isinstance(frame, Listening) and self._link is None:
@@ -188,14 +244,37 @@ class SupervisedCoordinator:
             return None
         finally:
             self._link = None
+            watching.cancel()
             link.close()
+
+    def _hang_deadline_s(self) -> float:
+        """Return the deadline for the next one. On a machine that is too slow for it, it grows."""
+        self._hung = [each for each in self._hung if each > now_s() - _HUNG_WITHIN_S]
+        return hang_deadline_s(self._setup.config.detection_budget_s) * 2.0 ** len(self._hung)
+
+    async def _watch(self, process: subprocess.Popen[bytes], life: HangWatch) -> None:
+        """Kill a coordinator that hangs, which ends its link."""
+        try:
+            async with asyncio.timeout(_START_S):
+                while not life.has_begun:
+                    await asyncio.sleep(life.look_every_s)
+        except TimeoutError:
+            self._how = f"did not begin within {_START_S:g} s, and was killed"
+        else:
+            while not life.hangs():
+                await asyncio.sleep(life.look_every_s)
+            self._how = f"did not respond for {life.deadline_s:g} s, and was killed"
+        self._hung.append(now_s())
+        os.kill(process.pid, signal.SIGKILL)
 
     def _spawn(self, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "farandole.coordinator.coordinator_process", *map(str, descriptors)]
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
 
     def _begin_with(self, link: Link, listening: Listening) -> None:
-        if not listening.problem:
+        if listening.problem:
+            self._problem = listening.problem
+        else:
             self._calls.confirm(listening.handled)
             for call in self._calls.after(listening.handled):
                 link.send(call)
@@ -243,11 +322,29 @@ class SupervisedCoordinator:
         """Report that a coordinator has died. Raises CoordinatorFailed when that has happened too often."""
         assert self._process is not None
         how = format_exit(self._process.wait())
+        how = self._how or how
+        if self._problem:
+            how += f": {self._problem}"
         self._restarts = [each for each in self._restarts if each > now_s() - _WITHIN_S]
         self._restarts.append(now_s())
-        if not self._addresses or len(self._restarts) > _RESTARTS:
-            raise CoordinatorFailed(f"the coordinator (pid {self._process.pid}) {how}, {len(self._restarts)} times")
+        if not self._addresses:
+            raise CoordinatorFailed(f"the coordinator (pid {self._process.pid}) {how} before the job had begun")
+        if len(self._restarts) > _RESTARTS:
+            raise CoordinatorFailed(
+                f"the coordinator (pid {self._process.pid}) {how}; it is the {len(self._restarts)}th one within "
+                f"{_WITHIN_S:g} s, so the job ends. Start it again; it continues from its last checkpoint, if it has "
+                "one (--checkpoint)"
+            )
+        self._reserve()
         self._on_event(CoordinatorRestarted(self._process.pid, how))
+
+    def _reserve(self) -> None:
+        """Keep the ports from connections and listeners of other programs until the next coordinator listens there. A
+        bound socket that does not listen is no obstacle to one that does, where both have SO_REUSEADDR."""
+        for address in self._addresses:
+            if address not in self._reserved:
+                with contextlib.suppress(OSError):
+                    (self._reserved[address],) = listening_sockets([address.host], address.port)
 
     async def _close(self) -> None:
         assert self._serving is not None
@@ -260,4 +357,7 @@ class SupervisedCoordinator:
             except subprocess.TimeoutExpired:
                 os.kill(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        self._journal.close()
+        for descriptor in self._journal:
+            os.close(descriptor)
+        for reserved in self._reserved.values():
+            reserved.close()
