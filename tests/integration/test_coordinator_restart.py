@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import pytest
 
+from farandole.config import JobConfig
+from farandole.coordinator.launcher_link import CoordinatorSetup
+from farandole.events import CoordinatorRestarted, Event
 from farandole.launch.job_files import running
+from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.support import jobs
@@ -157,3 +164,57 @@ def test_a_coordinator_that_dies_at_once_ends_the_job_with_the_reason(tmp_path: 
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode != 0
     assert "the coordinator (pid" in done.stderr
+
+
+# Without a job: its process under the launcher's eyes -----------------------------------------------------------------
+
+
+class Launcher:
+    """A supervised coordinator without agents, and its events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        setup = CoordinatorSetup(JobConfig(1), b"t" * 32, "job", ("127.0.0.1",), 0, None, None, False)
+        self.coordinator = SupervisedCoordinator(setup, on_event=self.events.append, on_output=lambda *_: None)
+
+    @asynccontextmanager
+    async def runs(self) -> AsyncIterator[asyncio.Task[object]]:
+        await self.coordinator.start()
+        serving = asyncio.create_task(self.coordinator.run())
+        try:
+            yield serving
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+
+def test_one_that_is_stopped_is_replaced_at_the_same_address_and_its_job_can_be_ended() -> None:
+    async def check() -> None:
+        launcher = Launcher()
+        async with launcher.runs() as serving:
+            pid, address = launcher.coordinator.pid, launcher.coordinator.address
+            os.kill(pid, signal.SIGSTOP)
+            launcher.coordinator.request_stop(False, "a test")  # to the one that is stopped: the next one does it
+            async with asyncio.timeout(60):
+                outcome = await serving
+            assert "a test" in str(outcome)
+            (restarted,) = (each for each in launcher.events if isinstance(each, CoordinatorRestarted))
+            assert (restarted.pid, restarted.how) == (pid, "did not respond for 1.5 s, and was killed")
+            assert launcher.coordinator.address == address
+
+    asyncio.run(check())
+
+
+def test_a_journal_that_is_damaged_ends_the_job_with_the_reason() -> None:
+    async def check() -> None:
+        launcher = Launcher()
+        async with launcher.runs() as serving:
+            for descriptor in launcher.coordinator.journal_files:
+                os.ftruncate(descriptor, 10)
+                os.pwrite(descriptor, b"0123456789", 0)
+            os.kill(launcher.coordinator.pid, signal.SIGKILL)
+            with pytest.raises(CoordinatorFailed, match=r"no other coordinator can take over: .* is damaged"):
+                async with asyncio.timeout(60):
+                    await serving
+
+    asyncio.run(check())

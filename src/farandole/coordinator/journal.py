@@ -22,7 +22,8 @@ from farandole.wire.message_log import MessageLog
 from farandole.wire.messages import PROTOCOL_VERSION, ToAgent
 
 _MAGIC = b"farandl1"
-_HEADER = struct.Struct(">8sQIQI")  # magic, number of the state, lengths of the identity and the state, their CRC-32
+_HEADER = struct.Struct(">8sQIQ")  # magic, number of the state, lengths of the identity and the state
+_CHECKSUM = struct.Struct(">I")  # CRC-32 of all the rest
 
 
 class JournalError(FarandoleError):
@@ -100,10 +101,10 @@ class Journal:
         self._number += 1
         descriptor = self._descriptors[self._number % 2]
         identity = json.dumps(asdict(self._identity)).encode()
-        checksum = zlib.crc32(data, zlib.crc32(identity))
+        head = _HEADER.pack(_MAGIC, self._number, len(identity), len(data)) + identity
+        checksum = _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(head)))
         os.ftruncate(descriptor, 0)
-        header = _HEADER.pack(_MAGIC, self._number, len(identity), len(data), checksum)
-        written, length = os.pwritev(descriptor, [header, identity, data], 0), len(header) + len(identity) + len(data)
+        written, length = os.pwritev(descriptor, [checksum, head, data], 0), len(checksum) + len(head) + len(data)
         if written < length:
             raise OSError(f"{written} of {length} bytes of the coordinator's journal were written")
 
@@ -136,11 +137,11 @@ class Journal:
         found = []
         for descriptor in self._descriptors:
             content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-            if len(content) < _HEADER.size:
+            begin = _CHECKSUM.size + _HEADER.size
+            if len(content) < begin or _CHECKSUM.unpack_from(content) != (zlib.crc32(content[_CHECKSUM.size :]),):
                 continue
-            magic, number, identity_bytes, state_bytes, checksum = _HEADER.unpack_from(content)
-            body = content[_HEADER.size :]
-            if magic == _MAGIC and len(body) == identity_bytes + state_bytes and zlib.crc32(body) == checksum:
-                identity = JournalIdentity(**json.loads(body[:identity_bytes]))
-                found.append((number, identity, body[identity_bytes:]))
+            magic, number, identity_bytes, state_bytes = _HEADER.unpack_from(content, _CHECKSUM.size)
+            end = begin + identity_bytes
+            if magic == _MAGIC and len(content) == end + state_bytes:
+                found.append((number, JournalIdentity(**json.loads(content[begin:end])), content[end:]))
         return found

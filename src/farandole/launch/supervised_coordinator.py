@@ -116,7 +116,7 @@ class SupervisedCoordinator:
 
     async def start(self) -> None:
         """Start the coordinator. Raises ConfigError when it cannot listen, and CoordinatorFailed."""
-        self._journal = files_in_memory()
+        self.journal_files = files_in_memory()
         self._listening = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve())
         try:
@@ -224,7 +224,7 @@ class SupervisedCoordinator:
         """Run one coordinator to its end. None: it has died."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = self._spawn((theirs.fileno(), *self._journal))
+            self._process = self._spawn((theirs.fileno(), *self.journal_files))
         link = await Link.over(ours)
         life = HangWatch(self._hang_deadline_s())
         watching = asyncio.create_task(self._watch(self._process, life))
@@ -274,6 +274,8 @@ class SupervisedCoordinator:
     def _begin_with(self, link: Link, listening: Listening) -> None:
         if listening.problem:
             self._problem = listening.problem
+            if self._addresses and not listening.errno:
+                raise CoordinatorFailed(f"no other coordinator can take over: {listening.problem}")
         else:
             self._calls.confirm(listening.handled)
             for call in self._calls.after(listening.handled):
@@ -357,7 +359,7 @@ class SupervisedCoordinator:
             except subprocess.TimeoutExpired:
                 os.kill(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        for descriptor in self._journal:
+        for descriptor in self.journal_files:
             os.close(descriptor)
         for reserved in self._reserved.values():
             reserved.close()
