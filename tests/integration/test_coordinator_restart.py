@@ -61,9 +61,9 @@ class Job(jobs.RunningJob):
                 return status["coordinator_pid"], status["coordinator_epoch"]
         raise TimeoutError(done.stderr)
 
-    def kill_coordinator(self) -> None:
+    def kill_coordinator(self, number: int = signal.SIGKILL) -> None:
         pid, epoch = self.coordinator()
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         assert self.coordinator()[1] == epoch + 1
 
     def finish(self) -> None:
@@ -127,8 +127,8 @@ def test_an_agent_of_another_machine_keeps_its_workers_and_their_lines(tmp_path:
             stderr=subprocess.PIPE,
         )
         first = job.wait_until(all_training(2), LONG_S)
-        for _ in range(2):
-            job.kill_coordinator()
+        for number in (signal.SIGKILL, signal.SIGSTOP):  # a dead one, and one that hangs
+            job.kill_coordinator(number)
             job.wait_until(further(job.latest()), LONG_S)
         assert {each["pid"] for each in job.latest().values()} == {each["pid"] for each in first.values()}
         job.finish()
