@@ -151,15 +151,15 @@ class CoordinatorRestarted(Event):
 
 @dataclass(frozen=True)
 class CoordinatorUnreachable(Event):
-    """The connection to the coordinator has ended; the workers continue."""
+    """The connection to the coordinator has ended; the workers continue for up to `patience_s`. None: without a limit."""
 
     agent: str
     reason: str
-    patience_s: float
+    patience_s: float | None
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        limit = f" for up to {self.patience_s:g} s" if self.patience_s < float("inf") else ""
+        limit = f" for up to {self.patience_s:g} s" if self.patience_s is not None else ""
         return f"agent {self.agent} has no connection to the coordinator ({self.reason}); its workers continue{limit}"
 
 

@@ -137,7 +137,8 @@ class CoordinatorSession:
         self._channel.abort()
         self.is_connected = False
         began_s = since_boot_s()
-        how.on_event(CoordinatorUnreachable(how.hello.agent, str(why), how.patience_s))
+        limit_s = how.patience_s if how.patience_s < float("inf") else None
+        how.on_event(CoordinatorUnreachable(how.hello.agent, str(why), limit_s))
         reason: Exception = why
         while (away_s := since_boot_s() - began_s) < how.patience_s:
             try:

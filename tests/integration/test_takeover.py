@@ -1,0 +1,256 @@
+"""A coordinator takes over from another one, on real sockets: what agents are told again, and who is turned away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import pytest
+
+from farandole.config import JobConfig
+from farandole.coordinator.journal import CoordinatorState
+from farandole.coordinator.server import Coordinator, Outcome
+from farandole.events import AgentWasLost, ConnectionRefused
+from farandole.membership import Address
+from farandole.wire.authentication import new_token
+from farandole.wire.channel import TO_AGENT, Channel, connect
+from farandole.wire.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    Handled,
+    JobOver,
+    Message,
+    Resumed,
+    Resumption,
+    SessionOver,
+    Spawn,
+    ToAgent,
+    Welcome,
+    WorkerExited,
+)
+from tests.support.waiting import DEADLINE_S, EventLog, run
+
+TOKEN, JOB_ID, PATIENCE_S = new_token(), "job", 100.0
+WELCOME = Welcome(JOB_ID, ("true",), "/", {}, 3.0, 0.0, False, patience_s=PATIENCE_S)
+CONFIG = JobConfig(num_proc=2, grace_s=0.0, takes_agents=True)
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class SlowStore:
+    """A store that takes its time to open, as one in another process does."""
+
+    address = Address("127.0.0.1", 1)
+
+    async def open(self, *hosts: str) -> None:
+        await asyncio.sleep(0.3)
+
+    def admit(self, host: str) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Epoch:
+    """One coordinator, its events, and its journal. `state`: that of the former one."""
+
+    def __init__(self, state: bytes | None = None, port: int = 0, config: JobConfig = CONFIG) -> None:
+        self.events, self.state = EventLog(), state
+        self._channels: list[Channel[ToAgent]] = []
+        self.coordinator = Coordinator(
+            config,
+            TOKEN,
+            job_id=JOB_ID,
+            port=port,
+            on_event=self.events,
+            welcome=WELCOME,
+            store=SlowStore(),
+            journal=self._write,
+            restored=None if state is None else pickle.loads(state),
+        )
+
+    def _write(self, state: CoordinatorState) -> None:
+        self.state = pickle.dumps(state)
+
+    @contextlib.asynccontextmanager
+    async def serves(self) -> AsyncIterator[asyncio.Task[Outcome]]:
+        """Serve until the block ends, as after a kill -9: nobody is told anything."""
+        await self.coordinator.start()
+        serving = asyncio.create_task(self.coordinator.run())
+        await asyncio.sleep(0)  # a task that is cancelled before it begins closes nothing
+        try:
+            yield serving
+        finally:
+            for each in self._channels:
+                each.abort()
+            serving.cancel()
+            await asyncio.wait([serving], timeout=DEADLINE_S)
+
+    def next(self) -> Epoch:
+        return Epoch(self.state, self.coordinator.address.port)
+
+    async def meet(
+        self, resumes: Resumption | None = None, process: str = "p", port: int | None = None
+    ) -> Channel[ToAgent]:
+        channel = await connect("127.0.0.1", port or self.coordinator.address.port, TOKEN, JOB_ID, TO_AGENT)
+        self._channels.append(channel)
+        channel.send(AgentHello("a", "host", 2, PROTOCOL_VERSION, process=process, is_apart=True, resumes=resumes))
+        return channel
+
+
+async def receive(channel: Channel[ToAgent], kind: type[MessageT]) -> MessageT:
+    """The next message of this kind."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not isinstance(message := await channel.receive(), kind):
+            pass
+    return message
+
+
+def taken_over(handled: int, epoch: int = 1, process: str = "p") -> tuple[Message, Epoch]:
+    """An agent that was told to start two workers meets the next coordinator: its answer."""
+
+    async def test() -> tuple[Message, Epoch]:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            assert (await receive(channel, Welcome)).epoch == 1
+            for _ in range(2):
+                await receive(channel, Spawn)
+        second = first.next()
+        async with second.serves():
+            channel = await second.meet(Resumption(epoch, handled), process)
+            async with asyncio.timeout(DEADLINE_S):
+                return await channel.receive(), second
+
+    return run(test())
+
+
+@pytest.mark.parametrize("handled", [0, 1, 2])
+def test_orders_that_an_agent_has_not_handled_are_sent_again(handled: int) -> None:
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            sent = [await receive(channel, Spawn) for _ in range(2)]
+        second = first.next()
+        async with second.serves() as serving:
+            channel = await second.meet(Resumption(1, handled))
+            assert (await receive(channel, Resumed)).epoch == 2
+            assert [await receive(channel, Spawn) for _ in sent[handled:]] == sent[handled:]
+            second.coordinator.request_stop(True, "a test")
+            while not serving.done():
+                message = await channel.receive()
+                if isinstance(message, JobOver):
+                    channel.abort()
+                    break
+            assert (await serving).reason
+
+    run(test())
+
+
+def test_a_report_counts_once_whether_its_confirmation_arrived_or_not() -> None:
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            spawned = await receive(channel, Spawn)
+            channel.send(WorkerExited(spawned.worker, 1, (), "", 1))
+            assert (await receive(channel, Handled)).count == 1
+        second = first.next()
+        async with second.serves():
+            resumed = await receive(await second.meet(Resumption(1, 2)), Resumed)
+            assert resumed.handled == 1
+
+    run(test())
+
+
+def test_an_agent_that_comes_before_the_next_coordinator_is_ready_is_not_taken_for_a_stranger() -> None:
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            await receive(channel, Spawn)
+        second, port = first.next(), first.coordinator.address.port
+
+        async def meet() -> Resumed:
+            while True:
+                with contextlib.suppress(ConnectionError):
+                    return await receive(await second.meet(Resumption(1, 1), port=port), Resumed)
+                await asyncio.sleep(0.01)
+
+        meeting = asyncio.create_task(meet())
+        async with second.serves():
+            assert (await meeting).epoch == 2
+
+    run(test())
+
+
+def test_another_process_under_the_name_of_an_agent_has_no_session() -> None:
+    answer, _ = taken_over(handled=2, process="another")
+    assert isinstance(answer, SessionOver)
+    assert "has lost agent a" in answer.reason
+
+
+def test_an_agent_that_knows_more_than_the_journal_is_told_to_begin_anew() -> None:
+    answer, second = taken_over(handled=3)
+    assert isinstance(answer, SessionOver)
+    assert "not that which agent a knows: messages after 3 were requested, 0 to 2 are kept" in answer.reason
+    assert second.events.of(AgentWasLost)
+
+
+def test_an_agent_of_a_later_coordinator_turns_an_outdated_one_away_and_not_itself() -> None:
+    async def test() -> None:
+        outdated = Epoch()
+        async with outdated.serves():
+            await receive(await outdated.meet(), Spawn)
+            with pytest.raises(ConnectionError):
+                await receive(await outdated.meet(Resumption(2, 1)), Resumed)
+            (refused,) = outdated.events.of(ConnectionRefused)
+            assert "epoch 2, which has replaced this one of epoch 1" in refused.reason
+
+    run(test())
+
+
+def test_the_end_of_a_job_is_told_by_the_next_coordinator_to_agents_that_have_not_heard_of_it() -> None:
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            spawned = [await receive(channel, Spawn) for _ in range(2)]
+            first.coordinator.request_stop(True, "a test")
+            for each in spawned:
+                channel.send(WorkerExited(each.worker, -9, (), "", 1))
+            await receive(channel, JobOver)
+        second = first.next()
+        async with second.serves() as serving:
+            channel = await second.meet(Resumption(1, 2))
+            over = await receive(channel, JobOver)
+            channel.abort()
+            async with asyncio.timeout(DEADLINE_S):
+                assert (await serving).reason == over.reason
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_cut_off", [True, False])
+def test_workers_of_an_agent_without_a_connection_may_run_for_its_patience_longer(is_cut_off: bool) -> None:
+    async def test() -> float:
+        config = JobConfig(num_proc=2, grace_s=0.0, takes_agents=True, detection_budget_s=0.3)
+        epoch = Epoch(config=config)
+        async with epoch.serves():
+            channel = await epoch.meet()
+            await receive(channel, Spawn)
+            if not is_cut_off:
+                channel.abort()  # it sees the end of the connection, too, and waits for the next coordinator
+            await epoch.events.next(AgentWasLost)
+            assert epoch.state is not None
+            state: CoordinatorState = pickle.loads(epoch.state)
+            assert state.job.lease_end_s is not None
+            return state.job.lease_end_s - state.now_s
+
+    lease_s = run(test())
+    assert lease_s < 0.3 if is_cut_off else PATIENCE_S - 0.3 < lease_s < PATIENCE_S + 0.3
