@@ -151,7 +151,7 @@ class CoordinatorRestarted(Event):
 
 @dataclass(frozen=True)
 class CoordinatorUnreachable(Event):
-    """The connection to the coordinator has ended; the workers continue for up to `patience_s`. None: without a limit."""
+    """The connection to the coordinator has ended; the workers continue for up to `patience_s`; None: for any time."""
 
     agent: str
     reason: str
