@@ -274,7 +274,10 @@ class SupervisedCoordinator:
     def _begin_with(self, link: Link, listening: Listening) -> None:
         if listening.problem:
             self._problem = listening.problem
-            if self._addresses and not listening.errno:
+            if not self._addresses:
+                self._handle(link, listening)
+                raise CoordinatorFailed(f"the coordinator cannot begin: {listening.problem}")
+            if not listening.errno:
                 raise CoordinatorFailed(f"no other coordinator can take over: {listening.problem}")
         else:
             self._calls.confirm(listening.handled)
@@ -329,8 +332,6 @@ class SupervisedCoordinator:
             how += f": {self._problem}"
         self._restarts = [each for each in self._restarts if each > now_s() - _WITHIN_S]
         self._restarts.append(now_s())
-        if not self._addresses:
-            raise CoordinatorFailed(f"the coordinator (pid {self._process.pid}) {how} before the job had begun")
         if len(self._restarts) > _RESTARTS:
             raise CoordinatorFailed(
                 f"the coordinator (pid {self._process.pid}) {how}; it is the {len(self._restarts)}th one within "
