@@ -45,7 +45,7 @@ gallery: $(READY)  ## loop bodies as people write them, with faults at their lin
 chaos-report: $(READY)  ## what all chaos runs and soak runs have come to
 	@$(BIN)/python -m tests.chaos.report
 
-chaos-lost: $(READY)  ## a job of which everything is killed twenty times, with checkpoints; CHAOS_SEED=4000
+chaos-lost: $(READY)  ## jobs of which everything is killed twenty times, with checkpoints, CHAOS_SEED=4000; or the coordinator, at any time
 	@$(BIN)/python -m pytest -m chaos_long tests/chaos
 
 schedules: $(READY)  ## data order and membership under random schedules; DATA_SCHEDULES=100000 MEMBERSHIP_SCHEDULES=8000 LARGE_WORKERS=1024
