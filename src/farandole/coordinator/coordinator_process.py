@@ -8,14 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import sys
 from collections.abc import Awaitable
-from dataclasses import dataclass
 
-from farandole.coordinator.journal import CoordinatorState, Journal, JournalError, JournalFiles, JournalIdentity
+from farandole.coordinator.journal import (
+    CoordinatorState,
+    Journal,
+    JournalError,
+    JournalFiles,
+    JournalIdentity,
+    StateEncoder,
+    decoded,
+)
 from farandole.coordinator.launcher_link import (
     ALIVE_EVERY_S,
     AdmitToStore,
@@ -74,12 +80,6 @@ class _RemoteStore:
         """Leave it to the launcher."""
 
 
-@dataclass(frozen=True)
-class _Journaled:
-    state: CoordinatorState
-    frames: MessageLog[object]
-
-
 class _Process:
     """This process: `await run()`."""
 
@@ -87,6 +87,7 @@ class _Process:
         self._link, self._journal_files = link, journal
         self._frames: MessageLog[object] = MessageLog()
         self._unsent: list[object] = []
+        self._encoder = StateEncoder()
         self._store = _RemoteStore(link)
         self._is_over = self._is_listening = False
         self._tasks: set[asyncio.Task[bool]] = set()
@@ -148,23 +149,17 @@ class _Process:
         data = self._journal.read()
         if data is None:
             return None
-        try:
-            journaled: _Journaled = pickle.loads(data)
-        except Exception as error:  # noqa: BLE001 - as many as there are ways to differ
-            raise JournalError(
-                f"the coordinator's journal cannot be read ({error!r}): was Farandole changed while the job ran?"
-            ) from None
-        self._frames = journaled.frames
+        state, self._frames = decoded(data)
         self._frames.confirm(handled)
         for frame in self._frames.after(handled):
             self._link.send(frame)
-        return journaled.state
+        return state
 
     def _write(self, state: CoordinatorState) -> None:
         if state.job.ending is not None and state.job.ending.is_done and not self._is_over:
             self._is_over = True
             self._keep(Over())
-        self._journal.write(pickle.dumps(_Journaled(state, self._frames)))
+        self._journal.write(self._encoder.encode(state, self._frames))
         self._send_unsent()
         self._link.send(FramesHandled(self._frames.handled))
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeAlias
 
 import farandole
 from farandole.coordinator.job import Job
@@ -74,6 +75,50 @@ class CoordinatorState:
     joined: Mapping[str, int]
     agent_hosts: frozenset[str]
     addresses: tuple[Address, ...]
+
+
+_BY_PART = ("workers", "slots", "agents")  # the mappings of a job that grow with it
+
+
+class StateEncoder:
+    """Encodes one state after the other, each with something `beside` it.
+
+    Values of a job are never changed in place. So of a large job only the workers, slots and agents are encoded again
+    that have changed since the state before: of 4,096 workers one decision changes a few.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[Any, tuple[object, bytes]]] = {name: {} for name in _BY_PART}
+
+    def encode(self, state: CoordinatorState, beside: object) -> bytes:
+        """Return the bytes for `decoded`."""
+        parts = {name: self._encode_parts(name, getattr(state.job, name)) for name in _BY_PART}
+        rest = replace(state, job=replace(state.job, workers={}, slots={}, agents={}))
+        return pickle.dumps((rest, parts, beside))
+
+    def _encode_parts(self, name: str, parts: Mapping[Any, object]) -> list[bytes]:
+        known = self._known[name]
+        encoded = self._known[name] = {}
+        for key, part in parts.items():
+            former = known.get(key)
+            encoded[key] = former if former is not None and former[0] is part else (part, pickle.dumps((key, part)))
+        return [data for _, data in encoded.values()]
+
+
+def decoded(data: bytes) -> tuple[CoordinatorState, Any]:
+    """Return the state, and what is beside it.
+
+    Raises:
+        JournalError: It cannot be decoded.
+    """
+    try:
+        rest, encoded, beside = pickle.loads(data)
+        parts = {name: dict(map(pickle.loads, encoded[name])) for name in _BY_PART}
+        return replace(rest, job=replace(rest.job, **parts)), beside
+    except Exception as error:  # noqa: BLE001 - as many as there are ways to differ
+        raise JournalError(
+            f"the coordinator's journal cannot be read ({error!r}): was Farandole changed while the job ran?"
+        ) from None
 
 
 JournalFiles: TypeAlias = tuple[int, int]

@@ -7,7 +7,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.coordinator.journal import Journal, JournalError, JournalFiles, JournalIdentity, files_in_memory
+from farandole.coordinator.job import Job
+from farandole.coordinator.journal import (
+    AgentSession,
+    CoordinatorState,
+    Journal,
+    JournalError,
+    JournalFiles,
+    JournalIdentity,
+    StateEncoder,
+    decoded,
+    files_in_memory,
+)
+from farandole.membership import Address
+from farandole.wire.message_log import MessageLog
+from tests.support.told_job import ToldJob
 
 JOB = JournalIdentity("a-job")
 
@@ -113,3 +127,47 @@ def test_a_full_disk_is_an_error_and_the_state_before_counts(files: JournalFiles
             Journal((full, full), JOB).write(b"one")
     finally:
         os.close(full)
+
+
+# The state itself -----------------------------------------------------------------------------------------------------
+
+
+def state_of(job: Job) -> CoordinatorState:
+    sessions = {"a": AgentSession("p", True, MessageLog())}
+    return CoordinatorState(job, 1.0, 0, sessions, {"a": 2}, {}, frozenset({"::1"}), (Address("::1", 1),))
+
+
+def test_each_state_of_a_job_is_decoded_as_it_was_whatever_has_changed_since_the_one_before() -> None:
+    encoder, told = StateEncoder(), ToldJob(3, slots=4, max_np=4)
+    for change in (
+        lambda: told.hello("w0", "w1", "w2"),
+        lambda: told.elastic("w0", "w1", "w2"),
+        lambda: told.connect("b", 2),
+        lambda: told.exited("w1"),
+        lambda: told.ready(told.job.number, "w0", "w2"),
+    ):
+        change()
+        state, beside = decoded(encoder.encode(state_of(told.job), ["beside"]))
+        assert state.job == told.job
+        assert list(state.job.workers) == list(told.job.workers)
+        assert beside == ["beside"]
+
+
+def test_only_what_has_changed_is_encoded_again() -> None:
+    class Counting(StateEncoder):
+        def parts(self) -> dict[str, dict[object, bytes]]:
+            return {name: {key: data for key, (_, data) in known.items()} for name, known in self._known.items()}
+
+    encoder, told = Counting(), ToldJob(3).hello("w0", "w1", "w2")
+    encoder.encode(state_of(told.job), None)
+    before = encoder.parts()
+    told.elastic("w1")
+    encoder.encode(state_of(told.job), None)
+    after = encoder.parts()
+    assert {key for key, data in after["workers"].items() if data is not before["workers"][key]} == {"w1"}
+    assert all(data is before["slots"][key] for key, data in after["slots"].items())
+
+
+def test_a_state_that_no_version_of_this_software_has_written_is_an_error() -> None:
+    with pytest.raises(JournalError, match=r"cannot be read .*: was Farandole changed while the job ran"):
+        decoded(b"nonsense")
