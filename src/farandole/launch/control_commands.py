@@ -210,7 +210,7 @@ ANSWER_S = 10.0
 
 _LOOK_S = 0.1
 _ADDRESS_S = 3.0
-_RETURN_S = 3.0  # for the next coordinator, when the one that was asked has died
+_RETURN_S = 6.0  # for the next coordinator, when the one that was asked has died
 
 
 class NoAnswer(FatalError):
