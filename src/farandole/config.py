@@ -43,6 +43,7 @@ class JobConfig:
         max_restarts: The number of times that all workers are stopped and started again after one of them failed while
             none had entered an elastic function, as under torchrun. No worker is started before there are slots for
             all. None: such a failure ends the job, except that a worker that is killed before init() is replaced.
+        tls: The folder of the job's certificates, with which its TCP connections are encrypted; empty: they are not.
         last_call_s: How long workers that start together in all slots wait for further hosts, when there are enough.
 
     Options for the different behaviour of Horovod's elastic jobs:
@@ -76,6 +77,7 @@ class JobConfig:
     deferred_restart_s: float = 1.0
     max_restarts: int | None = None
     last_call_s: float = 0.0
+    tls: str = ""
 
     @property
     def may_change(self) -> bool:

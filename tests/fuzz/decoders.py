@@ -27,13 +27,13 @@ from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.membership import GenerationId
 from farandole.wire import channel
 from farandole.wire.authentication import (
-    NONCE_BYTES,
-    Handshake,
+    DialerHandshake,
     Introduction,
+    ListenerHandshake,
+    Purpose,
     Role,
     Session,
     decode_introduction,
-    dialer_proof,
 )
 from farandole.wire.channel import WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 from farandole.wire.messages import AgentHello, FromWorker
@@ -62,21 +62,21 @@ class Decoding:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._messages = valid_messages(self._random)
-        introduction = Introduction(GenerationId(1, 1, 1, "n"), "w0", "w1", bytes(NONCE_BYTES))
-        self._introduction = introduction
-        listener, dialer = Handshake(Role.LISTENER, _TOKEN, "job"), Handshake(Role.DIALER, _TOKEN, None)
-        challenge = listener.begin() or b""
-        answer = dialer.receive(challenge) or b""
+        introduction = Introduction(GenerationId(1, 1, 1, "n"), "w0", "w1").encode()
+        dialer, listener = DialerHandshake(Purpose.DATA, _KEY, introduction), ListenerHandshake(Purpose.DATA)
+        hello = dialer.begin()
+        _feed_all(listener, hello)
+        challenge = listener.challenge(_KEY, b"job")
+        proof = _feed_all(dialer, challenge)
         seal = HeartbeatSeal(_TOKEN, bytes(HEARTBEAT_ID_BYTES), Role.LISTENER)
         self._heartbeat = seal.seal(1, 0)
         self.targets: dict[str, tuple[Target, list[bytes]]] = {
             "messages": (self._decode, self._messages),
             "frames": (self._feed, [frame(each) for each in self._messages]),
-            "a listener's handshake": (self._listen, [answer, challenge]),
-            "a dialer's handshake": (self._dial, [challenge, listener.receive(answer) or b""]),
+            "a listener's handshake": (self._listen, [hello, hello + proof, challenge]),
+            "a dialer's handshake": (self._dial, [challenge, challenge + proof]),
             "sealed frames": (self._open, [Session(_KEY, _KEY).seal(each) for each in self._messages]),
-            "introductions": (self._introduce, [introduction.encode()]),
-            "proofs of an acceptor": (self._prove, [bytes(48)]),
+            "introductions": (self._introduce, [introduction]),
             "heartbeats": (self._beat, [self._heartbeat]),
             "hosts": (self._host, [b"localhost:2", b"a", b"10.0.0.1:4"]),
             "requests to the store": (self._ask_store, store_requests()),
@@ -120,16 +120,16 @@ class Decoding:
                     decode(channel.WORKER_MESSAGES, payload)
 
     def _listen(self, data: bytes) -> None:
-        handshake = Handshake(Role.LISTENER, _TOKEN, "job")
-        handshake.begin()
-        handshake.receive(data)
-        assert handshake.session is None, "a proof of another connection was accepted"
+        ListenerHandshake(Purpose.DATA).could_go_on(data)
+        listener = ListenerHandshake(Purpose.DATA)
+        _feed_all(listener, data, _KEY)
+        assert listener.session is None, "a proof of another connection was accepted"
 
     def _dial(self, data: bytes) -> None:
-        handshake = Handshake(Role.DIALER, _TOKEN, None)
-        handshake.receive(data)
-        handshake.receive(data)
-        raise AssertionError("a listener without the token was accepted")
+        dialer = DialerHandshake(Purpose.DATA, _KEY, b"")
+        dialer.begin()
+        _feed_all(dialer, data)
+        assert dialer.session is None, "a listener without the key was accepted"
 
     def _open(self, data: bytes) -> None:
         session = Session(_KEY, bytes(32))
@@ -138,9 +138,6 @@ class Decoding:
 
     def _introduce(self, data: bytes) -> None:
         decode_introduction(data)
-
-    def _prove(self, data: bytes) -> None:
-        assert dialer_proof(_KEY, self._introduction, data) is None
 
     def _beat(self, data: bytes) -> None:
         seal = HeartbeatSeal(_TOKEN, bytes(HEARTBEAT_ID_BYTES), Role.DIALER)
@@ -185,6 +182,18 @@ class Decoding:
                     encode(action.message)
             next_deadline(self._job)
             status_of(self._job, self._now_s, {})
+
+
+def _feed_all(end: DialerHandshake | ListenerHandshake, data: bytes, key: bytes | None = None) -> bytes:
+    """Pass on all bytes, as far as the end wants them. Returns what it said last. With a key, a listener goes on."""
+    outgoing, has_answered = b"", False
+    while data:
+        count = end.missing
+        outgoing, data = end.feed(data[:count]), data[count:]
+        if key is not None and isinstance(end, ListenerHandshake) and end.subject is not None and not has_answered:
+            end.challenge(key)
+            has_answered = True
+    return outgoing
 
 
 class _NoTransport(asyncio.Transport):

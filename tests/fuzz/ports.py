@@ -19,7 +19,7 @@ from farandole.events import Event
 from farandole.launch.control_commands import Client
 from farandole.machine import now_s
 from farandole.membership import Address, GenerationId
-from farandole.wire.authentication import NONCE_BYTES, Introduction, new_token
+from farandole.wire.authentication import DialerHandshake, Introduction, Purpose, new_token
 from farandole.wire.channel import encode, frame
 from farandole.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from tests.fuzz.decoders import HELLO_TO_STORE, store_requests
@@ -75,13 +75,15 @@ class Ports:
         """Send the inputs, a share of them to each port."""
         address = self._coordinator.address
         frames = [frame(each) for each in valid_messages(self._random)]
-        introduction = Introduction(self._generation, "w1", "w0", bytes(NONCE_BYTES), CHANNEL).encode()
+        introduction = Introduction(self._generation, "w1", "w0", CHANNEL).encode()
+        to_worker = DialerHandshake(Purpose.DATA, bytes(32), introduction).begin()
+        to_coordinator = DialerHandshake(Purpose.CONTROL, self._token, b"job").begin()
         unix = "\0" + self._workers.address[1:]
         doors: list[tuple[Callable[[], socket.socket], Sequence[bytes]]] = [
-            (lambda: _tcp(address), frames),
+            (lambda: _tcp(address), [to_coordinator, *frames]),
             (lambda: _tcp(Address(address.host, self._coordinator.store_port)), self._to_store()),
             (lambda: _unix(unix), frames),
-            (lambda: _tcp(self._listener.address), [introduction, *frames]),
+            (lambda: _tcp(self._listener.address), [to_worker, *frames]),
             (lambda: _udp(address), [bytes(48), introduction]),
         ]
         kept: list[socket.socket] = []
@@ -119,7 +121,7 @@ class Ports:
         writer.transport.abort()
 
     def _be_a_peer(self) -> None:
-        ours = Introduction(self._generation, "w1", "w0", b"", CHANNEL)
+        ours = Introduction(self._generation, "w1", "w0", CHANNEL)
         with selectors.DefaultSelector() as selector:
             dialer = Dialer(selector, self._listener.address, ours, bytes(32))
             deadline_s = now_s() + DEADLINE_S

@@ -20,10 +20,10 @@ from farandole.errors import GenerationEnded
 from farandole.machine import now_s
 from farandole.membership import DataAddress, GenerationId
 from farandole.testing.running_job import all_training
-from farandole.wire.authentication import NONCE_BYTES, REPLY_BYTES, Introduction, acceptor_reply, decode_introduction
+from farandole.wire.authentication import Introduction, ListenerHandshake, Purpose
 from farandole.worker.link import find_answering
 from tests.support.jobs import ELASTIC_JOB, RunningJob
-from tests.support.rings import DEADLINE_S, KEY, build, in_threads, listeners, make_start
+from tests.support.rings import CHALLENGE_BYTES, DEADLINE_S, KEY, build, hello, in_threads, listeners, make_start
 
 GENERATION = GenerationId(1, 1, 1, "nonce of 1")
 KEPT = 64
@@ -55,7 +55,7 @@ def is_hung_up_on(sock: socket.socket) -> bool:
 
 
 def introduction(dialer: str = "w1", channel: int = 0) -> bytes:
-    return Introduction(GENERATION, dialer, "w0", os.urandom(NONCE_BYTES), channel).encode()
+    return hello(Introduction(GENERATION, dialer, "w0", channel))
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def test_a_peer_that_was_taken_in_before_anybody_built_is_found_by_the_build() -
         late = RingBuilder(opened[1], make_start(1, addresses), "w1", DEADLINE_S).build()
         thread.join(DEADLINE_S)
         in_threads(2, lambda rank: (built[0], late)[rank].barrier())
-        assert caller.nonce, "it was not made to dial again"
+        assert caller.is_answered, "it was not made to dial again"
         for each in (*built, late):
             each.close()
 
@@ -242,7 +242,7 @@ def test_of_callers_that_were_answered_only_the_newest_are_kept(kind: str) -> No
     with listening() as listener, waiting_at(kind, listener), contextlib.ExitStack() as sockets:
         for _ in range(3 * KEPT):
             last = sockets.enter_context(call(listener.address, introduction(channel=channel_of(kind))))
-            assert len(last.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
+            assert len(last.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
         wait_until(lambda: len(listener.callers) <= KEPT)
         assert listener.callers[-1].sock.getpeername() == last.getsockname()
 
@@ -254,7 +254,7 @@ def test_who_was_answered_and_does_not_go_on_is_hung_up_on_after_5_s(kind: str) 
         waiting_at(kind, listener),
         call(listener.address, introduction(channel=channel_of(kind))) as sock,
     ):
-        assert len(sock.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
+        assert len(sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
         sock.setblocking(False)
         with pytest.raises(BlockingIOError):
             sock.recv(1)
@@ -269,8 +269,8 @@ def test_who_was_answered_is_pushed_out_by_nobody_that_was_not_and_a_proof_that_
         peer = sockets.enter_context(call(listener.address, introduction()))
         listener.tidy()
         (caller,) = listener.callers
-        caller.sock.recv(1024)
-        caller.make_nonce()
+        caller.receive()
+        caller.answer(KEY)
         for _ in range(2 * KEPT):
             sockets.enter_context(call(listener.address, introduction()))
         while listener.accept() is not None:
@@ -288,7 +288,7 @@ def test_a_dialer_that_was_given_up_while_it_could_not_run_dials_again() -> None
         socket.create_server(("127.0.0.1", 0)) as server,
         selectors.DefaultSelector() as selector,
         contextlib.closing(
-            Dialer(selector, DataAddress(*server.getsockname()), Introduction(GENERATION, "w0", "w1", b""), KEY)
+            Dialer(selector, DataAddress(*server.getsockname()), Introduction(GENERATION, "w0", "w1"), KEY)
         ) as dialer,
     ):
 
@@ -299,9 +299,10 @@ def test_a_dialer_that_was_given_up_while_it_could_not_run_dials_again() -> None
         dialer.dial_if_due()
         go_on()
         with server.accept()[0] as sock:
-            said = decode_introduction(sock.recv(1024))
-            assert said is not None
-            sock.sendall(acceptor_reply(KEY, said, b"n" * NONCE_BYTES))
+            listener = ListenerHandshake(Purpose.DATA)
+            while listener.subject is None:
+                listener.feed(sock.recv(listener.missing))
+            sock.sendall(listener.challenge(KEY))
         go_on()
         assert not dialer.is_done
         assert dialer.failure.endswith(" (the other side closed the connection)")
@@ -330,7 +331,7 @@ def test_of_several_addresses_the_one_that_answers_is_found_and_tried_first_from
 
 def connect(listener: DataListener, address: DataAddress) -> str:
     """Connect w0 to w1, at the listener, and return the addresses that were tried."""
-    introduction = Introduction(GENERATION, "w0", "w1", b"")
+    introduction = Introduction(GENERATION, "w0", "w1")
     began_s = time.monotonic()
     with (
         selectors.DefaultSelector() as selector,

@@ -20,8 +20,8 @@ from farandole.errors import ConfigError, ProtocolError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits
 from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.membership import Address
-from farandole.wire.authentication import Handshake, Role, new_token
-from farandole.wire.channel import AGENT_MESSAGES, LENGTH, Channel, accept, frame
+from farandole.wire.authentication import ListenerHandshake, Purpose, Role, new_token
+from farandole.wire.channel import AGENT_MESSAGES, LENGTH, Channel, accept
 from farandole.wire.messages import (
     AgentHello,
     AgentLeaving,
@@ -184,9 +184,10 @@ def test_a_coordinator_that_goes_in_the_middle_of_the_proof_is_asked_again_and_a
         async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal times
             times += 1
-            challenge = Handshake(Role.LISTENER, TOKEN, "job").begin()
-            assert challenge is not None
-            writer.write(frame(challenge))
+            handshake = ListenerHandshake(Purpose.CONTROL)
+            while handshake.subject is None:
+                handshake.feed(await reader.read(handshake.missing))
+            writer.write(handshake.challenge(TOKEN, b"job"))
             await reader.readexactly(LENGTH.unpack(await reader.readexactly(LENGTH.size))[0])
             writer.transport.abort()
 

@@ -18,8 +18,9 @@ from farandole.collectives.ring_builder import DataListener
 from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.membership import GenerationId
-from farandole.wire.authentication import PROOF_BYTES, REPLY_BYTES, Introduction
-from tests.support.rings import KEY, in_threads
+from farandole.wire.authentication import PROOF_BYTES, Introduction
+from farandole.wire.channel import frame
+from tests.support.rings import CHALLENGE_BYTES, KEY, hello, in_threads
 
 GENERATION = GenerationId(1, 1, 7, "nonce")
 SUBJECT = b"s" * 16
@@ -125,16 +126,16 @@ def test_a_caller_of_another_job_generation_or_channel_is_hung_up_on(
     dialer: str, generation: GenerationId, channel: int
 ) -> None:
     with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
-        sock.sendall(Introduction(generation, dialer, "w0", b"n" * 16, channel).encode())
+        sock.sendall(hello(Introduction(generation, dialer, "w0", channel)))
         assert sock.recv(100) == b""
 
 
 def test_nobody_writes_who_does_not_know_the_key() -> None:
     with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
         expected = one.expect(1, b"trailer")
-        sock.sendall(Introduction(GENERATION, "w1", "w0", b"n" * 16, CHANNEL).encode())
-        assert len(sock.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
-        sock.sendall(bytes(PROOF_BYTES))
+        sock.sendall(hello(Introduction(GENERATION, "w1", "w0", CHANNEL)))
+        assert len(sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
+        sock.sendall(frame(bytes(PROOF_BYTES)))
         assert sock.recv(100) == b""
         assert expected.message is None
 

@@ -21,7 +21,7 @@ from farandole.collectives.transport import Transport
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError
 from farandole.membership import GenerationId
 from farandole.wire.authentication import Introduction
-from tests.support.rings import DEADLINE_S, build, in_threads, listeners, make_start, outcomes_in_threads
+from tests.support.rings import DEADLINE_S, build, hello, in_threads, listeners, make_start, outcomes_in_threads
 
 SHORT_S = 0.3
 
@@ -80,7 +80,7 @@ def test_a_peer_that_is_gone_is_named_with_the_reason() -> None:
 def test_strangers_on_the_data_port_hold_nobody_up() -> None:
     """Garbage, half an introduction, and more silent connections than are kept."""
     with listeners(2) as opened:
-        greeting = Introduction(GenerationId(1, 1, 1, "guessed"), "w1", "w0", b"n" * 16).encode()
+        greeting = hello(Introduction(GenerationId(1, 1, 1, "guessed"), "w1", "w0"))
         door = (opened[0].address.host, opened[0].address.port)
         strangers = [socket.create_connection(door) for _ in range(100)]
         for stranger, text in zip(

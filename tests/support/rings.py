@@ -26,6 +26,8 @@ from farandole.collectives.transport import Reduction, Transport
 from farandole.collectives.transport_choice import choose
 from farandole.membership import Address, GenerationId, Peer, Placement
 from farandole.process_group.torch_versions import can_reconfigure
+from farandole.wire.authentication import DialerHandshake, Introduction, Purpose
+from farandole.wire.encryption import Certificates
 from farandole.wire.messages import Start
 
 DEADLINE_S = 20.0
@@ -42,6 +44,14 @@ needs_reconfigure = pytest.mark.skipif(
 )
 
 T = TypeVar("T")
+
+CHALLENGE_BYTES = 4 + 42
+"""Bytes of the answer to hello()."""
+
+
+def hello(introduction: Introduction) -> bytes:
+    """What a dialer of a data connection says first."""
+    return DialerHandshake(Purpose.DATA, KEY, introduction.encode()).begin()
 
 
 def make_start(rank: int, addresses: list[Address], number: int = 1, key: bytes = KEY, names: str = "w") -> Start:
@@ -103,8 +113,8 @@ class Ring:
 
 
 @contextmanager
-def listeners(size: int) -> Iterator[list[DataListener]]:
-    opened = [DataListener() for _ in range(size)]
+def listeners(size: int, tls: Certificates | None = None) -> Iterator[list[DataListener]]:
+    opened = [DataListener(tls=tls) for _ in range(size)]
     try:
         yield opened
     finally:

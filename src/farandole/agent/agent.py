@@ -36,6 +36,7 @@ from farandole.machine import now_s, since_boot_s, wall_time_s
 from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus
 from farandole.wire.authentication import Role, derive_data_key, derive_key
 from farandole.wire.channel import TO_AGENT, Channel, connect
+from farandole.wire.encryption import Certificates
 from farandole.wire.function_call import PART_BYTES, call_file, return_file
 from farandole.wire.listening import RefusalReports
 from farandole.wire.messages import (
@@ -95,6 +96,7 @@ class AgentConfig:
     data_hosts          the addresses of this machine for the other workers; empty: that from which this agent reaches
                         the coordinator, and the others that are not loopback unless that is
     process             the identifier of this process in AgentHello
+    tls                 the job's certificates, with which its TCP connections are encrypted; None: they are not
     patience_s          how long its workers continue when the connection to the coordinator has ended, until there is
                         another one; 0: not at all
     """
@@ -120,6 +122,7 @@ class AgentConfig:
     data_hosts: tuple[str, ...] = ()
     process: str = ""
     patience_s: float = 0.0
+    tls: Certificates | None = field(default=None, repr=False)
 
 
 class EndOfService(enum.Enum):
@@ -247,14 +250,14 @@ class Agent:
 
     async def _dial(self) -> Channel[ToAgent]:
         config, address = self._config, self._config.coordinator
-        return await connect(address.host, address.port, config.token, config.job_id, TO_AGENT)
+        return await connect(address.host, address.port, config.token, config.job_id, TO_AGENT, config.tls)
 
     async def _dial_for_guard(self) -> Channel[ToAgent] | None:
         """Return a second connection, on which the guard will report the end of this process. None: it cannot be
         opened; the coordinator will notice that end by the agent's silence."""
         config, port = self._config, self._session.peer_port
         try:
-            channel = await connect(self._session.peer_host, port, config.token, config.job_id, TO_AGENT)
+            channel = await connect(self._session.peer_host, port, config.token, config.job_id, TO_AGENT, config.tls)
         except (ConnectionError, AuthenticationError, ProtocolError):
             return None
         channel.send(GuardHello(config.name, config.process, PROTOCOL_VERSION))
@@ -349,6 +352,7 @@ class Agent:
                 status_page=self._pages.add(order.worker),
                 store=str(self._store or ""),
                 group_secret=derive_key(self._config.token, b"groups", self._config.job_id.encode()).hex(),
+                tls="" if self._config.tls is None else self._config.tls.folder,
             )
             added = environment_of(worker_env)
             if order.expected is not None:

@@ -23,6 +23,7 @@ from farandole.events import AgentRejoins, AgentServes, AgentWaits, Event
 from farandole.machine import installed_software, now_s
 from farandole.membership import Address
 from farandole.wire.channel import HANDSHAKE_DEADLINE_S, TO_AGENT, Channel, TokenRefused, connect
+from farandole.wire.encryption import Certificates
 from farandole.wire.function_call import receive_call
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
@@ -56,6 +57,7 @@ class JoinOptions:
     folder        the workers' working directory; None: the job's
     grace_s       seconds from the request to end until workers are killed; None: the job's
     interfaces    the network interfaces for tensors; empty: all, first the one that leads to the coordinator
+    tls           the job's certificates, with which its TCP connections are encrypted; None: they are not
     id            what tells this agent from another one of a host of the same name, such as a pod that is made anew
     """
 
@@ -68,6 +70,7 @@ class JoinOptions:
     grace_s: float | None = None
     interfaces: tuple[str, ...] = ()
     id: str = ""
+    tls: Certificates | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -231,7 +234,7 @@ class JoiningAgent:
     async def _dial(self, address: Address, delay_s: float) -> Channel[ToAgent]:
         await asyncio.sleep(delay_s)
         try:
-            channel = await connect(address.host, address.port, self._options.token, None, TO_AGENT)
+            channel = await connect(address.host, address.port, self._options.token, None, TO_AGENT, self._options.tls)
         except (TokenRefused, AuthenticationError) as error:
             if isinstance(error, TokenRefused) and address not in self._disconnected:  # or it has ended at this moment
                 self._disconnected.add(address)
@@ -277,6 +280,7 @@ class JoiningAgent:
             max_restarts=welcome.max_restarts,
             data_hosts=tuple(own_addresses(options.interfaces)) if options.interfaces else (),
             process=self._process,
+            tls=options.tls,
         )
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from farandole.collectives.encrypted_socket import DataSocket, has_input, peek
 from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch
 from farandole.liveness.status_reporting import report_progress
@@ -59,8 +60,8 @@ class ConnectionPair:
 
     def __init__(
         self,
-        to_next: socket.socket,
-        from_previous: socket.socket,
+        to_next: DataSocket,
+        from_previous: DataSocket,
         check: Callable[[], None] | None,
         may_spin: bool = False,
     ) -> None:
@@ -91,7 +92,7 @@ class ConnectionPair:
         At most `nbytes`, possibly fewer.
         """
         with contextlib.suppress(OSError):
-            return self._from_previous.recv(nbytes, socket.MSG_PEEK)
+            return peek(self._from_previous, nbytes)
         return b""
 
     @property
@@ -143,6 +144,8 @@ class ConnectionPair:
         Once a neighbour has gone, only `wake` counts. Raises the errors of `check`, and CollectiveMismatch when the
         next rank reports one.
         """
+        if has_input(self._from_previous) and not self._has_lost_previous and (arrived := self._has_data()) is not None:
+            return arrived
         poll = select.poll()
         poll.register(wake, select.POLLIN)
         if not (self._has_lost_previous or self._cannot_send):
@@ -155,7 +158,8 @@ class ConnectionPair:
             return None
         if self._next_fd in events:
             self._receive_reason()
-        return self._previous_fd in events and self._has_data()
+        has_data = self._previous_fd in events and self._has_data()
+        return False if wake in events and not has_data else has_data
 
     def interruption(self) -> Interruption | None:
         """Return, without waiting, a reason to stop waiting for something else. Raises as wait_for_data()."""
@@ -169,14 +173,21 @@ class ConnectionPair:
             self._receive_reason()
         if self._cannot_send:
             return Broken("send", self._cannot_send)
-        if self._previous_fd in events:
-            return PeerCalled() if self._has_data() else Broken("receive", "end of file")
+        if self._previous_fd in events or has_input(self._from_previous):
+            has_data = self._has_data()
+            if has_data is not None:
+                return PeerCalled() if has_data else Broken("receive", "end of file")
         return None
 
-    def _has_data(self) -> bool:
-        """Return whether the previous rank has sent data; otherwise it has gone."""
-        if self.peek(1):
-            return True
+    def _has_data(self) -> bool | None:
+        """Return whether the previous rank has sent data; False: it has gone; None: a part of a TLS record has come."""
+        try:
+            if peek(self._from_previous, 1):
+                return True
+        except BlockingIOError:
+            return None
+        except OSError:
+            pass
         self._has_lost_previous = True
         return False
 

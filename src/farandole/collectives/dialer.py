@@ -9,17 +9,17 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import secrets
 import selectors
 import socket
 from collections.abc import Callable
 
-import msgspec
-
+from farandole.collectives.encrypted_socket import DataSocket, encrypted, is_ready
+from farandole.errors import AuthenticationError, ProtocolError
 from farandole.machine import close_at_fork, now_s
 from farandole.membership import Address, DataAddress
-from farandole.wire.authentication import INTRODUCTION_LIMIT, NONCE_BYTES, REPLY_BYTES, Introduction, dialer_proof
+from farandole.wire.authentication import DialerHandshake, Introduction, Purpose, Role
 from farandole.wire.channel import keep_alive
+from farandole.wire.encryption import Certificates
 
 _RETRY_S = 0.02
 
@@ -34,8 +34,8 @@ class Dialer:
     """Dials a peer repeatedly until a connection is proved.
 
     A peer that was building an older generation, or was called by too many strangers, may have disconnected the first
-    attempts. `introduction` names both workers; each attempt has its own nonce. `own_hosts` are the addresses of this
-    worker. The events of `selector` carry the function to call.
+    attempts. `introduction` names both workers. `own_hosts` are the addresses of this
+    worker. With `tls` the connection is encrypted. The events of `selector` carry the function to call.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class Dialer:
         introduction: Introduction,
         key: bytes,
         own_hosts: tuple[str, ...] = (),
+        tls: Certificates | None = None,
     ) -> None:
         self._hosts = address.hosts
         self._waiting = [
-            _Attempt(selector, Address(host, address.port), introduction, key, self._use)
+            _Attempt(selector, Address(host, address.port), introduction, key, tls, self._use)
             for host in hosts_to_try(address.hosts, own_hosts)
         ]
         self._begun: list[_Attempt] = []
@@ -86,7 +87,7 @@ class Dialer:
             self._begun.append(self._waiting.pop(0))
             self._begun[-1].dial_if_due()
 
-    def take(self) -> socket.socket:
+    def take(self) -> DataSocket:
         """Return the proved connection, which the caller owns from now on."""
         assert self._proved is not None, "take() was called before is_done"
         return self._proved.take()
@@ -125,12 +126,13 @@ class _Attempt:
         address: Address,
         introduction: Introduction,
         key: bytes,
+        tls: Certificates | None,
         on_proved: Callable[[_Attempt], None],
     ) -> None:
-        self._selector, self.address, self._key = selector, address, key
-        self._introduction, self._on_proved = introduction, on_proved
-        self._reply = b""
-        self._sock: socket.socket | None = None
+        self._selector, self.address, self._key, self._tls = selector, address, key, tls
+        self._subject, self._on_proved = introduction.encode(), on_proved
+        self._handshake = DialerHandshake(Purpose.DATA, key, self._subject)
+        self._sock: DataSocket | None = None
         self.failure = "no answer"
         self.has_failed = self.is_connected = False
         self.retry_at_s: float | None = now_s()
@@ -140,21 +142,20 @@ class _Attempt:
         if self.retry_at_s is None or now_s() < self.retry_at_s:
             return
         self.retry_at_s = None
-        self._introduction = msgspec.structs.replace(self._introduction, nonce=secrets.token_bytes(NONCE_BYTES))
-        self._reply = b""
+        self._handshake = DialerHandshake(Purpose.DATA, self._key, self._subject)
         try:
-            sock = socket.socket(socket.AF_INET6 if ":" in self.address.host else socket.AF_INET, socket.SOCK_STREAM)
+            raw = socket.socket(socket.AF_INET6 if ":" in self.address.host else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:  # a kernel without IPv6
             self._fail(str(error))
             return
-        self._sock = sock
-        tune(sock)
-        self._selector.register(sock, selectors.EVENT_WRITE, lambda: self._introduce(sock))
-        code = sock.connect_ex((self.address.host, self.address.port))
+        tune(raw)
+        sock = self._sock = encrypted(raw, self._tls, Role.DIALER)
+        self._selector.register(sock, selectors.EVENT_WRITE, lambda: self._on_connected(sock, raw))
+        code = raw.connect_ex((self.address.host, self.address.port))
         if code not in (0, errno.EINPROGRESS):
             self._hang_up(sock, os.strerror(code))
 
-    def take(self) -> socket.socket:
+    def take(self) -> DataSocket:
         """Return the connection, which the caller owns from now on."""
         sock, self._sock = self._sock, None
         assert sock is not None, "there is no connection, or it was taken"
@@ -169,52 +170,50 @@ class _Attempt:
             self._sock.close()
             self._sock = None
 
-    def _introduce(self, sock: socket.socket) -> None:
+    def _on_connected(self, sock: DataSocket, raw: socket.socket) -> None:
         if sock is not self._sock:
             return  # closed by an earlier event of the same round
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        code = raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             self._hang_up(sock, os.strerror(code))
             return
         self.is_connected = True
-        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._receive_reply(sock))
-        self._send(sock, self._introduction.encode())
+        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._introduce(sock))
+        self._introduce(sock)
 
-    def _receive_reply(self, sock: socket.socket) -> None:
+    def _introduce(self, sock: DataSocket) -> None:
+        """Introduce this worker once the connection is encrypted, if it has to be."""
         if sock is not self._sock:
             return  # as above
         try:
-            data = sock.recv(REPLY_BYTES - len(self._reply))
+            if not is_ready(sock):
+                return
+            sock.send(self._handshake.begin())  # some bytes into an empty send buffer: all of them
+        except OSError as error:
+            self._hang_up(sock, str(error))
+            return
+        self._selector.modify(sock, selectors.EVENT_READ, lambda: self._receive(sock))
+
+    def _receive(self, sock: DataSocket) -> None:
+        if sock is not self._sock:
+            return  # as above
+        try:
+            while self._handshake.session is None:
+                data = sock.recv(self._handshake.missing)
+                if not data:
+                    raise ConnectionError("the other side closed the connection")
+                outgoing = self._handshake.feed(data)
+                if outgoing:
+                    sock.send(outgoing)
         except BlockingIOError:
             return
-        except OSError as error:
+        except (OSError, AuthenticationError, ProtocolError) as error:
             self._hang_up(sock, str(error))
             return
-        if not data:
-            self._hang_up(sock, "the other side closed the connection")
-            return
-        self._reply += data
-        if len(self._reply) < REPLY_BYTES:
-            return
-        proof = dialer_proof(self._key, self._introduction, self._reply)
-        if proof is None:
-            self._hang_up(sock, "the other side did not prove its identity")
-        elif peek(sock) == b"":  # it timed out while this process could not run, and would not read this side's proof
-            self._hang_up(sock, "the other side closed the connection")
-        elif self._send(sock, proof):
-            self._selector.unregister(sock)
-            self._on_proved(self)
+        self._selector.unregister(sock)
+        self._on_proved(self)
 
-    def _send(self, sock: socket.socket, text: bytes) -> bool:
-        """Send a few bytes into an empty send buffer; all of them or none."""
-        try:
-            sock.send(text)
-        except OSError as error:
-            self._hang_up(sock, str(error))
-            return False
-        return True
-
-    def _hang_up(self, sock: socket.socket, why: str) -> None:
+    def _hang_up(self, sock: DataSocket, why: str) -> None:
         self._selector.unregister(sock)
         sock.close()
         self._sock = None
@@ -239,16 +238,6 @@ def tune(sock: socket.socket) -> None:
     keep_alive(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     close_at_fork(sock)
-
-
-def peek(sock: socket.socket) -> bytes | None:
-    """Return some of the bytes that wait to be read; None while there are none, b"" when none will come."""
-    try:
-        return sock.recv(INTRODUCTION_LIMIT + 1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
 
 
 # The choice of an address ---------------------------------------------------------------------------------------------

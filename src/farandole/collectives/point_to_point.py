@@ -20,20 +20,14 @@ from functools import partial
 from typing import NamedTuple
 
 from farandole.collectives.dialer import Dialer
+from farandole.collectives.encrypted_socket import DataSocket, EncryptedSocket, has_input
 from farandole.collectives.ring import OnBroken
 from farandole.collectives.ring_builder import Caller, DataListener
-from farandole.errors import FarandoleError, GenerationEnded, PeerLost, ProtocolError
+from farandole.errors import AuthenticationError, FarandoleError, GenerationEnded, PeerLost, ProtocolError
 from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import now_s
 from farandole.membership import DataAddress, GenerationId
-from farandole.wire.authentication import (
-    INTRODUCTION_LIMIT,
-    PROOF_BYTES,
-    Introduction,
-    acceptor_reply,
-    decode_introduction,
-    is_dialer_proved,
-)
+from farandole.wire.authentication import Introduction
 from farandole.wire.channel import can_write
 
 _SLICE_S = 1.0
@@ -78,7 +72,7 @@ class PointToPoint:
         self._changed = threading.Condition()
         self._gone: set[int] = set()
         self._abort_reason: str | None = None
-        self._outgoing: dict[int, socket.socket] = {}
+        self._outgoing: dict[int, DataSocket] = {}
         self._sending = [threading.Lock() for _ in endpoints]
         self._incoming: Incoming | None = None
         self._thread: threading.Thread | None = None
@@ -216,7 +210,7 @@ class PointToPoint:
             self._gone.add(source)
             self._changed.notify_all()
 
-    def _connection(self, target: int) -> socket.socket:
+    def _connection(self, target: int) -> DataSocket:
         sock = self._outgoing.get(target)
         if sock is None:
             sock = self._dial(target)
@@ -225,12 +219,13 @@ class PointToPoint:
             self._raise_if_ended("send")
         return sock
 
-    def _dial(self, target: int) -> socket.socket:
+    def _dial(self, target: int) -> DataSocket:
         to = self._endpoints[target]
-        ours = Introduction(self._id, self._endpoints[self.rank].worker, to.worker, b"", CHANNEL)
+        ours = Introduction(self._id, self._endpoints[self.rank].worker, to.worker, CHANNEL)
         deadline_s = now_s() + _CONNECT_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
-            dialer = Dialer(selector, to.address, ours, self._key, self._listener.address.hosts)
+            own_hosts, tls = self._listener.address.hosts, self._listener.tls
+            dialer = Dialer(selector, to.address, ours, self._key, own_hosts, tls)
             try:
                 while not dialer.is_done:
                     self._raise_if_ended("connect")
@@ -248,7 +243,7 @@ class PointToPoint:
             finally:
                 dialer.close()
 
-    def _write(self, sock: socket.socket, view: memoryview) -> None:
+    def _write(self, sock: DataSocket, view: memoryview) -> None:
         while view:
             try:
                 view = view[sock.send(view) :]
@@ -333,8 +328,9 @@ class Incoming:
                 self._drop_surplus()
         finally:
             for entry in list(self._selector.get_map().values()):
-                if isinstance(entry.fileobj, socket.socket) and entry.fileobj not in self._listener.socks:
-                    entry.fileobj.close()
+                sock = entry.fileobj
+                if isinstance(sock, socket.socket | EncryptedSocket) and sock not in self._listener.socks:
+                    sock.close()
             self._wake.close()
             self._selector.close()
             self._listener.close()
@@ -370,37 +366,32 @@ class Incoming:
         """Read from a caller that has not proved its identity yet."""
         if caller not in self._listener.callers:
             return  # dropped by an earlier event of the same round
-        limit = PROOF_BYTES if caller.nonce else INTRODUCTION_LIMIT + 1
         try:
-            data = caller.sock.recv(limit - len(caller.received))
-            if not data:
-                raise ProtocolError("the caller closed the connection")
-            caller.received += data
-            if caller.introduction is None:
-                self._receive_introduction(caller)
-            elif len(caller.received) == PROOF_BYTES:
-                self._receive_proof(caller, caller.introduction)
+            outgoing = caller.receive()
+            if caller.is_proved:
+                self._use(caller, outgoing)
+            elif caller.introduction is not None and not caller.is_answered:
+                self._judge(caller, caller.introduction)
         except BlockingIOError:
             return
-        except (OSError, ProtocolError):
+        except (OSError, AuthenticationError, ProtocolError):
             self._drop(caller)
 
-    def _receive_introduction(self, caller: Caller) -> None:
-        introduction = decode_introduction(caller.received)
-        if introduction is None:
-            return
-        expected = Introduction(self._generation, introduction.dialer, self._worker, b"", CHANNEL)
-        if introduction.dialer not in self._ranks or not introduction.announces(expected):
+    def _judge(self, caller: Caller, introduction: Introduction) -> None:
+        expected = Introduction(self._generation, introduction.dialer, self._worker, CHANNEL)
+        if introduction.dialer not in self._ranks or introduction != expected:
             raise ProtocolError("the introduction is for another worker or generation")
-        caller.introduction, caller.received = introduction, b""
-        caller.sock.send(acceptor_reply(self._key, introduction, caller.make_nonce()))
+        caller.answer(self._key)
 
-    def _receive_proof(self, caller: Caller, introduction: Introduction) -> None:
-        if not is_dialer_proved(self._key, introduction, caller.nonce, caller.received):
-            raise ProtocolError("the proof of the caller is wrong")
+    def _use(self, caller: Caller, proof: bytes) -> None:
+        """Send this side's proof to the caller, which has proved itself, and read its messages."""
+        assert caller.introduction is not None
+        caller.sock.send(proof)
         sock = self._listener.release(caller)
-        reader = _Reader(sock, self._ranks[introduction.dialer], self._deliver)
+        reader = _Reader(sock, self._ranks[caller.introduction.dialer], self._deliver)
         self._selector.modify(sock, selectors.EVENT_READ, partial(self._read, reader))
+        if has_input(sock):
+            self._read(reader)
 
     def _read(self, reader: _Reader) -> None:
         if not reader.read():
@@ -416,7 +407,7 @@ class Incoming:
 class _Reader:
     """The reader of one connection, whose other end is proved to be rank `source`."""
 
-    def __init__(self, sock: socket.socket, source: int, deliver: Callable[[P2PMessage], None]) -> None:
+    def __init__(self, sock: DataSocket, source: int, deliver: Callable[[P2PMessage], None]) -> None:
         self.sock, self.source, self._deliver = sock, source, deliver
         self._subject: bytes | None = None
         self._buffer = bytearray(FRAME.size)
@@ -424,18 +415,20 @@ class _Reader:
 
     def read(self) -> bool:
         """Read the available bytes. Return False when there will be no more."""
-        try:
-            count = self.sock.recv_into(self._wanted)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if count == 0:
-            return False
-        self._wanted = self._wanted[count:]
-        while not self._wanted:
-            self._next()
-        return True
+        while True:
+            try:
+                count = self.sock.recv_into(self._wanted)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if count == 0:
+                return False
+            self._wanted = self._wanted[count:]
+            while not self._wanted:
+                self._next()
+            if not has_input(self.sock):  # otherwise no event would tell of the rest
+                return True
 
     def _next(self) -> None:
         if self._subject is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import socket
 import struct
 import threading
 from collections import deque
@@ -27,6 +26,7 @@ from farandole.collectives.connection_pair import (
     dtype_code,
     flat_view,
 )
+from farandole.collectives.encrypted_socket import DataSocket
 from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
 from farandole.liveness.status_reporting import WaitingForPeers
@@ -61,8 +61,8 @@ class RingTransport:
         rank: int,
         size: int,
         generation: int,
-        to_next: socket.socket,
-        from_previous: socket.socket,
+        to_next: DataSocket,
+        from_previous: DataSocket,
         next_peer: Peer,
         previous_peer: Peer,
         on_broken: OnBroken | None = None,

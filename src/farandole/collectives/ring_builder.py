@@ -5,7 +5,6 @@ identities.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import selectors
 import socket
 import threading
@@ -13,21 +12,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from farandole.collectives.alone import AloneTransport
-from farandole.collectives.dialer import Dialer, peek, tune
+from farandole.collectives.dialer import Dialer, tune
+from farandole.collectives.encrypted_socket import DataSocket, EncryptedSocket, arrived, begins_tls, encrypted, is_ready
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.transport import Transport
-from farandole.errors import GenerationEnded, PeerLost, ProtocolError
+from farandole.errors import AuthenticationError, GenerationEnded, PeerLost, ProtocolError
 from farandole.machine import close_at_fork, may_spin, now_s
 from farandole.membership import DataAddress, Peer
 from farandole.wire.authentication import (
-    INTRODUCTION_LIMIT,
-    NONCE_BYTES,
-    PROOF_BYTES,
     Introduction,
-    acceptor_reply,
+    ListenerHandshake,
+    Purpose,
+    Role,
     decode_introduction,
-    is_dialer_proved,
 )
+from farandole.wire.encryption import Certificates
 from farandole.wire.listening import FailureBudget
 from farandole.wire.messages import Start
 
@@ -135,15 +134,16 @@ class RingBuilder:
         if self._abort_reason is not None:
             raise GenerationEnded("connect", self._start.id.number, self._abort_reason)
 
-    def _connect(self) -> tuple[socket.socket, socket.socket]:
+    def _connect(self) -> tuple[DataSocket, DataSocket]:
         """Return two proved connections: to the next rank, from the previous one."""
         start = self._start
-        ours = Introduction(start.id, self._worker, start.next.worker, b"", self._channel)
-        theirs = Introduction(start.id, start.previous.worker, self._worker, b"", self._channel)
+        ours = Introduction(start.id, self._worker, start.next.worker, self._channel)
+        theirs = Introduction(start.id, start.previous.worker, self._worker, self._channel)
         with contextlib.ExitStack() as cleanup:
             selector = cleanup.enter_context(selectors.DefaultSelector())
             self._open_wake(selector, cleanup)
-            dialer = Dialer(selector, start.next.address, ours, start.data_key, self._listener.address.hosts)
+            listener = self._listener
+            dialer = Dialer(selector, start.next.address, ours, start.data_key, listener.address.hosts, listener.tls)
             cleanup.callback(dialer.close)
             cleanup.enter_context(self._listener.at_work())
             acceptor = Acceptor(selector, self._listener, theirs, start.data_key)
@@ -209,7 +209,7 @@ class RingBuilder:
 class Acceptor:
     """Listens to all callers at once, so that no other caller can delay the previous rank.
 
-    `expected` introduces the previous rank; its nonce is ignored. Callers of a newer generation, or of a higher channel
+    `expected` introduces the previous rank. Callers of a newer generation, or of a higher channel
     of this one, stay with the listener for that build; all others are disconnected. The events of `selector` carry the
     function to call.
     """
@@ -219,7 +219,7 @@ class Acceptor:
     ) -> None:
         self._selector, self._listener = selector, listener
         self._expected, self._key = expected, key
-        self._sock: socket.socket | None = None
+        self._sock: DataSocket | None = None
         for sock in listener.socks:
             selector.register(sock, selectors.EVENT_READ, self._welcome)
         for caller in list(listener.callers):
@@ -232,7 +232,7 @@ class Acceptor:
         """True when the previous rank has proved its identity."""
         return self._sock is not None
 
-    def take(self) -> socket.socket:
+    def take(self) -> DataSocket:
         """Return the connection, which the caller owns from now on."""
         sock, self._sock = self._sock, None
         assert sock is not None, "take() was called before is_done"
@@ -252,7 +252,7 @@ class Acceptor:
             self._sock.close()
         for sock in (*self._listener.socks, *(caller.sock for caller in self._listener.callers)):
             self._selector.unregister(sock)
-        for caller in [caller for caller in self._listener.callers if caller.nonce]:
+        for caller in [caller for caller in self._listener.callers if caller.is_answered]:
             self._listener.drop(caller)  # half proved, for a generation that is not built again
 
     def _watch(self, caller: Caller) -> None:
@@ -266,37 +266,22 @@ class Acceptor:
     def _read_caller(self, caller: Caller) -> None:
         if caller not in self._listener.callers:
             return  # dropped by an earlier event of the same round
-        # Read not one byte more than the proof: the bytes that follow belong to the ring.
-        limit = PROOF_BYTES if caller.nonce else INTRODUCTION_LIMIT + 1
         try:
-            data = caller.sock.recv(limit - len(caller.received))
+            outgoing = caller.receive()
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
-        if not data or (caller.introduction is not None and not caller.nonce):
-            self._drop(caller)  # disconnected, or sent more before it was answered
-            return
-        caller.received += data
-        if caller.introduction is None:
-            self._receive_introduction(caller)
-        elif len(caller.received) == PROOF_BYTES:
-            self._receive_proof(caller, caller.introduction)
-
-    def _receive_introduction(self, caller: Caller) -> None:
-        try:
-            caller.introduction = decode_introduction(caller.received)
-        except ProtocolError:
+        except (OSError, AuthenticationError, ProtocolError):
             self._drop(caller)
             return
-        if caller.introduction is not None:
-            caller.received = b""
+        if caller.is_proved:
+            self._use(caller, outgoing)
+        elif caller.introduction is not None and not caller.is_answered:
             self._judge(caller, caller.introduction)
 
     def _judge(self, caller: Caller, introduction: Introduction) -> None:
-        if introduction.announces(self._expected):
+        if introduction == self._expected:
             try:
-                caller.sock.send(acceptor_reply(self._key, introduction, caller.make_nonce()))
+                caller.answer(self._key)
             except OSError:
                 self._drop(caller)
         elif introduction.generation.number < self._expected.generation.number or (
@@ -307,8 +292,13 @@ class Acceptor:
         # Otherwise the caller is ahead of this worker. The order only decides which caller may wait; identity is
         # proved.
 
-    def _receive_proof(self, caller: Caller, introduction: Introduction) -> None:
-        if self.is_done or not is_dialer_proved(self._key, introduction, caller.nonce, caller.received):
+    def _use(self, caller: Caller, proof: bytes) -> None:
+        """Send this side's proof to the caller, which has proved itself, and keep its connection."""
+        try:
+            if self.is_done:
+                raise ProtocolError("the previous rank is connected already")
+            caller.sock.send(proof)
+        except (OSError, ProtocolError):
             self._drop(caller)
             return
         self._selector.unregister(caller.sock)
@@ -334,44 +324,67 @@ class Caller:
     """An accepted connection that has not proved its identity yet.
 
     Attributes:
-        received: The bytes that are not decoded yet.
         introduction: The caller's introduction, once it is complete.
-        nonce: This worker's nonce, once it has answered; empty before.
+        is_answered: This worker has answered it.
         answered_s: The time of the answer.
         accepted_s: The time since when this process knows of it.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: DataSocket) -> None:
         self.sock = sock
-        self.received = b""
+        self._handshake = ListenerHandshake(Purpose.DATA)
         self.introduction: Introduction | None = None
-        self.nonce = b""
+        self.is_answered = False
         self.answered_s = 0.0
         self.accepted_s = now_s()
 
-    def make_nonce(self) -> bytes:
-        """Create the nonce for the answer, which is sent now."""
-        self.nonce, self.answered_s = secrets.token_bytes(NONCE_BYTES), now_s()
-        return self.nonce
+    @property
+    def is_proved(self) -> bool:
+        """True when the caller has proved its identity."""
+        return self._handshake.session is not None
+
+    def receive(self) -> bytes:
+        """Read the next part of its handshake: not one byte more, since those that follow belong to the ring. Return
+        this side's proof when the caller has proved itself.
+
+        Raises BlockingIOError while there is nothing, and OSError, AuthenticationError and ProtocolError for a caller
+        that must be disconnected.
+        """
+        if not is_ready(self.sock):
+            raise BlockingIOError
+        while True:
+            data = self.sock.recv(self._handshake.missing)
+            if not data:
+                raise ProtocolError("the caller closed the connection")
+            outgoing = self._handshake.feed(data)
+            if self.introduction is None and self._handshake.subject is not None:
+                self.introduction = decode_introduction(self._handshake.subject)
+                return outgoing
+            if self.is_proved:
+                return outgoing
+
+    def answer(self, key: bytes) -> None:
+        """Send the challenge to prove this key. Raises OSError."""
+        self.is_answered, self.answered_s = True, now_s()
+        self.sock.send(self._handshake.challenge(key))
 
     def may_become_a_peer(self) -> bool:
         """Return whether an unanswered caller is still connected and has sent at most an introduction."""
-        data = peek(self.sock)
+        data = arrived(self.sock)
         if data is None:
             return True
         if not data or self.introduction is not None:
             return False
-        try:
-            decode_introduction(self.received + data)
-        except ProtocolError:
-            return False
-        return True
+        if isinstance(self.sock, EncryptedSocket):
+            return self.sock.has_begun or begins_tls(data)
+        return self._handshake.could_go_on(data)
 
 
 class DataListener:
     """The listening sockets for data connections; one listener for each worker process, for life.
 
     It listens at each of `hosts`, on one port. An address after the first one at which it cannot listen is left out.
+    With `tls` its connections are encrypted, and those to its peers, too.
 
     A peer may dial before this worker is told of the new generation. Its connection then waits in the kernel's backlog,
     or, when another build or tidy() has already accepted it, among `callers`. Their number is bounded: a stranger that
@@ -380,7 +393,8 @@ class DataListener:
     Raises OSError when the first one is no address of this machine.
     """
 
-    def __init__(self, *hosts: str) -> None:
+    def __init__(self, *hosts: str, tls: Certificates | None = None) -> None:
+        self.tls = tls
         first, *others = hosts or ("127.0.0.1",)
         self.socks = [_listening_socket(first, 0)]
         port = self.socks[0].getsockname()[1]
@@ -434,7 +448,7 @@ class DataListener:
         for listening in self.socks:
             while not (is_limited and self.budget.pause_s()) and (sock := _accepted(listening)) is not None:
                 tune(sock)
-                caller = Caller(sock)
+                caller = Caller(encrypted(sock, self.tls, Role.LISTENER))
                 if caller.may_become_a_peer():
                     self.callers.append(caller)
                     return caller
@@ -449,11 +463,11 @@ class DataListener:
         that may legitimately call at once.
         """
         most = max(_MOST_CALLERS, dialers)
-        unanswered = [caller for caller in self.callers if not caller.nonce]
-        answered = [caller for caller in self.callers if caller.nonce]
+        unanswered = [caller for caller in self.callers if not caller.is_answered]
+        answered = [caller for caller in self.callers if caller.is_answered]
         latest_s = now_s() - _PROOF_S
         # A proof that has arrived counts, even when this process was too slow to read it.
-        overdue = [each for each in answered[-most:] if each.answered_s < latest_s and peek(each.sock) is None]
+        overdue = [each for each in answered[-most:] if each.answered_s < latest_s and arrived(each.sock) is None]
         # What waits for a later generation may wait longer than that, and dials again.
         late = [each for each in unanswered[-most:] if each.accepted_s < now_s() - _INTRODUCTION_S]
         return [*unanswered[:-most], *late, *answered[:-most], *overdue]
@@ -464,7 +478,7 @@ class DataListener:
         caller.sock.close()
         self.budget.count()
 
-    def release(self, caller: Caller) -> socket.socket:
+    def release(self, caller: Caller) -> DataSocket:
         """Hand over the connection of a caller that has proved its identity."""
         self.callers.remove(caller)
         return caller.sock

@@ -176,6 +176,12 @@ def uses_nccl(hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str
     return all(workers[host] <= each.count for host, each in zip(hosts, devices, strict=True))
 
 
+def choice_within_tls(choice: str, hosts: Sequence[Hashable]) -> str:
+    """Return the choice in a job whose connections are encrypted: NCCL, which cannot encrypt its own, must not be
+    chosen automatically between hosts. Pure."""
+    return "hierarchical" if choice == "auto" and len(set(hosts)) > 1 else choice
+
+
 def for_devices(
     host: Transport,
     ring: Transport,

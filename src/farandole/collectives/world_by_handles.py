@@ -19,6 +19,7 @@ from farandole.env import read_worker_env
 from farandole.errors import ConfigError
 from farandole.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.wire.authentication import derive_key
+from farandole.wire.encryption import Certificates
 from farandole.wire.messages import Start
 from farandole.wire.user_secret import user_secret
 
@@ -63,14 +64,15 @@ class HandleListener:
 
     Args:
         hosts: The numeric addresses of this machine at which the others may reach this process; none: loopback.
+        tls: The job's certificates, with which the connections are encrypted; None: they are not.
 
     Raises:
         ConfigError: There is no secret that only this user's processes know.
     """
 
-    def __init__(self, *hosts: str) -> None:
+    def __init__(self, *hosts: str, tls: Certificates | None = None) -> None:
         self._secret = _secret()
-        self._listener = DataListener(*hosts)
+        self._listener = DataListener(*hosts, tls=tls)
         self.handle = Handle(
             secrets.token_hex(4), self._listener.address, socket.gethostname(), secrets.token_hex(_NONCE_BYTES)
         )
@@ -101,7 +103,7 @@ class HandleListener:
         ring = builder.build()
         if len(members) == 1:
             return World(start.id, start.placement, ring)
-        for_messages = DataListener(*self._listener.address.hosts)
+        for_messages = DataListener(*self._listener.address.hosts, tls=self._listener.tls)
         try:
             own = msgspec.msgpack.encode(for_messages.address)
             addresses = [msgspec.msgpack.decode(each, type=DataAddress) for each in ring.all_gather(own)]

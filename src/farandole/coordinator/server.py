@@ -62,6 +62,7 @@ from farandole.wire.control import (
     PastEvent,
     Status,
 )
+from farandole.wire.encryption import Certificates, load_certificates
 from farandole.wire.function_call import FunctionJob, send_call
 from farandole.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
 from farandole.wire.message_log import MessageLog, is_counted
@@ -155,6 +156,7 @@ class Coordinator:
     ) -> None:
         self._function = function
         self._config, self._token, self._job_id = config, token, job_id
+        self._tls: Certificates | None = None
         self._hosts, self._port = tuple(hosts), port
         self._budget = FailureBudget()
         self._listener = Listener(self._on_connection, self._budget)
@@ -191,7 +193,9 @@ class Coordinator:
         self._knows_steps = False  # the inbox contains the newest number of decided steps
 
     async def start(self) -> None:
-        """Listen for connections. Raises ConfigError when that fails, for example because the port is in use."""
+        """Listen for connections. Raises ConfigError when that fails, for example because the port is in use, and when
+        the job's certificates cannot be used."""
+        self._tls = load_certificates(self._config.tls)
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Outcome] = self._loop.create_future()
         if self._restored is not None:
@@ -510,7 +514,7 @@ class Coordinator:
 
     async def _converse(self, connected: socket.socket, who: str) -> None:
         try:
-            channel = await accept(connected, self._token, self._job_id, DIALERS_MESSAGES)
+            channel = await accept(connected, self._token, self._job_id, DIALERS_MESSAGES, self._tls)
             try:
                 hello = await _receive_hello(channel)
                 if isinstance(hello, ClientHello):

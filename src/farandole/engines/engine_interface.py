@@ -29,6 +29,7 @@ class AgentOrder:
     interfaces    the network interfaces that it may use for tensors; empty: all, first the one that leads to the
                   coordinator
     preemption    where it looks for preemption notices: the value of its --preemption
+    tls           the folder of the job's certificates, which is at the same path on its host; empty: none
     """
 
     host: str
@@ -39,6 +40,7 @@ class AgentOrder:
     retry_s: float = 60.0
     interfaces: tuple[str, ...] = ()
     preemption: str = "none"
+    tls: str = ""
 
     def arguments(self) -> list[str]:
         """Return the arguments of `python -m farandole` for this agent.
@@ -51,6 +53,7 @@ class AgentOrder:
             *(("--folder", self.folder) if self.folder else ()),
             *(("--network-interfaces", ",".join(self.interfaces)) if self.interfaces else ()),
             *(("--preemption", self.preemption) if self.preemption != "none" else ()),
+            *(("--tls", self.tls) if self.tls else ()),
         ]
 
     def standard_input(self) -> bytes:

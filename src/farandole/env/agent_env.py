@@ -37,6 +37,7 @@ class WorkerEnv(Struct, frozen=True):
         store: The address of the job's store, as in MASTER_ADDR and MASTER_PORT, which scripts may change; empty: none.
         group_secret: What the workers of the job share, as 64 hexadecimal digits, for groups that a script makes by
             itself.
+        tls: The folder of the job's certificates; empty: connections are not encrypted.
     """
 
     agent_address: str = field(name="FARANDOLE_AGENT")
@@ -49,6 +50,7 @@ class WorkerEnv(Struct, frozen=True):
     status_page: str = field(name="FARANDOLE_PAGE", default="")
     store: str = field(name="FARANDOLE_STORE", default="")
     group_secret: str = field(name="FARANDOLE_GROUP_SECRET", default="")
+    tls: str = field(name="FARANDOLE_TLS", default="")
 
     @property
     def data_hosts(self) -> tuple[str, ...]:

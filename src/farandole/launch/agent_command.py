@@ -19,11 +19,12 @@ from farandole.engines.slurm_allocation import own_name, own_slots
 from farandole.env import read_slurm_variables, read_token
 from farandole.errors import ConfigError
 from farandole.launch.job_files import read_job_file
-from farandole.launch.joining import read_token_file
+from farandole.launch.joining import read_token_file, tls_folder
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import PREEMPTION_HELP, USAGE_ERROR, Parser
 from farandole.membership import Address
 from farandole.wire.authentication import checked_token
+from farandole.wire.encryption import load_certificates
 
 CANNOT_JOIN = 1
 
@@ -96,6 +97,12 @@ def agent_parser() -> argparse.ArgumentParser:
         "whose end then ends this agent (default: the token in FARANDOLE_TOKEN)",
     )
     add(
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="a copy of the folder of `farandole run --tls DIR` (with --job-file default: that folder's path)",
+    )
+    add(
         "--retry",
         type=float,
         default=60.0,
@@ -157,11 +164,13 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     if slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {slots}")
     host = HostSlots(name or os.uname().nodename, slots)
+    tls = tls_folder(given.tls)
     if given.job_file is not None:
         if given.token_file is not None:
             raise ConfigError("--job-file contains the token; leave out --token-file")
         file = read_job_file(given.job_file)
         addresses, token = file.addresses or (file.coordinator,), file.token
+        tls = tls or file.tls
     else:
         addresses, token = tuple(_address(each) for each in given.join.split(",")), _token(given)
     folder = None if given.folder is None else os.path.abspath(given.folder)
@@ -176,7 +185,16 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     if given.id and not (given.id.isascii() and given.id.isprintable() and " " not in given.id):
         raise ConfigError(f"--id must be printable ASCII without blanks, got {given.id!r}")
     return JoinOptions(
-        addresses, token, host.name, host.slots, given.retry, folder, given.grace, interfaces, id=given.id
+        addresses,
+        token,
+        host.name,
+        host.slots,
+        given.retry,
+        folder,
+        given.grace,
+        interfaces,
+        id=given.id,
+        tls=load_certificates(tls),
     )
 
 

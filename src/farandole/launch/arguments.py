@@ -33,7 +33,16 @@ from farandole.launch.horovod_settings import (
     variables,
     without_effect,
 )
-from farandole.launch.joining import Joining, check_address, joining, local_hosts, slurm_job_file
+from farandole.launch.joining import (
+    STORE_IS_PLAIN,
+    Joining,
+    check_address,
+    check_encryption,
+    joining,
+    local_hosts,
+    slurm_job_file,
+    tls_folder,
+)
 from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_options
 
 
@@ -150,6 +159,9 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
         in_place=config.num_proc if options.in_place else 0,
     )
+    check_encryption(config.tls, job_env.transport)
+    if config.tls and (config.takes_agents or has_hosts):
+        notes.append(STORE_IS_PLAIN)
     environment |= environment_of(job_env)
     if options.fork_server == "on":
         notes += _without_fork_server(run_command)
@@ -298,6 +310,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         waits_for_newcomers=follows_horovod and is_elastic,
         takes_agents=options.token_file is not None or options.job_file is not None or options.slurm,
         max_restarts=options.max_restarts,
+        tls=tls_folder(options.tls),
     )
     is_limited = hosts is not None and (options.slurm or not config.takes_agents)
     if hosts is not None and is_limited and (slots := sum(host.slots for host in hosts)) < num_proc:

@@ -68,6 +68,10 @@ def _command(arguments: Sequence[str]) -> int:
         from farandole.launch.doctor_command import doctor_command
 
         return doctor_command(arguments[1:])
+    if arguments and arguments[0] == "certificates":
+        from farandole.launch.certificates_command import certificates_command
+
+        return certificates_command(arguments[1:])
     if arguments and arguments[0] in CONTROL:
         from farandole.launch.control_commands import control_command
 
@@ -94,7 +98,7 @@ def _main_parser() -> argparse.ArgumentParser:
         "       farandole status|jobs|scale|drain|undrain [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
         "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR\n"
-        "       farandole doctor [options]",
+        "       farandole doctor [options]\n       farandole certificates DIR",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
         "  torchrun    train with torchrun's command line; see 'farandole torchrun --help'\n"
@@ -103,14 +107,16 @@ def _main_parser() -> argparse.ArgumentParser:
         "  kubernetes  print the objects of a job on Kubernetes; see 'farandole kubernetes manifest --help'\n"
         "  slurm       add nodes to a job, or remove them; see 'farandole slurm --help'\n"
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'\n"
-        "  doctor      look at this machine, and at hosts, before a job runs; see 'farandole doctor --help'",
+        "  doctor      look at this machine, and at hosts, before a job runs; see 'farandole doctor --help'\n"
+        "  certificates  make the certificates of a job whose connections are encrypted; see 'farandole certificates "
+        "--help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
     parser.add_argument(
         "command",
-        choices=["run", "torchrun", *CONTROL, "agent", "slurm", "kubernetes", "ledger", "doctor"],
+        choices=["run", "torchrun", *CONTROL, "agent", "slurm", "kubernetes", "ledger", "doctor", "certificates"],
         nargs="?",
         help=argparse.SUPPRESS,
     )

@@ -8,6 +8,7 @@ import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from farandole.errors import AuthenticationError, ConfigError, FatalError, ProtocolError
 from farandole.launch.control_parser import control_parser
 from farandole.launch.job_files import JobFile, read_job_file, running
-from farandole.launch.joining import read_token_file
+from farandole.launch.joining import read_token_file, tls_folder
 from farandole.launch.run_parser import USAGE_ERROR
 from farandole.machine import now_s, wall_time_s
 from farandole.membership import Address
@@ -35,6 +36,7 @@ from farandole.wire.control import (
     is_drained,
     is_scaled,
 )
+from farandole.wire.encryption import Certificates, load_certificates
 from farandole.wire.messages import PROTOCOL_VERSION
 
 DONE, NOT_DONE = 0, 1
@@ -42,18 +44,19 @@ DONE, NOT_DONE = 0, 1
 
 class Contact(NamedTuple):
     """The contact of a job: the addresses of its coordinator, its token, and its id; None: any job there. `name` is the
-    job's name in an answer."""
+    job's name in an answer, `tls` the folder of its certificates."""
 
     addresses: tuple[Address, ...]
     token: bytes
     job: str | None
     name: str
+    tls: str = ""
 
     @classmethod
-    def of(cls, file: JobFile) -> Contact:
-        """Return the contact in a job file."""
+    def of(cls, file: JobFile, tls: Path | None = None) -> Contact:
+        """Return the contact in a job file. `tls`: a copy of the folder that the file names."""
         name = f"job {file.job} ({' '.join(file.command)})"
-        return cls(file.addresses or (file.coordinator,), file.token, file.job, name)
+        return cls(file.addresses or (file.coordinator,), file.token, file.job, name, tls_folder(tls) or file.tls)
 
 
 def control_command(command: str, arguments: Sequence[str]) -> int:
@@ -76,7 +79,7 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
 
 
 async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
-    client = await Client.dial_any(job.addresses, job.token, job.job)
+    client = await Client.dial_any(job.addresses, job.token, job.job, load_certificates(job.tls))
     try:
         if command == "status":
             await _show(client, options.json, options.watch)
@@ -134,7 +137,7 @@ def _chosen(options: argparse.Namespace) -> Contact:
     if options.job_file:
         if options.job or options.address or options.token_file:
             raise ConfigError("--job-file tells which job is meant; leave out --job, --address and --token-file")
-        return Contact.of(read_job_file(options.job_file))
+        return Contact.of(read_job_file(options.job_file), options.tls)
     if options.address or options.token_file:
         if options.job:
             raise ConfigError("--job selects a job of this machine; leave it out with --address")
@@ -163,7 +166,8 @@ def _elsewhere(options: argparse.Namespace) -> Contact:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--address must be HOST:PORT, got {options.address!r}")
     address = Address(host.strip("[]"), int(port))
-    return Contact((address,), read_token_file(options.token_file), None, f"the job at {address}")
+    token = read_token_file(options.token_file)
+    return Contact((address,), token, None, f"the job at {address}", tls_folder(options.tls))
 
 
 def _jobs(as_json: bool) -> int:
@@ -230,11 +234,11 @@ class Client:
         self._channel, self._redial = channel, redial
 
     @classmethod
-    async def dial(cls, address: Address, token: bytes, job: str | None) -> Client:
+    async def dial(cls, address: Address, token: bytes, job: str | None, tls: Certificates | None = None) -> Client:
         """Connect, with a proof of the token by both ends."""
 
         async def redial() -> Channel[ToClient]:
-            channel = await connect(address.host, address.port, token, job, TO_CLIENT)
+            channel = await connect(address.host, address.port, token, job, TO_CLIENT, tls)
             channel.send(ClientHello(PROTOCOL_VERSION))
             return channel
 
@@ -244,13 +248,15 @@ class Client:
             raise NoAnswer(f"no job with this token answers at {address}: {error}") from None
 
     @classmethod
-    async def dial_any(cls, addresses: Sequence[Address], token: bytes, job: str | None) -> Client:
+    async def dial_any(
+        cls, addresses: Sequence[Address], token: bytes, job: str | None, tls: Certificates | None = None
+    ) -> Client:
         """Connect to the first of these addresses that answers; of several, each has some seconds."""
         for address in addresses[:-1]:
             with contextlib.suppress(NoAnswer, TimeoutError):
                 async with asyncio.timeout(_ADDRESS_S):
-                    return await cls.dial(address, token, job)
-        return await cls.dial(addresses[-1], token, job)
+                    return await cls.dial(address, token, job, tls)
+        return await cls.dial(addresses[-1], token, job, tls)
 
     async def ask(self, request: ClientMessage) -> ToClient:
         """Return the answer to one request. It may be sent to one coordinator, and again to the next one: all requests

@@ -44,6 +44,7 @@ def control_parser(command: str) -> argparse.ArgumentParser:
     add("--job-file", type=Path, metavar="FILE", help="the file of `farandole run --job-file FILE`, on any machine")
     add("--address", metavar="HOST:PORT", help="address of the coordinator of a job on another machine")
     add("--token-file", type=Path, metavar="FILE", help="a copy of the token file of that job")
+    add("--tls", type=Path, metavar="DIR", help="a copy of that job's folder of certificates, if it has one")
     if command in ("scale", "drain"):
         group = parser.add_argument_group("when to return (default: when the request is accepted)")
         group.add_argument("--wait", action="store_true", help="when the request is completed")

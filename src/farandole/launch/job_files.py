@@ -36,6 +36,7 @@ class JobFile(msgspec.Struct, frozen=True):
                  process of the same number. None where the kernel does not report it
     started_s    seconds since 1970
     addresses    all addresses of the coordinator; empty in a file that is for this machine alone
+    tls          the folder of the job's certificates on the launcher's machine; empty: connections are not encrypted
     """
 
     job: str
@@ -46,15 +47,16 @@ class JobFile(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
     started_s: float
     addresses: tuple[Address, ...] = ()
+    tls: str = ""
 
 
 @contextlib.contextmanager
 def announced(
-    job: str, coordinator: Address, token: bytes, command: Sequence[str], folder: Path | None = None
+    job: str, coordinator: Address, token: bytes, command: Sequence[str], folder: Path | None = None, tls: str = ""
 ) -> Iterator[str]:
     """Let commands find this process's job inside the block. Yields the reason if they cannot, which does not prevent
     the job from running. Removes the files of launchers that were killed."""
-    file = JobFile(job, os.getpid(), born(os.getpid()), coordinator, token, tuple(command), wall_time_s())
+    file = JobFile(job, os.getpid(), born(os.getpid()), coordinator, token, tuple(command), wall_time_s(), tls=tls)
     path: Path | None = None
     problem = ""
     try:

@@ -45,6 +45,7 @@ from farandole.launch.supervised_coordinator import CoordinatorFailed, Supervise
 from farandole.machine import wall_time_s
 from farandole.membership import Address, Origin
 from farandole.wire.authentication import new_token
+from farandole.wire.encryption import load_certificates
 from farandole.wire.function_call import FunctionJob
 from farandole.wire.messages import Welcome
 
@@ -134,6 +135,7 @@ class _JobRun:
         )
         self._command = with_own_python(setup.command)
         self._forks: ForkServerUse = setup.fork_server if setup.config.may_start_workers_again else "off"
+        self._tls = load_certificates(self._config.tls)
         self._job_id = secrets.token_hex(8)
         self._token = new_token() if setup.joining is None else setup.joining.token
 
@@ -157,7 +159,9 @@ class _JobRun:
             with (
                 shared(None if joining is None else joining.job_file, self._job_file()),
                 _ending_on_signals(self._coordinator, self._fleet, setup.on_event, self._config.grace_s),
-                announced(self._job_id, self._coordinator.address, self._token, self._command) as problem,
+                announced(
+                    self._job_id, self._coordinator.address, self._token, self._command, tls=self._config.tls
+                ) as problem,
             ):
                 if problem:
                     setup.on_event(JobNotAnnounced(problem))
@@ -246,6 +250,7 @@ class _JobRun:
             tuple(self._setup.command),
             wall_time_s(),
             self._reachable(),
+            self._config.tls,
         )
 
     async def _own_addresses(self) -> tuple[str, ...]:
@@ -284,6 +289,7 @@ class _JobRun:
             folder=self._setup.remote_folder,
             interfaces=tuple(self._setup.interfaces),
             preemption=str(self._setup.preemption or Preemption()),
+            tls=self._config.tls,
         )
 
     def _make_agent(self, order: AgentOrder) -> Agent:
@@ -308,6 +314,7 @@ class _JobRun:
             data_hosts=self._data_hosts(),
             process=secrets.token_hex(8),
             patience_s=0.0 if setup.function is not None else float("inf"),  # the launcher ends it
+            tls=self._tls,
         )
         call = b"" if setup.function is None else setup.function.call
         return Agent(agent_config, self._sink, setup.on_event, call=call)

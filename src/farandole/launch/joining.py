@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from farandole.engines.host_list import HostSlots
 from farandole.env import slurm_folder
 from farandole.errors import ConfigError
 from farandole.wire.authentication import checked_token, new_token
+from farandole.wire.user_secret import may_others_read
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,28 @@ def check_address(host: str, port: int, takes_agents: bool) -> None:
         raise ConfigError(f"--port must be between 0 and 65535, got {port}")
 
 
+# Encryption -----------------------------------------------------------------------------------------------------------
+
+STORE_IS_PLAIN = (
+    "--tls does not encrypt the store of torch.distributed, since torch's clients cannot: a script that calls "
+    "init_process_group() sends names and addresses through it, and no tensors"
+)
+
+
+def tls_folder(folder: Path | None) -> str:
+    """Return the absolute path of the folder of --tls; empty without one."""
+    return "" if folder is None else os.path.abspath(folder)
+
+
+def check_encryption(tls: str, transport: str) -> None:
+    """Raise ConfigError for a transport whose connections --tls cannot encrypt."""
+    if tls and transport in ("nccl", "gloo"):
+        raise ConfigError(
+            f"--transport {transport} and --tls contradict each other: connections of {transport} cannot be encrypted; "
+            "use --transport auto, or leave out --tls"
+        )
+
+
 # The job's token in a file, which its owner copies to the machines that may join --------------------------------------
 
 
@@ -104,18 +126,13 @@ def token_of_job(path: Path) -> bytes:
 
 def read_token_file(path: Path) -> bytes:
     """Return the token in the file (also /dev/fd/3, for one that a parent passes). Raises ConfigError when it cannot be
-    read, can be read by others, or is too short.
-
-    A file of another owner may be readable by a group of this user: so a cluster hands a Secret to a container that
-    does not run as root (fsGroup, in the Kubernetes documentation of security contexts).
-    """
+    read, can be read by others, or is too short."""
     try:
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
+            may_read = may_others_read(file.fileno())
             text = file.read(4096)
     except OSError as error:
         raise ConfigError(f"the token file {path} cannot be read: {error.strerror}") from None
-    others = 0o077 if status.st_uid == os.geteuid() else 0o007
-    if stat.S_ISREG(status.st_mode) and status.st_mode & others:
+    if may_read:
         raise ConfigError(f"the token file {path} can be read by others: chmod 600 {path}")
     return checked_token(text, f"the token file {path}")

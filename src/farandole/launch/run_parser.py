@@ -399,6 +399,13 @@ def _address(parser: argparse.ArgumentParser) -> None:
         "~/.farandole)",
     )
     add(
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="encrypt TCP connections with the certificates in DIR, which `farandole certificates DIR` makes; "
+        "each machine of the job needs a copy, those of --hosts at the same path",
+    )
+    add(
         "--local-slots",
         type=int,
         metavar="N",

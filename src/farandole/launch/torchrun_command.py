@@ -76,6 +76,7 @@ def job_config(options: TorchrunOptions) -> JobConfig:
         grace_s=options.grace_s,
         takes_agents=options.node is not None,
         start_timeout_s=JobConfig.start_timeout_s if options.node is None else options.node.wait_s,
+        tls=options.tls,
     )
 
 
@@ -183,6 +184,7 @@ def _join(options: TorchrunOptions, node: Node, report: Report) -> int:
     from farandole.agent.remote_agent import CannotJoin, JoinOptions
     from farandole.launch.agent_command import serve
     from farandole.membership import Address
+    from farandole.wire.encryption import load_certificates
 
     name = f"{os.uname().nodename}.{os.getpid()}" if node.rank is None else _name_of_node(node.rank)
     join = JoinOptions(
@@ -193,6 +195,7 @@ def _join(options: TorchrunOptions, node: Node, report: Report) -> int:
         retry_s=node.wait_s,
         folder=os.getcwd(),
         grace_s=options.grace_s,
+        tls=load_certificates(options.tls),
     )
     try:
         reserve_descriptors(options.workers)

@@ -17,10 +17,11 @@ from typing import Any
 
 from farandole import __version__
 from farandole.config import ForkServerUse
-from farandole.env import TorchrunSettings, read_torchrun_settings
+from farandole.env import TorchrunSettings, read_torchrun_settings, read_transport
 from farandole.errors import ConfigError
 from farandole.launch.arguments import split_command
 from farandole.launch.command import checked
+from farandole.launch.joining import STORE_IS_PLAIN, check_encryption, tls_folder
 from farandole.launch.run_parser import Parser
 from farandole.machine import affinity_cores
 
@@ -93,6 +94,7 @@ class TorchrunOptions:
     log_dir      None: a folder below the system's temporary one, if any output goes to files
     prefix       the template of a line's prefix; it applies to output that is also written to files
     notes        the given options that have no effect, one sentence each
+    tls          the folder of the job's certificates; empty: connections are not encrypted
     """
 
     workers: int
@@ -115,6 +117,7 @@ class TorchrunOptions:
     events: Path | None
     fork_server: ForkServerUse
     node: Node | None = None
+    tls: str = ""
 
 
 def parse_torchrun(arguments: Sequence[str], settings: TorchrunSettings | None = None) -> TorchrunOptions:
@@ -280,6 +283,13 @@ def _ours(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="start workers by forking a process that has imported torch (default: on with --max-restarts, else auto)",
     )
+    group.add_argument(
+        "--tls",
+        type=Path,
+        metavar="DIR",
+        help="encrypt TCP connections with the certificates in DIR, which `farandole certificates DIR` makes; "
+        "each node needs a copy",
+    )
     group.add_argument("--events", type=Path, metavar="FILE", help="append every event of the job to FILE, as JSON")
     loudness = group.add_mutually_exclusive_group()
     parser.set_defaults(loudness="NORMAL")
@@ -315,6 +325,10 @@ def _options(options: argparse.Namespace, command: Sequence[str], settings: Torc
     grace_s = settings.shutdown_timeout_s if options.shutdown_timeout is None else options.shutdown_timeout
     if grace_s is not None and grace_s < 0:
         raise ConfigError(f"--shutdown-timeout must not be negative, got {grace_s:g}")
+    tls = tls_folder(options.tls)
+    check_encryption(tls, read_transport())
+    if tls and most_nodes > 1:
+        notes.append(STORE_IS_PLAIN)
     run_command = _command(options, command, settings)
     return TorchrunOptions(
         workers=workers,
@@ -337,6 +351,7 @@ def _options(options: argparse.Namespace, command: Sequence[str], settings: Torc
         events=options.events,
         fork_server=options.fork_server or ("on" if options.max_restarts else "auto"),
         node=None if most_nodes == 1 else _node(options, nodes, most_nodes, settings),
+        tls=tls,
     )
 
 

@@ -19,6 +19,7 @@ from farandole.env import read_worker_env
 from farandole.errors import ConfigError, NotInitialized
 from farandole.machine import now_s
 from farandole.process_group.works import Everybody
+from farandole.wire.encryption import load_certificates
 
 _FIRST = 1  # the number of the only world of members that met at a store
 
@@ -38,7 +39,10 @@ class WorldsByHandles:
     ) -> None:
         self._on_enter = on_enter
         env = read_worker_env()
-        self._listener = HandleListener(*env.data_hosts) if env is not None else HandleListener()
+        if env is None:
+            self._listener = HandleListener()
+        else:
+            self._listener = HandleListener(*env.data_hosts, tls=load_certificates(env.tls))
         self._placed, self.timeout = (rank, size), timeout
         self.in_operation = threading.Lock()
         self._world: World | None = None

@@ -1,18 +1,23 @@
-"""Prove a key at both ends of a connection: the handshakes, and the MAC on each frame of an agent's connection.
+"""Prove a key at both ends of a connection: the handshake of all connections between processes that are not parent and
+child, and the MAC on each frame of an agent's connection.
 
-The proofs are the same everywhere (Proofs); the order of the messages differs between control and data connections, for
-the reasons given below. Pure: payloads of frames in, payloads of frames out (channel.py and ring_builder.py move them).
-On a control connection, which an agent or a command opens:
+Pure: bytes in, bytes out. channel.py moves them for control connections (an agent or a command dials the coordinator),
+collectives/ for data connections (a worker dials another one). The order is the same:
 
-    listener -> dialer   Challenge: version, nonce of the listener, id of the job
-    dialer -> listener   Answer:    version, nonce of the dialer, proof of the token over both nonces
-    listener -> dialer   Welcome:   the listener's own proof
+    dialer   -> listener   hello:      version, nonce of the dialer, subject: whom it wants to reach
+    listener -> dialer     challenge:  version, nonce of the listener, its name
+    dialer   -> listener   proof of the dialer
+    listener -> dialer     proof of the listener
 
-A stranger learns only the job's id: the dialer proves the token first, and the proofs of the two roles differ, so that
-neither can be sent back as the other. The session's keys, one for each direction, are derived from the token and both
-nonces; no frame can be replayed, reordered, dropped from the middle, reflected or moved into another connection or job.
-Frames are authenticated, not encrypted: an attacker on the path can read them (and cut the connection), so no key is
-ever sent in one.
+The dialer speaks first: a listener keeps nothing for those that say nothing, it can tell from the subject which key
+counts, and TLS begins in the same way. The dialer also proves first: a stranger must not get a proof of the token,
+which a person may have chosen. A stranger learns only the listener's name, the id of the job. The proofs of the two
+roles differ, so that neither can be sent back as the other.
+
+On a control connection the session's keys follow, one for each direction, derived from the token and both nonces; no
+frame can be replayed, reordered, dropped from the middle, reflected or moved into another connection or job. Without
+TLS (encryption.py) frames are authenticated, not encrypted: an attacker on the path can read them (and cut the
+connection), so no key is ever sent in one.
 """
 
 from __future__ import annotations
@@ -28,15 +33,21 @@ from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.membership import GenerationId
 from farandole.wire.messages import PROTOCOL_VERSION
 
-HANDSHAKE_FRAME_LIMIT = 128
-"""The largest payload, in bytes, before the other side has proved the token."""
-
 MAC_BYTES = 32
-_NONCE_BYTES = 32
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+SUBJECT_LIMIT = 1024
+"""Bytes of the longest subject: it limits the memory that a stranger can occupy."""
+
 _MAGIC = b"farandol"
-_BEGINNING = struct.Struct(">8sH")
-_CHALLENGE = struct.Struct(f">8sH{_NONCE_BYTES}s")  # the job's id follows
-_ANSWER = struct.Struct(f">8sH{_NONCE_BYTES}s{MAC_BYTES}s")
+_LENGTH = struct.Struct(">I")  # of a message, which follows
+_GREETING = struct.Struct(f">8sH{NONCE_BYTES}s")  # the subject or the name follows
+
+TLS_RECORD, TLS_ALERT = b"\x16\x03", b"\x15\x03"
+"""The first bytes of a TLS connection from a dialer, and of a refusal (RFC 8446, section 5.1)."""
+
+TLS_REFUSAL = TLS_ALERT + b"\x03\x00\x02\x02\x46"
+"""A fatal alert: protocol_version. It tells a dialer that only one of the two ends uses TLS."""
 
 
 def new_token() -> bytes:
@@ -79,7 +90,7 @@ class Role(enum.Enum):
 
 
 class Proofs:
-    """The proofs of one handshake: that each end knows a key. All handshakes use this class.
+    """The proofs of one handshake: that each end knows a key.
 
     Every value depends on the version of the protocol and on all fields that both ends have seen, each end's nonce
     among them. So nothing can be replayed, moved to a connection between others, or be of another version; and the
@@ -136,85 +147,190 @@ class Session:
         return payload
 
 
-class Handshake:
-    """A dialer's or listener's end of the handshake.
+class Purpose(enum.Enum):
+    """The kinds of connections. The key of one proves nothing on another."""
 
-    Send the result of `begin`, then pass received frames to `receive` and send its results, until `session` is set.
+    CONTROL = b"control"
+    DATA = b"data"
 
-    `job_id` has at most 64 bytes; with None a dialer takes the job that the listener names.
+
+class _Handshake:
+    """One end of the handshake. Pass at most `missing` received bytes at a time to feed(), and send its result, until
+    `session` is set.
+
+    feed() raises ProtocolError for bytes that are not of a handshake or are of another version, and AuthenticationError
+    for a wrong proof. The connection must be closed then.
     """
 
-    def __init__(self, role: Role, token: bytes, job_id: str | None) -> None:
-        self._role, self._token = role, token
-        self._job_id = None if job_id is None else job_id.encode()
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+    role: Role
+
+    def __init__(self, purpose: Purpose) -> None:
+        self._purpose = purpose
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._received = b""
+        self._limit = _GREETING.size + SUBJECT_LIMIT
         self._proofs: Proofs | None = None
         self.session: Session | None = None
 
     @property
-    def is_listener(self) -> bool:
-        return self._role is Role.LISTENER
+    def missing(self) -> int:
+        """The number of bytes until the next message, or its length, is complete; what follows is not the handshake's.
+        Raises ProtocolError as feed() does."""
+        if len(self._received) < _LENGTH.size:
+            return _LENGTH.size - len(self._received)
+        return _LENGTH.size + self._length(self._received) - len(self._received)
 
-    def begin(self) -> bytes | None:
-        """Return the listener's challenge; a dialer sends nothing before it has received one."""
-        if self._role is Role.DIALER:
-            return None
-        assert self._job_id is not None, "a listener has a job"
-        return _CHALLENGE.pack(_MAGIC, PROTOCOL_VERSION, self._nonce) + self._job_id
-
-    def receive(self, payload: bytes) -> bytes | None:
-        """Return the reply to a frame of the other side, or None.
-
-        Raises ProtocolError for a frame that is not of a handshake or has another version, and AuthenticationError for
-        a wrong proof.
-        """
+    def feed(self, data: bytes) -> bytes:
+        """Take received bytes, and return the bytes to be sent; often none."""
+        self._received += data
+        if not self.session and len(self._received) >= _LENGTH.size and self.missing <= 0:
+            message, self._received = self._received[_LENGTH.size :], b""
+            return self._receive(message)
         if self.session is not None:
             raise ProtocolError("the handshake is over")
-        if self._role is Role.LISTENER:
-            return self._receive_answer(payload)
-        if self._proofs is None:
-            return self._receive_challenge(payload)
-        self._accept(self._proofs, payload)
-        return None
+        return b""
 
-    def _receive_challenge(self, payload: bytes) -> bytes:
-        (nonce,) = _unpack(_CHALLENGE, payload[: _CHALLENGE.size])
-        if self._job_id is None:
-            self._job_id = payload[_CHALLENGE.size :]
-        self._proofs = self._proofs_of(listener=nonce, dialer=self._nonce)
-        return _ANSWER.pack(_MAGIC, PROTOCOL_VERSION, self._nonce, self._proofs.of(self._role))
+    def _receive(self, message: bytes) -> bytes:
+        raise NotImplementedError
 
-    def _receive_answer(self, payload: bytes) -> bytes:
-        nonce, proof = _unpack(_ANSWER, payload)
-        proofs = self._proofs_of(listener=self._nonce, dialer=nonce)
-        self._accept(proofs, proof)
-        return proofs.of(self._role)
-
-    def _accept(self, proofs: Proofs, proof: bytes) -> None:
-        if not proofs.is_of(self._role.other, proof):
-            raise AuthenticationError(
-                f"the {self._role.other.name.lower()} did not prove the token of job "
-                f"{(self._job_id or b'').decode(errors='replace')}; both ends need the same job id and the same token"
+    def _length(self, received: bytes) -> int:
+        """Return the announced length. Raises ProtocolError for one that is not allowed."""
+        (length,) = _LENGTH.unpack_from(received)
+        if length > self._limit:
+            other = self.role.other.name.lower()
+            if received.startswith((TLS_RECORD, TLS_ALERT)):
+                raise ProtocolError(f"the {other} uses TLS, and this side does not: give --tls DIR at both ends")
+            raise ProtocolError(
+                f"the {other} does not use Farandole's protocol: it announced {length} bytes, and at most "
+                f"{self._limit} are allowed here"
             )
-        self.session = proofs.session(self._role)
+        return int(length)
 
-    def _proofs_of(self, *, listener: bytes, dialer: bytes) -> Proofs:
-        return Proofs(self._token, b"control", self._job_id or b"", listener, dialer)
+    def _greeting(self, text: bytes) -> bytes:
+        return _framed(_GREETING.pack(_MAGIC, PROTOCOL_VERSION, self._nonce) + text)
+
+    def _begin_proofs(self, key: bytes, subject: bytes, name: bytes, dialer: bytes, listener: bytes) -> Proofs:
+        self._proofs = Proofs(key, self._purpose.value, subject, name, dialer, listener)
+        self._limit = PROOF_BYTES
+        return self._proofs
+
+    def _accept(self, proofs: Proofs, proof: bytes, name: bytes) -> None:
+        if not proofs.is_of(self.role.other, proof):
+            of = f" of job {name.decode(errors='replace')}" if name else ""
+            raise AuthenticationError(
+                f"the {self.role.other.name.lower()} did not prove the token{of}; both ends need the same job id and "
+                "the same token"
+            )
+        self.session = proofs.session(self.role)
 
 
-def _unpack(layout: struct.Struct, payload: bytes) -> tuple[bytes, ...]:
-    """Return the fields after magic and version."""
-    if len(payload) < _BEGINNING.size or not payload.startswith(_MAGIC):
+class DialerHandshake(_Handshake):
+    """The dialer's end. Send begin() first.
+
+    Args:
+        purpose: The kind of connection.
+        key: The job's token, or a key that is derived from a secret.
+        subject: Whom it wants to reach: the id of a job, or an encoded Introduction. Empty: any job.
+    """
+
+    role = Role.DIALER
+
+    def __init__(self, purpose: Purpose, key: bytes, subject: bytes) -> None:
+        super().__init__(purpose)
+        self._key, self._subject, self._name = key, subject, b""
+
+    @property
+    def has_proved(self) -> bool:
+        """True when this end has returned its proof."""
+        return self._proofs is not None
+
+    def begin(self) -> bytes:
+        """Return the first bytes to be sent. Raises ValueError for a subject that is too long."""
+        if len(self._subject) > SUBJECT_LIMIT:
+            raise ValueError(f"the subject has {len(self._subject)} bytes, at most {SUBJECT_LIMIT} are allowed")
+        return self._greeting(self._subject)
+
+    def _receive(self, message: bytes) -> bytes:
+        if self._proofs is not None:
+            self._accept(self._proofs, message, self._name)
+            return b""
+        version, nonce, self._name = _parse_greeting(message)
+        _check_version(version)
+        proofs = self._begin_proofs(self._key, self._subject, self._name, self._nonce, nonce)
+        return _framed(proofs.of(self.role))
+
+
+class ListenerHandshake(_Handshake):
+    """The listener's end. When `subject` is set, call challenge() and send its result, or close the connection.
+
+    Attributes:
+        subject: Whom the dialer wants to reach, which is not proved yet; None: it has not said it completely.
+    """
+
+    role = Role.LISTENER
+
+    def __init__(self, purpose: Purpose) -> None:
+        super().__init__(purpose)
+        self.subject: bytes | None = None
+        self._dialers_version, self._dialers_nonce, self._name = PROTOCOL_VERSION, b"", b""
+
+    def could_go_on(self, data: bytes) -> bool:
+        """Return whether the received bytes and these may be the hello of a dialer that waits for its answer."""
+        received = self._received + data
+        if self.subject is not None or len(received) < _LENGTH.size:
+            return self.subject is None
+        try:
+            left = _LENGTH.size + self._length(received) - len(received)
+            if left == 0:
+                _parse_greeting(received[_LENGTH.size :])
+        except ProtocolError:
+            return False
+        beginning = received[_LENGTH.size :][: len(_MAGIC)]
+        return left >= 0 and _MAGIC.startswith(beginning)
+
+    def challenge(self, key: bytes, name: bytes = b"") -> bytes:
+        """Return the challenge for the dialer, with this side's name.
+
+        One of another version gets it, too: it says then which versions differ.
+        """
+        assert self.subject is not None, "the dialer has not said whom it wants to reach"
+        self._name = name
+        self._begin_proofs(key, self.subject, name, self._dialers_nonce, self._nonce)
+        return self._greeting(name)
+
+    def check_version(self) -> None:
+        """Raise ProtocolError when the dialer uses another version of the protocol."""
+        _check_version(self._dialers_version)
+
+    def _receive(self, message: bytes) -> bytes:
+        if self._proofs is not None:
+            self.check_version()
+            self._accept(self._proofs, message, self._name)
+            return _framed(self._proofs.of(self.role))
+        if self.subject is not None:
+            raise ProtocolError("the dialer sent more before it was answered")
+        self._dialers_version, self._dialers_nonce, self.subject = _parse_greeting(message)
+        return b""
+
+
+def _framed(message: bytes) -> bytes:
+    return _LENGTH.pack(len(message)) + message
+
+
+def _parse_greeting(message: bytes) -> tuple[int, bytes, bytes]:
+    """Return version, nonce, and the subject or name."""
+    if len(message) < _GREETING.size or not message.startswith(_MAGIC):
         raise ProtocolError("the other side does not use Farandole's protocol")
-    _, version = _BEGINNING.unpack_from(payload)
+    _, version, nonce = _GREETING.unpack_from(message)
+    return version, nonce, message[_GREETING.size :]
+
+
+def _check_version(version: int) -> None:
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the other side uses version {version} of the protocol, this side version {PROTOCOL_VERSION}; "
             "install the same version of Farandole on all hosts"
         )
-    if len(payload) != layout.size:
-        raise ProtocolError("the other side does not use Farandole's protocol")
-    return tuple(layout.unpack(payload)[2:])
 
 
 def _derive(key: bytes, *parts: bytes) -> bytes:
@@ -227,99 +343,28 @@ def _frame_mac(key: bytes, sequence: int, payload: bytes) -> bytes:
     return hmac.digest(key, sequence.to_bytes(8, "big") + payload, "sha256")
 
 
-# The handshake of data connections ------------------------------------------------------------------------------------
-#
-# Both ends of a data connection prove their identity when it opens.
-#
-#     dialer   -> acceptor   introduction: generation, both workers, channel, nonce of the dialer
-#     acceptor -> dialer     nonce of the acceptor, its proof
-#     dialer   -> acceptor   its proof
-#
-# The proofs are those of the class Proofs, under the generation's data key, over all fields of the introduction and the
-# acceptor's nonce. So a connection of another generation or between other workers proves nothing.
-#
-# There the listener speaks first and proves last, because a stranger must not get a proof of the job's token, which a
-# person may have chosen. Here the dialer speaks first, because the acceptor waits for several dialers, and may send
-# data one round trip after it dialed, which counts in each regroup.
-
-NONCE_BYTES = 16
-PROOF_BYTES = 32
-REPLY_BYTES = NONCE_BYTES + PROOF_BYTES
-INTRODUCTION_LIMIT = 1024
-"""The largest introduction in bytes, length included: it limits the memory that a stranger can occupy."""
-
-_PREFIX = struct.Struct("!4sH")
-_DATA_MAGIC = b"Frdd"
+# The subject of data connections --------------------------------------------------------------------------------------
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
-    """The generation, workers and channel of a connection attempt. Worker ids are those of the job."""
+    """The generation, workers and channel of a data connection. Worker ids are those of the job."""
 
     generation: GenerationId
     dialer: str
     acceptor: str
-    nonce: bytes
     channel: int = 0
 
     def encode(self) -> bytes:
-        """Return the bytes that the dialer sends. Raises ValueError when the ids are too long to introduce."""
-        body = msgspec.msgpack.encode(self)
-        if _PREFIX.size + len(body) > INTRODUCTION_LIMIT:
+        """Return the subject of the handshake. Raises ValueError when the ids are too long to introduce."""
+        subject = msgspec.msgpack.encode(self)
+        if len(subject) > SUBJECT_LIMIT:
             raise ValueError(f"worker ids {self.dialer!r} and {self.acceptor!r} are too long for an introduction")
-        return _PREFIX.pack(_DATA_MAGIC, len(body)) + body
-
-    def announces(self, other: Introduction) -> bool:
-        """Return whether both describe the same connection; the nonce, new for each attempt, is ignored."""
-        return (self.generation, self.dialer, self.acceptor, self.channel) == (
-            other.generation,
-            other.dialer,
-            other.acceptor,
-            other.channel,
-        )
+        return subject
 
 
-def decode_introduction(received: bytes) -> Introduction | None:
-    """Decode the bytes that a caller has sent so far; None while they are incomplete.
-
-    Raises ProtocolError for bytes that cannot become an introduction.
-    """
-    if not _DATA_MAGIC.startswith(received[: len(_DATA_MAGIC)]):
-        raise ProtocolError("the caller does not use Farandole's data protocol")
-    if len(received) < _PREFIX.size:
-        return None
-    _, length = _PREFIX.unpack_from(received)
-    end = _PREFIX.size + length
-    if end > INTRODUCTION_LIMIT:
-        raise ProtocolError(
-            f"the caller announced an introduction of {length} bytes, at most {INTRODUCTION_LIMIT - _PREFIX.size} are "
-            f"allowed"
-        )
-    if len(received) < end:
-        return None
-    if len(received) > end:
-        raise ProtocolError("the caller sent data before it received the answer")
+def decode_introduction(subject: bytes) -> Introduction:
+    """Return the introduction in the subject of a handshake. Raises ProtocolError when there is none."""
     try:
-        return msgspec.msgpack.decode(received[_PREFIX.size :], type=Introduction)
+        return msgspec.msgpack.decode(subject, type=Introduction)
     except (ValueError, RecursionError) as error:  # msgspec's own errors, UnicodeDecodeError, nested arrays
         raise ProtocolError(f"not an introduction: {error}") from None
-
-
-def acceptor_reply(key: bytes, introduction: Introduction, nonce: bytes) -> bytes:
-    """Return the acceptor's answer: its nonce and its proof."""
-    return nonce + _data_proofs(key, introduction, nonce).of(Role.LISTENER)
-
-
-def dialer_proof(key: bytes, introduction: Introduction, reply: bytes) -> bytes | None:
-    """Return the dialer's own proof once the acceptor's is verified; None when it is wrong."""
-    nonce, theirs = reply[:NONCE_BYTES], reply[NONCE_BYTES:]
-    proofs = _data_proofs(key, introduction, nonce)
-    return proofs.of(Role.DIALER) if proofs.is_of(Role.LISTENER, theirs) else None
-
-
-def is_dialer_proved(key: bytes, introduction: Introduction, nonce: bytes, proof: bytes) -> bool:
-    """Return whether the introduced dialer knows the data key; `nonce` is the acceptor's."""
-    return _data_proofs(key, introduction, nonce).is_of(Role.DIALER, proof)
-
-
-def _data_proofs(key: bytes, introduction: Introduction, nonce: bytes) -> Proofs:
-    return Proofs(key, b"data", msgspec.msgpack.encode(introduction), nonce)

@@ -12,12 +12,20 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from farandole.errors import ProtocolError
-from farandole.wire.authentication import HANDSHAKE_FRAME_LIMIT, MAC_BYTES, Handshake, Role, Session
+from farandole.errors import AuthenticationError, ProtocolError
+from farandole.wire.authentication import (
+    MAC_BYTES,
+    TLS_REFUSAL,
+    DialerHandshake,
+    ListenerHandshake,
+    Purpose,
+    Role,
+    Session,
+)
 from farandole.wire.control import ClientMessage, ToClient
 from farandole.wire.messages import (
     AgentDied,
@@ -29,6 +37,9 @@ from farandole.wire.messages import (
     ToWorker,
     WorkerMessage,
 )
+
+if TYPE_CHECKING:
+    from farandole.wire.encryption import Certificates, EncryptedStream
 
 # Frames on a byte stream and the messages inside them. Worker link, agent and coordinator use it.
 #
@@ -138,12 +149,13 @@ class Channel(Generic[T]):
 
     def __init__(
         self,
-        reader: asyncio.StreamReader,
+        reader: _Reader,
         writer: asyncio.StreamWriter,
         session: Session,
         decoder: msgspec.msgpack.Decoder[T],
+        stream: EncryptedStream | None = None,
     ) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader, self._writer, self._stream = reader, writer, stream
         self._session, self._decoder = session, decoder
 
     def send(self, message: Message) -> None:
@@ -153,7 +165,7 @@ class Channel(Generic[T]):
         """
         if self._writer.is_closing():
             return
-        self._writer.write(frame(self._session.seal(encode(message))))
+        self._writer.write(self._sealed(message))
         if self._writer.transport.get_write_buffer_size() > UNREAD_LIMIT:
             self._writer.transport.abort()
 
@@ -161,7 +173,14 @@ class Channel(Generic[T]):
         """Return the descriptor of the connection, and `message` as a frame for a process that has the descriptor, too,
         but not the token. This side must send nothing more."""
         descriptor: int = self._writer.get_extra_info("socket").fileno()
-        return descriptor, frame(self._session.seal(encode(message)))
+        return descriptor, self._sealed(message)
+
+    def _sealed(self, message: Message) -> bytes:
+        data = frame(self._session.seal(encode(message)))
+        if self._stream is None:
+            return data
+        self._stream.write(data)
+        return self._stream.outgoing()
 
     @property
     def own_host(self) -> str:
@@ -202,7 +221,7 @@ class Channel(Generic[T]):
 
     def expecting(self, decoder: msgspec.msgpack.Decoder[U]) -> Channel[U]:
         """Return a channel on the same connection that receives other messages from now on; it replaces this object."""
-        return Channel(self._reader, self._writer, self._session, decoder)
+        return Channel(self._reader, self._writer, self._session, decoder, self._stream)
 
     def close(self) -> None:
         """Close the connection once all messages so far are sent. Idempotent."""
@@ -218,29 +237,38 @@ class TokenRefused(ConnectionError):
 
 
 async def connect(
-    host: str, port: int, token: bytes, job_id: str | None, decoder: msgspec.msgpack.Decoder[T]
+    host: str,
+    port: int,
+    token: bytes,
+    job_id: str | None,
+    decoder: msgspec.msgpack.Decoder[T],
+    tls: Certificates | None = None,
 ) -> Channel[T]:
-    """Dial a listener and prove the token to each other. With `job_id` None any job is accepted.
+    """Dial a listener and prove the token to each other. With `job_id` None any job is accepted, with `tls` the
+    connection is encrypted.
 
     Raises ConnectionError when there is no listener, or it disconnects (TokenRefused: as a listener does on a wrong
-    token) or takes longer than the deadline; AuthenticationError when the listener does not know the token;
-    ProtocolError when it uses another protocol or another version of it.
+    token) or takes longer than the deadline; AuthenticationError when the listener does not know the token, or one of
+    the two certificates is refused; ProtocolError when it uses another protocol or another version of it.
     """
     try:
         async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-            return await _dial(host, port, token, job_id, decoder)
+            return await _dial(host, port, token, job_id, decoder, tls)
     except TimeoutError:
         raise ConnectionError(f"{host}:{port} did not answer within {HANDSHAKE_DEADLINE_S:g} s") from None
 
 
 async def accept(
-    connected: socket.socket, token: bytes, job_id: str, decoder: msgspec.msgpack.Decoder[T]
+    connected: socket.socket,
+    token: bytes,
+    job_id: str,
+    decoder: msgspec.msgpack.Decoder[T],
+    tls: Certificates | None = None,
 ) -> Channel[T]:
     """Run the listener's side of `connect`, with the same errors. The connection is closed after any of them."""
     try:
         async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-            session = await _shake_hands(connected, Handshake(Role.LISTENER, token, job_id))
-            return await _channel(connected, session, decoder)
+            return await _channel(connected, _End(Role.LISTENER, token, job_id), decoder, tls)
     except TimeoutError:
         connected.close()
         raise ConnectionError(f"no proof of the token within {HANDSHAKE_DEADLINE_S:g} s") from None
@@ -253,15 +281,19 @@ async def accept(
 
 
 async def _dial(
-    host: str, port: int, token: bytes, job_id: str | None, decoder: msgspec.msgpack.Decoder[T]
+    host: str,
+    port: int,
+    token: bytes,
+    job_id: str | None,
+    decoder: msgspec.msgpack.Decoder[T],
+    tls: Certificates | None,
 ) -> Channel[T]:
     try:
         connected = await _connected(host, port)
     except OSError as error:
         raise _as_lost(error) from None
     try:
-        session = await _shake_hands(connected, Handshake(Role.DIALER, token, job_id))
-        return await _channel(connected, session, decoder)
+        return await _channel(connected, _End(Role.DIALER, token, job_id), decoder, tls)
     except BaseException:
         connected.close()
         raise
@@ -287,46 +319,181 @@ async def _connected(host: str, port: int) -> socket.socket:
     raise failure
 
 
-async def _channel(connected: socket.socket, session: Session, decoder: msgspec.msgpack.Decoder[T]) -> Channel[T]:
-    reader, writer = await asyncio.open_connection(sock=connected)
-    return Channel(reader, writer, session, decoder)
-
-
-async def _shake_hands(connected: socket.socket, handshake: Handshake) -> Session:
-    """Run the handshake on the socket itself: asyncio's streams would read, and keep, 256 kB from a stranger at once
-    (CPython 3.11, Lib/asyncio/selector_events.py, max_size)."""
+async def _channel(
+    connected: socket.socket, end: _End, decoder: msgspec.msgpack.Decoder[T], tls: Certificates | None
+) -> Channel[T]:
     with contextlib.suppress(OSError):  # the other side is gone already, which the first read or write reports
         # A message must not wait for the acknowledgement of the one before it.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(connected)
-    loop = asyncio.get_running_loop()
-    payload = handshake.begin()
+    if tls is None:
+        session = await _shake_hands(_Unproved(connected), end)
+        reader, writer = await asyncio.open_connection(sock=connected)
+        return Channel(reader, writer, session, decoder)
+    from farandole.wire.encryption import EncryptedStream, EncryptionFailed
+
+    stream = EncryptedStream(tls, end.role)
+    unproved = _UnprovedEncrypted(connected, stream)
+    try:
+        await unproved.encrypt()
+        session = await _shake_hands(unproved, end)
+    except EncryptionFailed as error:
+        raise AuthenticationError(str(error)) from None
+    reader, writer = await asyncio.open_connection(sock=connected)
+    return Channel(_EncryptedReader(reader, stream), writer, session, decoder, stream)
+
+
+class _End(NamedTuple):
+    """What one end of a control connection proves. With `job_id` None a dialer takes any job."""
+
+    role: Role
+    token: bytes
+    job_id: str | None
+
+
+async def _shake_hands(connected: _Unproved, end: _End) -> Session:
+    job = (end.job_id or "").encode()
+    if end.role is Role.LISTENER:
+        return await _answer_dialer(connected, ListenerHandshake(Purpose.CONTROL), end.token, job)
+    handshake = DialerHandshake(Purpose.CONTROL, end.token, job)
+    outgoing = handshake.begin()
     while True:
-        has_proved = payload is not None and not handshake.is_listener
         try:
-            if payload is not None:
-                await loop.sock_sendall(connected, frame(payload))
+            await connected.send(outgoing)
             if handshake.session is not None:
                 return handshake.session
-            prefix = await _receive_exactly(connected, LENGTH.size)
-            received = await _receive_exactly(connected, frame_length(prefix, HANDSHAKE_FRAME_LIMIT))
+            received = await connected.receive(handshake.missing)
         except OSError as error:
-            lost = _as_lost(error)
-            raise TokenRefused(f"{lost} after this side had proved the token") if has_proved else lost from None
-        payload = handshake.receive(received)
+            if handshake.has_proved:
+                raise TokenRefused(f"{error} after this side had proved the token") from None
+            raise _as_lost(error) from None
+        outgoing = handshake.feed(received)
 
 
-async def _receive_exactly(connected: socket.socket, number: int) -> bytes:
-    loop, data = asyncio.get_running_loop(), b""
-    while len(data) < number:
-        part = await loop.sock_recv(connected, number - len(data))
+async def _answer_dialer(connected: _Unproved, handshake: ListenerHandshake, token: bytes, job: bytes) -> Session:
+    try:
+        while handshake.subject is None:
+            handshake.feed(await connected.receive(handshake.missing))
+    except ProtocolError:
+        await connected.refuse(TLS_REFUSAL)  # a dialer that uses TLS is told at once, and others understand nothing
+        raise
+    if handshake.subject not in (b"", job):
+        raise AuthenticationError(f"the dialer did not prove the token of job {job.decode()}: it wants another one")
+    await connected.send(handshake.challenge(token, job))
+    try:
+        outgoing = b""
+        while handshake.session is None:
+            outgoing = handshake.feed(await connected.receive(handshake.missing))
+        await connected.send(outgoing)
+    except ConnectionError:
+        handshake.check_version()  # the reason, if they differ
+        raise
+    return handshake.session
+
+
+class _Unproved:
+    """A connection during the handshake, on the socket itself: asyncio's streams would read, and keep, 256 kB from a
+    stranger at once (CPython 3.11, Lib/asyncio/selector_events.py, max_size)."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self._loop = connected, asyncio.get_running_loop()
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._socket, data)
+
+    async def refuse(self, data: bytes) -> None:
+        """Send the reason why the connection is closed, best effort."""
+        with contextlib.suppress(OSError):
+            await self._loop.sock_sendall(self._socket, data)
+            # With unread bytes, close() would reset the connection, and the reason be lost (RFC 1122, 4.2.2.13).
+            self._socket.recv(_TLS_PIECE)
+
+    async def receive(self, most: int) -> bytes:
+        """Return at least one byte, and at most that many. Raises ConnectionError at the end."""
+        part = await self._loop.sock_recv(self._socket, most)
         if not part:
             raise ConnectionError("the other side closed the connection")
-        data += part
-    return data
+        return part
 
 
-async def _read_frame(reader: asyncio.StreamReader, limit: int) -> bytes:
+_TLS_PIECE = 4096
+_TLS_HANDSHAKE_LIMIT = 16 << 10  # our own certificates need 2 kB
+
+
+class _UnprovedEncrypted(_Unproved):
+    """The same over TLS: `await encrypt()` first."""
+
+    def __init__(self, connected: socket.socket, stream: EncryptedStream) -> None:
+        super().__init__(connected)
+        self._stream, self._left = stream, _TLS_HANDSHAKE_LIMIT
+
+    async def encrypt(self) -> None:
+        """Run the handshake of TLS. Raises EncryptionFailed."""
+        from farandole.wire.encryption import EncryptionFailed
+
+        try:
+            while not self._stream.handshake():
+                await self._send_outgoing()
+                await self._feed()
+        except EncryptionFailed:
+            await self.refuse(self._stream.outgoing() or TLS_REFUSAL)
+            raise
+        await self._send_outgoing()
+
+    async def send(self, data: bytes) -> None:
+        self._stream.write(data)
+        await self._send_outgoing()
+
+    async def receive(self, most: int) -> bytes:
+        data = bytearray(most)
+        while not (count := self._stream.read_into(memoryview(data))):
+            await self._feed()
+        return bytes(data[:count])
+
+    async def _send_outgoing(self) -> None:
+        await super().send(self._stream.outgoing())
+
+    async def _feed(self) -> None:
+        data = await super().receive(_TLS_PIECE)
+        self._left -= len(data)
+        if self._left < 0:
+            raise ProtocolError(f"more than {_TLS_HANDSHAKE_LIMIT} bytes came before the proof of the token")
+        self._stream.feed(data)
+
+
+class _Reader(Protocol):
+    """The part of asyncio.StreamReader that a Channel needs."""
+
+    async def readexactly(self, n: int) -> bytes: ...
+
+
+class _EncryptedReader:
+    """Decrypts what a reader receives."""
+
+    def __init__(self, reader: asyncio.StreamReader, stream: EncryptedStream) -> None:
+        self._reader, self._stream = reader, stream
+        self._decrypted = bytearray()  # kept when a read is cancelled
+
+    async def readexactly(self, n: int) -> bytes:
+        """Return exactly `n` bytes. Raises IncompleteReadError at the end, and OSError."""
+        piece = memoryview(bytearray(_DECRYPTED_AT_ONCE))
+        while True:
+            while len(self._decrypted) < n and (count := self._stream.read_into(piece)):
+                self._decrypted += piece[:count]
+            if len(self._decrypted) >= n:
+                data = bytes(self._decrypted[:n])
+                del self._decrypted[:n]
+                return data
+            received = await self._reader.read(_RECEIVED_AT_ONCE)
+            if not received:
+                raise asyncio.IncompleteReadError(bytes(self._decrypted), n)
+            self._stream.feed(received)
+
+
+_DECRYPTED_AT_ONCE, _RECEIVED_AT_ONCE = 16 << 10, 1 << 18
+
+
+async def _read_frame(reader: _Reader, limit: int) -> bytes:
     try:
         prefix = await reader.readexactly(LENGTH.size)
         return await reader.readexactly(frame_length(prefix, limit))

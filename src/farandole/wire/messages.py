@@ -14,7 +14,7 @@ import msgspec
 from farandole.config import ForkServerUse
 from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress, Shortfall, WorkerStatus
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -59,6 +59,17 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
+def may_others_read(descriptor: int) -> bool:
+    """Return whether an open file can be read by others than its owner.
+
+    A file of another owner may be readable by a group of this user: so a cluster hands a Secret to a container that
+    does not run as root (fsGroup, in the Kubernetes documentation of security contexts).
+    """
+    found = os.fstat(descriptor)
+    others = 0o077 if found.st_uid == os.geteuid() else 0o007
+    return stat.S_ISREG(found.st_mode) and bool(found.st_mode & others)
+
+
 def _create(path: Path) -> None:
     """Create the file with a random secret. Of several processes that do so at once, one creates it."""
     beside = path.with_name(f".{secrets.token_hex(8)}.new")

@@ -29,6 +29,7 @@ from farandole.membership import GenerationId, Placement, Progress
 from farandole.process_group.autoload import note_meeting
 from farandole.process_group.registration import open_default_group, register
 from farandole.state import object_state
+from farandole.wire.encryption import load_certificates
 from farandole.wire.messages import Connected, Failed, LinkBroken, MayPublish, Ready, Start
 from farandole.worker import process_setup
 from farandole.worker.fixed_job import FixedJob
@@ -313,7 +314,7 @@ class WorkerJob:
 
     def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
         self._worker = env.worker
-        self._listener = DataListener(*env.data_hosts)
+        self._listener = DataListener(*env.data_hosts, tls=load_certificates(env.tls))
         self._aborts = AbortRegistry()
         self._retired: list[World] = []
         self._agreed = 0

@@ -21,7 +21,15 @@ from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.collectives.shared_memory_transport import ControlBlockRefs, ControlBlocks, OwnControlBlocks
 from farandole.collectives.transport import Transport
-from farandole.collectives.transport_choice import Devices, Way, choose, decide, for_devices, own_devices
+from farandole.collectives.transport_choice import (
+    Devices,
+    Way,
+    choice_within_tls,
+    choose,
+    decide,
+    for_devices,
+    own_devices,
+)
 from farandole.collectives.world import World
 from farandole.env import read_reconfigure, read_transport
 from farandole.errors import ConfigError
@@ -121,7 +129,7 @@ class WorldBuilder:
         first. Raises PeerLost, GenerationEnded, and the errors of `check`."""
         channel = session * _CHANNELS_PER_SESSION
         ring = self._ring(start, channel + _STEPS, timeout_s)
-        for_p2p = DataListener(*self._listener.address.hosts)
+        for_p2p = DataListener(*self._listener.address.hosts, tls=self._listener.tls)
         try:
             own = OwnControlBlocks(start.placement.rank, _TRANSPORTS if self._may_share_memory(start) else 0)
             directory = _directory(ring, self._member(for_p2p.address, own.refs))
@@ -144,13 +152,14 @@ class WorldBuilder:
     ) -> Built:
         settings = self._current()
         host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, control_blocks[_STEPS])
+        hosts, choice = [each.host for each in directory], settings.transport
         steps, description = for_devices(
             host,
             ring,
             way,
-            [each.host for each in directory],
+            hosts,
             [each.devices for each in directory],
-            settings.transport,
+            choice if self._listener.tls is None else choice_within_tls(choice, hosts),
             self._kept_group(_DEVICES, is_default=False) if settings.transport in ("auto", "nccl") else None,
         )
         if steps is not host:

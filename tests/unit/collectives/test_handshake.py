@@ -1,50 +1,63 @@
+"""The handshake of data connections: what tells it from that of control connections."""
+
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from farandole.errors import ProtocolError
+from farandole.errors import AuthenticationError, ProtocolError
 from farandole.membership import GenerationId
-from farandole.wire import authentication
 from farandole.wire.authentication import (
-    INTRODUCTION_LIMIT,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    REPLY_BYTES,
+    SUBJECT_LIMIT,
+    DialerHandshake,
     Introduction,
+    ListenerHandshake,
     Proofs,
+    Purpose,
     Role,
-    acceptor_reply,
     decode_introduction,
-    dialer_proof,
-    is_dialer_proved,
 )
 
-KEY = b"k" * 32
-NONCE = b"a" * NONCE_BYTES
-INTRODUCTION = Introduction(GenerationId(1, 1, 7, "x"), "w1", "w2", b"d" * NONCE_BYTES)
+KEY, NONCE = b"k" * 32, b"a" * 32
+INTRODUCTION = Introduction(GenerationId(1, 1, 7, "x"), "w1", "w2")
 
 
-def test_both_ends_prove_themselves_with_the_same_key() -> None:
-    reply = acceptor_reply(KEY, INTRODUCTION, NONCE)
-    proof = dialer_proof(KEY, INTRODUCTION, reply)
-    assert len(reply) == REPLY_BYTES
-    assert proof is not None
-    assert len(proof) == PROOF_BYTES
-    assert is_dialer_proved(KEY, INTRODUCTION, NONCE, proof)
+def hello(introduction: Introduction = INTRODUCTION) -> bytes:
+    return DialerHandshake(Purpose.DATA, KEY, introduction.encode()).begin()
 
 
-def test_another_key_proves_nothing_at_either_end() -> None:
-    other = b"o" * 32
-    assert dialer_proof(KEY, INTRODUCTION, acceptor_reply(other, INTRODUCTION, NONCE)) is None
-    proof = dialer_proof(other, INTRODUCTION, acceptor_reply(other, INTRODUCTION, NONCE))
-    assert proof is not None
-    assert not is_dialer_proved(KEY, INTRODUCTION, NONCE, proof)
+def heard(data: bytes) -> ListenerHandshake:
+    listener = ListenerHandshake(Purpose.DATA)
+    for start in range(len(data)):
+        listener.feed(data[start : start + 1])
+    return listener
 
 
-def test_the_acceptors_proof_cannot_be_sent_back_as_the_dialers() -> None:
-    reply = acceptor_reply(KEY, INTRODUCTION, NONCE)
-    assert not is_dialer_proved(KEY, INTRODUCTION, NONCE, reply[NONCE_BYTES:])
+def proof_for(listener: ListenerHandshake, dialer: DialerHandshake, key: bytes) -> bytes:
+    """The dialer's proof upon the listener's challenge."""
+    challenge, proof = listener.challenge(key), b""
+    while not proof:
+        count = dialer.missing
+        proof, challenge = dialer.feed(challenge[:count]), challenge[count:]
+    return proof
+
+
+def take(listener: ListenerHandshake, proof: bytes) -> None:
+    listener.feed(proof[:4])
+    listener.feed(proof[4:])
+
+
+def test_an_introduction_may_arrive_byte_by_byte() -> None:
+    subject = heard(hello()).subject
+    assert subject is not None
+    assert decode_introduction(subject) == INTRODUCTION
+
+
+def test_another_key_proves_nothing_at_the_acceptor() -> None:
+    dialer = DialerHandshake(Purpose.DATA, b"o" * 32, INTRODUCTION.encode())
+    listener = heard(dialer.begin())
+    with pytest.raises(AuthenticationError, match="the dialer did not prove"):
+        take(listener, proof_for(listener, dialer, KEY))
 
 
 @pytest.mark.parametrize(
@@ -56,50 +69,45 @@ def test_the_acceptors_proof_cannot_be_sent_back_as_the_dialers() -> None:
         {"dialer": "w3"},
         {"acceptor": "w3"},
         {"channel": 1},
-        {"nonce": b"e" * NONCE_BYTES},
     ],
 )
 def test_a_proof_holds_for_exactly_one_connection(change: dict[str, object]) -> None:
+    """Whoever is on the path changes the introduction, and passes on everything else."""
     other = msgspec.structs.replace(INTRODUCTION, **change)
-    reply = acceptor_reply(KEY, INTRODUCTION, NONCE)
-    proof = dialer_proof(KEY, INTRODUCTION, reply)
-    assert proof is not None
-    assert dialer_proof(KEY, other, reply) is None
-    assert not is_dialer_proved(KEY, other, NONCE, proof)
-    assert INTRODUCTION.announces(other) == ("nonce" in change)
-
-
-def test_an_introduction_may_arrive_byte_by_byte() -> None:
-    text = INTRODUCTION.encode()
-    assert all(decode_introduction(text[:end]) is None for end in range(len(text)))
-    assert decode_introduction(text) == INTRODUCTION
+    dialer = DialerHandshake(Purpose.DATA, KEY, INTRODUCTION.encode())
+    said = dialer.begin()
+    beginning = said[4 : len(said) - len(INTRODUCTION.encode())]
+    changed = beginning + other.encode()
+    listener = heard(len(changed).to_bytes(4, "big") + changed)
+    with pytest.raises(AuthenticationError):
+        take(listener, proof_for(listener, dialer, KEY))
 
 
 @pytest.mark.parametrize(
     "garbage",
-    [
-        b"GET / HTTP/1.1\r\n",
-        b"F\0",
-        INTRODUCTION.encode()[:4] + b"\xff\xff",
-        INTRODUCTION.encode()[:4] + b"\x00\x02\xff\xff",
-        INTRODUCTION.encode() + b"\0",
-        b"Frdd" + (INTRODUCTION_LIMIT).to_bytes(2, "big"),
-    ],
+    [b"GET / HTTP/1.1\r\n", b"\0\0\xff\xff", hello()[:4] + b"x", hello() + b"\0", b"\0\0\0\0"],
+    ids=["HTTP", "length", "name", "more", "empty"],
 )
 def test_garbage_is_refused_as_soon_as_it_shows(garbage: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode_introduction(garbage)
+    assert not ListenerHandshake(Purpose.DATA).could_go_on(garbage)
+
+
+def test_what_may_become_a_hello_is_waited_for() -> None:
+    text = hello()
+    for end in range(len(text) + 1):
+        assert ListenerHandshake(Purpose.DATA).could_go_on(text[:end])
+        assert heard(text[:end]).could_go_on(text[end:]) == (end < len(text))
+
+
+@pytest.mark.parametrize("subject", [b"", b"\xff\xff", INTRODUCTION.encode() + b"\0", b"\x91" * 1000])
+def test_what_is_no_introduction_is_refused(subject: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not an introduction"):
+        decode_introduction(subject)
 
 
 def test_ids_too_long_to_introduce_are_an_error_at_the_dialer() -> None:
     with pytest.raises(ValueError, match="too long"):
-        Introduction(INTRODUCTION.generation, "w" * INTRODUCTION_LIMIT, "w2", b"").encode()
-
-
-def test_a_recording_of_another_version_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    reply = acceptor_reply(KEY, INTRODUCTION, NONCE)
-    monkeypatch.setattr(authentication, "PROTOCOL_VERSION", 99)
-    assert dialer_proof(KEY, INTRODUCTION, reply) is None
+        Introduction(INTRODUCTION.generation, "w" * SUBJECT_LIMIT, "w2").encode()
 
 
 def test_a_proof_of_one_kind_of_connection_proves_nothing_on_another() -> None:

@@ -32,6 +32,7 @@ def test_each_variable_of_a_worker_has_its_public_name() -> None:
         "FARANDOLE_PAGE": "",
         "FARANDOLE_STORE": "",
         "FARANDOLE_GROUP_SECRET": "",
+        "FARANDOLE_TLS": "",
     }
 
 

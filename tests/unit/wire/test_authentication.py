@@ -10,28 +10,48 @@ from hypothesis import given, strategies as st
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.membership import GenerationId
 from farandole.wire import authentication
-from farandole.wire.authentication import Handshake, Role, Session, derive_data_key, new_token
+from farandole.wire.authentication import (
+    PROOF_BYTES,
+    DialerHandshake,
+    ListenerHandshake,
+    Purpose,
+    Role,
+    Session,
+    derive_data_key,
+    new_token,
+)
 from farandole.wire.messages import PROTOCOL_VERSION
 
 TOKEN = new_token()
 
 
-def shake_hands(dialer: Handshake, listener: Handshake) -> tuple[Session, Session]:
-    """Carry the frames of a handshake across; the sessions of dialer and listener."""
-    challenge = listener.begin()
-    assert challenge is not None
-    answer = dialer.receive(challenge)
-    assert answer is not None
-    welcome = listener.receive(answer)
-    assert welcome is not None
-    assert dialer.receive(welcome) is None
+def dialing(token: bytes = TOKEN, job: bytes = b"job") -> DialerHandshake:
+    return DialerHandshake(Purpose.CONTROL, token, job)
+
+
+def challenged(dialer: DialerHandshake, token: bytes = TOKEN) -> tuple[ListenerHandshake, bytes]:
+    """The listener that has heard the dialer's hello, and its challenge."""
+    listener = ListenerHandshake(Purpose.CONTROL)
+    assert feed(listener, dialer.begin()) == b""
+    return listener, listener.challenge(token, b"job")
+
+
+def feed(end: DialerHandshake | ListenerHandshake, data: bytes) -> bytes:
+    """Pass on all bytes, never more than the end wants; what it returns for the last ones."""
+    outgoing = b""
+    while data:
+        count = end.missing
+        outgoing, data = end.feed(data[:count]), data[count:]
+    return outgoing
+
+
+def new_sessions() -> tuple[Session, Session]:
+    dialer = dialing()
+    listener, challenge = challenged(dialer)
+    assert feed(dialer, feed(listener, feed(dialer, challenge))) == b""
     assert dialer.session is not None
     assert listener.session is not None
     return dialer.session, listener.session
-
-
-def new_sessions(token: bytes = TOKEN, job_id: str = "job") -> tuple[Session, Session]:
-    return shake_hands(Handshake(Role.DIALER, token, job_id), Handshake(Role.LISTENER, token, job_id))
 
 
 def test_a_token_is_a_line_of_text() -> None:
@@ -48,53 +68,87 @@ def test_both_ends_that_know_the_token_can_talk_in_both_directions() -> None:
         assert dialer.open(listener.seal(text)) == text
 
 
-def test_a_dialer_waits_for_the_challenge() -> None:
-    assert Handshake(Role.DIALER, TOKEN, "job").begin() is None
+def test_both_ends_know_whom_the_dialer_wants_and_who_answers() -> None:
+    dialer = dialing(job=b"")
+    listener, challenge = challenged(dialer)
+    assert listener.subject == b""
+    assert b"job" in challenge
+    feed(listener, feed(dialer, challenge))
+    assert listener.session is not None
 
 
-@pytest.mark.parametrize(
-    ("token", "job_id"), [(new_token(), "job"), (TOKEN, "another job")], ids=["another token", "another job"]
-)
-def test_a_dialer_with_another_token_or_job_is_refused_before_it_learns_anything(token: bytes, job_id: str) -> None:
-    listener = Handshake(Role.LISTENER, TOKEN, "job")
-    challenge = listener.begin()
-    assert challenge is not None
-    answer = Handshake(Role.DIALER, token, job_id).receive(challenge)
-    assert answer is not None
+def test_a_dialer_with_another_token_is_refused_before_it_learns_anything() -> None:
+    dialer = dialing(new_token())
+    listener, challenge = challenged(dialer)
     with pytest.raises(AuthenticationError, match="the dialer did not prove the token of job job"):
-        listener.receive(answer)
+        feed(listener, feed(dialer, challenge))
     assert listener.session is None
 
 
 def test_a_listener_that_only_sends_the_dialers_proof_back_is_refused() -> None:
-    dialer, real = Handshake(Role.DIALER, TOKEN, "job"), Handshake(Role.LISTENER, TOKEN, "job")
-    challenge = real.begin()
-    assert challenge is not None
-    answer = dialer.receive(challenge)
-    assert answer is not None
+    dialer = dialing()
+    _, challenge = challenged(dialer)
+    proof = feed(dialer, challenge)
     with pytest.raises(AuthenticationError, match="the listener did not prove"):
-        dialer.receive(answer[-32:])
+        feed(dialer, proof)
 
 
-def test_an_answer_cannot_be_used_a_second_time() -> None:
-    first, second = Handshake(Role.LISTENER, TOKEN, "job"), Handshake(Role.LISTENER, TOKEN, "job")
-    challenge = first.begin()
-    assert challenge is not None
-    answer = Handshake(Role.DIALER, TOKEN, "job").receive(challenge)
-    assert answer is not None
-    first.receive(answer)
+def test_a_recorded_dialer_is_refused() -> None:
+    dialer = dialing()
+    hello = dialer.begin()
+    first, challenge = challenged(dialer)
+    proof = feed(dialer, challenge)
+    feed(first, proof)
+    second = ListenerHandshake(Purpose.CONTROL)
+    feed(second, hello)
+    second.challenge(TOKEN, b"job")
     with pytest.raises(AuthenticationError):
-        second.receive(answer)
+        feed(second, proof)
     with pytest.raises(ProtocolError, match="over"):
-        first.receive(answer)
+        first.feed(proof)
 
 
-def test_another_version_is_refused_with_both_versions_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    challenge = Handshake(Role.LISTENER, TOKEN, "job").begin()
-    assert challenge is not None
+def test_a_recorded_listener_is_refused() -> None:
+    dialer, later = dialing(), dialing()
+    listener, challenge = challenged(dialer)
+    farewell = feed(listener, feed(dialer, challenge))
+    feed(later, challenge)
+    with pytest.raises(AuthenticationError):
+        feed(later, farewell)
+
+
+def test_another_version_is_refused_with_both_versions_named_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialer = dialing()
+    hello = dialer.begin()
     monkeypatch.setattr(authentication, "PROTOCOL_VERSION", 99)
+    listener = ListenerHandshake(Purpose.CONTROL)
+    feed(listener, hello)
+    challenge = listener.challenge(TOKEN, b"job")
     with pytest.raises(ProtocolError, match=f"uses version {PROTOCOL_VERSION} of the protocol, this side version 99"):
-        Handshake(Role.DIALER, TOKEN, "job").receive(challenge)
+        listener.check_version()
+    with pytest.raises(ProtocolError, match="uses version"):
+        feed(listener, bytes([0, 0, 0, PROOF_BYTES]) + bytes(PROOF_BYTES))
+    monkeypatch.undo()
+    with pytest.raises(ProtocolError, match=f"uses version 99 of the protocol, this side version {PROTOCOL_VERSION}"):
+        feed(dialer, challenge)
+
+
+def test_a_version_that_was_changed_on_the_way_proves_nothing() -> None:
+    """Whoever is on the path cannot make two ends use an older version of the protocol: there is none, and each proof
+    is about the version of the end that computes it."""
+    dialer = dialing()
+    listener, challenge = challenged(dialer)
+    older = challenge.replace(PROTOCOL_VERSION.to_bytes(2, "big"), (PROTOCOL_VERSION - 1).to_bytes(2, "big"), 1)
+    with pytest.raises(ProtocolError, match="uses version"):
+        feed(dialer, older)
+    assert listener.session is None
+
+
+@pytest.mark.parametrize("data", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"], ids=["hello", "alert"])
+def test_tls_at_one_end_only_is_named(data: bytes) -> None:
+    for end in (dialing(), ListenerHandshake(Purpose.CONTROL)):
+        with pytest.raises(ProtocolError, match="uses TLS, and this side does not: give --tls DIR at both ends"):
+            feed(end, data)
 
 
 def test_a_changed_frame_is_refused() -> None:
@@ -124,11 +178,13 @@ def test_a_frame_of_one_connection_is_refused_on_another() -> None:
 
 @given(garbage=st.lists(st.binary(max_size=120), min_size=1, max_size=3), role=st.sampled_from(list(Role)))
 def test_garbage_never_makes_a_session(garbage: list[bytes], role: Role) -> None:
-    handshake = Handshake(role, TOKEN, "job")
+    end = dialing() if role is Role.DIALER else ListenerHandshake(Purpose.CONTROL)
     for payload in garbage:
         with contextlib.suppress(ProtocolError, AuthenticationError):
-            handshake.receive(payload)
-    assert handshake.session is None
+            feed(end, payload)
+            if isinstance(end, ListenerHandshake) and end.subject is not None:
+                end.challenge(TOKEN)
+    assert end.session is None
 
 
 @given(garbage=st.binary(max_size=80))

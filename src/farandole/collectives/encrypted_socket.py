@@ -1,0 +1,199 @@
+"""A data socket over TLS, with the methods of a non-blocking socket that dialer.py, ring_builder.py, connection_pair.py
+and point_to_point.py use; and the few functions in which the two kinds differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from farandole.wire.authentication import SUBJECT_LIMIT, TLS_RECORD, Role
+from farandole.wire.encryption import Certificates, EncryptedStream, EncryptionFailed
+
+# Bytes that are encrypted, and received, at once: a larger piece leaves the core's cache before the next step reads
+# it again.
+_PIECE = 64 << 10
+
+
+class _Scratch(threading.local):
+    """A buffer for received bytes, one for each thread: every read passes all of them on."""
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(_PIECE))
+
+
+_scratch = _Scratch()
+
+
+class EncryptedSocket:
+    """A connected socket, or one that connects, with TLS on it. `handshake()` until it returns True, then the rest.
+
+    It is for one thread at a time, except shutdown(). Errors are those of a socket, and EncryptionFailed, a
+    ConnectionError. The end of the connection looks as on the socket: peers end without a farewell of TLS, and whoever
+    uses the socket knows how many bytes must come.
+
+    A call of send() or sendmsg() that raised BlockingIOError must be repeated with the same bytes: they are encrypted
+    already, and a part of them may be on its way.
+    """
+
+    def __init__(self, raw: socket.socket, certificates: Certificates, role: Role) -> None:
+        self.raw = raw
+        self._stream = EncryptedStream(certificates, role)
+        self._unsent = memoryview(b"")  # encrypted
+        self._accepted = 0  # the bytes of the application in it
+        self._peeked = bytearray()
+        self._has_begun = False
+
+    def handshake(self) -> bool:
+        """Go on with the handshake without waiting, and return whether it is complete. Call it again when the socket
+        becomes readable. Raises OSError when it fails, or the other side is gone."""
+        self._has_begun = True
+        while True:
+            try:
+                is_complete = self._stream.handshake()
+            except EncryptionFailed:
+                with contextlib.suppress(OSError):
+                    self._send_handshake()  # an alert, which tells the other side why
+                raise
+            self._send_handshake()
+            if is_complete:
+                return True
+            try:
+                if not self._feed():
+                    raise ConnectionError("the other side closed the connection during the TLS handshake")
+            except BlockingIOError:
+                return False
+
+    @property
+    def has_begun(self) -> bool:
+        """True when handshake() was called."""
+        return self._has_begun
+
+    @property
+    def has_input(self) -> bool:
+        """True when there may be bytes to read although the socket is not readable."""
+        return bool(self._peeked) or self._stream.has_input
+
+    def recv_into(self, buffer: memoryview) -> int:
+        """Receive up to `len(buffer)` bytes; 0: the other side has ended. Raises BlockingIOError as a socket does."""
+        if self._peeked:
+            count = min(len(buffer), len(self._peeked))
+            buffer[:count] = self._peeked[:count]
+            del self._peeked[:count]
+            return count
+        while not (count := self._stream.read_into(buffer)):
+            if not self._feed():
+                return 0
+        return count
+
+    def recv(self, nbytes: int) -> bytes:
+        """Return up to `nbytes` bytes, as recv_into()."""
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: self.recv_into(memoryview(buffer))])
+
+    def peek(self, nbytes: int) -> bytes:
+        """Return up to `nbytes` bytes without consuming them. Raises as recv_into()."""
+        peeked, self._peeked = self._peeked, bytearray()
+        try:
+            while len(peeked) < nbytes and (more := self.recv(nbytes - len(peeked))):
+                peeked += more
+        except OSError:
+            if not peeked:
+                raise
+        finally:
+            self._peeked = peeked
+        return bytes(peeked[:nbytes])
+
+    def send(self, data: bytes | memoryview) -> int:
+        """Send some of the bytes, and return how many."""
+        return self.sendmsg([memoryview(data)])
+
+    def sendmsg(self, buffers: Iterable[memoryview]) -> int:
+        """Send some of the bytes in the buffers, and return how many."""
+        if not self._unsent:
+            for buffer in buffers:
+                part = buffer[: _PIECE - self._accepted]
+                self._stream.write(part)
+                self._accepted += len(part)
+                if self._accepted == _PIECE:
+                    break
+            self._unsent = memoryview(self._stream.outgoing())
+        while self._unsent:
+            self._unsent = self._unsent[self.raw.send(self._unsent) :]
+        accepted, self._accepted = self._accepted, 0
+        return accepted
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self.raw.fileno()
+
+    def getsockname(self) -> tuple[str, int]:
+        """Return the address of this end."""
+        host, port = self.raw.getsockname()[:2]
+        return host, port
+
+    def setblocking(self, flag: bool) -> None:
+        """Keep the socket non-blocking."""
+        assert not flag, "an encrypted socket does not block"
+
+    def shutdown(self, how: int) -> None:
+        """End the transfer in both directions. Callable from any thread, at any time."""
+        self.raw.shutdown(how)
+
+    def close(self) -> None:
+        """Release the socket. What it has accepted is still delivered."""
+        self.raw.close()
+
+    def _feed(self) -> int:
+        received = self.raw.recv_into(_scratch.buffer)
+        self._stream.feed(_scratch.buffer[:received])
+        return received
+
+    def _send_handshake(self) -> None:
+        """Send messages of the handshake: some kilobytes, into an empty send buffer."""
+        if outgoing := self._stream.outgoing():
+            self.raw.send(outgoing)
+
+
+DataSocket: TypeAlias = socket.socket | EncryptedSocket
+
+
+def encrypted(raw: socket.socket, certificates: Certificates | None, role: Role) -> DataSocket:
+    """Return the socket itself, or with TLS on it where there are certificates."""
+    return raw if certificates is None else EncryptedSocket(raw, certificates, role)
+
+
+def is_ready(sock: DataSocket) -> bool:
+    """Return whether application bytes can be sent and received: the handshake of TLS, if there is one, is complete.
+    Raises OSError when it fails."""
+    return not isinstance(sock, EncryptedSocket) or sock.handshake()
+
+
+def has_input(sock: DataSocket) -> bool:
+    """Return whether bytes may have been received that poll() does not show."""
+    return isinstance(sock, EncryptedSocket) and sock.has_input
+
+
+def peek(sock: DataSocket, nbytes: int) -> bytes:
+    """Return up to `nbytes` received bytes without consuming them; b"": the other side has ended. Raises as recv()."""
+    return sock.peek(nbytes) if isinstance(sock, EncryptedSocket) else sock.recv(nbytes, socket.MSG_PEEK)
+
+
+def arrived(sock: DataSocket) -> bytes | None:
+    """Return some of the bytes that wait in the kernel; None while there are none, b"" when none will come. With TLS
+    they are encrypted."""
+    raw = sock.raw if isinstance(sock, EncryptedSocket) else sock
+    try:
+        return raw.recv(2 * SUBJECT_LIMIT, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def begins_tls(data: bytes) -> bool:
+    """Return whether these may be the first bytes of a TLS connection."""
+    return data[: len(TLS_RECORD)] == TLS_RECORD[: len(data)]
