@@ -78,7 +78,7 @@ def test_counters_that_go_back_are_found(tmp_path: Path) -> None:
 
 
 def test_a_fault_costs_one_step_at_most(tmp_path: Path) -> None:
-    tries = [{"before": 3, "epoch": 0, "ids": [], "generation": number} for number in (1, 2, 3)] + [
+    tries = [{"before": 3, "epoch": 0, "ids": [0], "generation": number} for number in (1, 2, 3)] + [
         {"after": 3, "generation": 3}
     ]
     proof = write(tmp_path, tries)
