@@ -46,6 +46,8 @@ def listening(says: bytes = b"", hangs_up: bool = True) -> Iterator[str]:
                 caller, _ = server.accept()
                 with caller:
                     caller.sendall(says)
+                    if says:
+                        caller.recv(1 << 16)  # to hang up with unread bytes would reset the connection
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
