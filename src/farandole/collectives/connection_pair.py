@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from farandole.collectives.encrypted_socket import DataSocket, has_input, peek
+from farandole.collectives.encrypted_socket import DataSocket, EncryptedSocket
 from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch
 from farandole.liveness.status_reporting import report_progress
@@ -92,8 +92,19 @@ class ConnectionPair:
         At most `nbytes`, possibly fewer.
         """
         with contextlib.suppress(OSError):
-            return peek(self._from_previous, nbytes)
+            return self._peek(nbytes)
         return b""
+
+    def _peek(self, nbytes: int) -> bytes:
+        """Return received bytes without consuming them; b"": the previous rank has ended. Raises as recv()."""
+        previous = self._from_previous
+        return (
+            previous.peek(nbytes) if isinstance(previous, EncryptedSocket) else previous.recv(nbytes, socket.MSG_PEEK)
+        )
+
+    def _has_hidden_input(self) -> bool:
+        """Return whether bytes may have been received that poll() does not show."""
+        return isinstance(self._from_previous, EncryptedSocket) and self._from_previous.has_input
 
     @property
     def host(self) -> str:
@@ -144,7 +155,7 @@ class ConnectionPair:
         Once a neighbour has gone, only `wake` counts. Raises the errors of `check`, and CollectiveMismatch when the
         next rank reports one.
         """
-        if has_input(self._from_previous) and not self._has_lost_previous and (arrived := self._has_data()) is not None:
+        if self._has_hidden_input() and not self._has_lost_previous and (arrived := self._has_data()) is not None:
             return arrived
         poll = select.poll()
         poll.register(wake, select.POLLIN)
@@ -173,7 +184,7 @@ class ConnectionPair:
             self._receive_reason()
         if self._cannot_send:
             return Broken("send", self._cannot_send)
-        if self._previous_fd in events or has_input(self._from_previous):
+        if self._previous_fd in events or self._has_hidden_input():
             has_data = self._has_data()
             if has_data is not None:
                 return PeerCalled() if has_data else Broken("receive", "end of file")
@@ -182,7 +193,7 @@ class ConnectionPair:
     def _has_data(self) -> bool | None:
         """Return whether the previous rank has sent data; False: it has gone; None: a part of a TLS record has come."""
         try:
-            if peek(self._from_previous, 1):
+            if self._peek(1):
                 return True
         except BlockingIOError:
             return None

@@ -177,11 +177,6 @@ def has_input(sock: DataSocket) -> bool:
     return isinstance(sock, EncryptedSocket) and sock.has_input
 
 
-def peek(sock: DataSocket, nbytes: int) -> bytes:
-    """Return up to `nbytes` received bytes without consuming them; b"": the other side has ended. Raises as recv()."""
-    return sock.peek(nbytes) if isinstance(sock, EncryptedSocket) else sock.recv(nbytes, socket.MSG_PEEK)
-
-
 def arrived(sock: DataSocket) -> bytes | None:
     """Return some of the bytes that wait in the kernel; None while there are none, b"" when none will come. With TLS
     they are encrypted."""
