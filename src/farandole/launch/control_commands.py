@@ -15,7 +15,7 @@ import msgspec
 
 from farandole.errors import AuthenticationError, ConfigError, FatalError, ProtocolError
 from farandole.launch.control_parser import control_parser
-from farandole.launch.job_files import JobFile, read_job_file, running
+from farandole.launch.job_files import JobFile, is_alive, read_job_file, running
 from farandole.launch.joining import read_token_file, tls_folder
 from farandole.launch.run_parser import USAGE_ERROR
 from farandole.machine import now_s, wall_time_s
@@ -44,13 +44,14 @@ DONE, NOT_DONE = 0, 1
 
 class Contact(NamedTuple):
     """The contact of a job: the addresses of its coordinator, its token, and its id; None: any job there. `name` is the
-    job's name in an answer, `tls` the folder of its certificates."""
+    job's name in an answer, `tls` the folder of its certificates, `local` its file if it runs on this machine."""
 
     addresses: tuple[Address, ...]
     token: bytes
     job: str | None
     name: str
     tls: str = ""
+    local: JobFile | None = None
 
     @classmethod
     def of(cls, file: JobFile, tls: Path | None = None) -> Contact:
@@ -80,6 +81,8 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
 
 async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
     client = await Client.dial_any(job.addresses, job.token, job.job, load_certificates(job.tls))
+    if job.local is not None:
+        client.is_over = partial(_is_over, job.local)
     try:
         if command == "status":
             await _show(client, options.json, options.watch)
@@ -96,6 +99,10 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
         return DONE
     finally:
         client.close()
+
+
+def _is_over(local: JobFile) -> bool:
+    return not is_alive(local)
 
 
 async def _show(client: Client, as_json: bool, every_s: float | None) -> None:
@@ -148,12 +155,12 @@ def _chosen(options: argparse.Namespace) -> Contact:
         if len(found) != 1:
             what = "more than one job begins" if found else "no job of this user runs here whose name begins"
             raise ConfigError(f"{what} with {options.job}; {_which(jobs)}")
-        return Contact.of(found[0])
+        return Contact.of(found[0])._replace(local=found[0])
     if not jobs:
         raise ConfigError("no job of this user runs here; start one with: farandole run")
     if len(jobs) > 1:
         raise ConfigError(f"{len(jobs)} jobs run here; select one with --job. {_which(jobs)}")
-    return Contact.of(jobs[0])
+    return Contact.of(jobs[0])._replace(local=jobs[0])
 
 
 def _elsewhere(options: argparse.Namespace) -> Contact:
@@ -232,6 +239,8 @@ class Client:
 
     def __init__(self, channel: Channel[ToClient], redial: Callable[[], Awaitable[Channel[ToClient]]]) -> None:
         self._channel, self._redial = channel, redial
+        self.is_over: Callable[[], bool] = lambda: False
+        """True when no other coordinator can follow; replace it where that can be known."""
 
     @classmethod
     async def dial(cls, address: Address, token: bytes, job: str | None, tls: Certificates | None = None) -> Client:
@@ -276,7 +285,7 @@ class Client:
         """Connect again: the job has ended, or its coordinator has died and the next one is starting."""
         self._channel.close()
         deadline_s = now_s() + _RETURN_S
-        while now_s() < deadline_s:
+        while now_s() < deadline_s and not self.is_over():
             with contextlib.suppress(OSError):
                 self._channel = await self._redial()
                 return
