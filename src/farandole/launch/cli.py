@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,10 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `farandole status | head`: the reader has what it wanted
+    except BrokenPipeError:
+        if not _has_lost_reader(sys.stdout.fileno()):
+            raise  # of another connection: an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     return code
+
+
+def _has_lost_reader(descriptor: int) -> bool:
+    """Return whether nobody reads this pipe any more, as in `farandole status | head` (man 2 poll, POLLERR)."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))
 
 
 def _command(arguments: Sequence[str]) -> int:

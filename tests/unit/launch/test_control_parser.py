@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from farandole.launch.cli import main
+from farandole.launch.cli import _has_lost_reader, main
 from farandole.launch.control_parser import COMMANDS, control_parser
 
 REFERENCE = (Path(__file__).parents[3] / "docs" / "reference.md").read_text()
@@ -32,3 +33,11 @@ def test_words_that_make_no_sense_are_usage_errors(words: list[str], capsys: pyt
         main(words)
     assert ended.value.code == 2
     assert f"farandole {words[0]}" in capsys.readouterr().err
+
+
+def test_only_a_pipe_that_nobody_reads_any_more_has_lost_its_reader() -> None:
+    reading, writing = os.pipe()
+    assert not _has_lost_reader(writing)
+    os.close(reading)
+    assert _has_lost_reader(writing)
+    os.close(writing)
