@@ -122,13 +122,16 @@ def _ask(host: HostSlots, settings: SshSettings, towards: Sequence[Address], own
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_HOST_S)
         answer = msgspec.json.decode(done.stdout.splitlines()[-1] if done.stdout else "", type=Examined)
-    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError) as error:
-        said = (
-            done.stderr.strip().splitlines()[-1:] if not isinstance(error, OSError | subprocess.TimeoutExpired) else []
-        )
-        return Examined(host.name, {}, [unanswered(host.name, said[0] if said else str(error))], [])
-    compared = [same_versions(own.versions, answer.versions), reaches(towards, answer.reached)]
-    return msgspec.structs.replace(answer, host=host.name, findings=[*answer.findings, *compared])
+    except subprocess.TimeoutExpired:
+        reason = f"no answer within {_HOST_S:g} s"
+    except OSError as error:
+        reason = str(error)
+    except msgspec.MsgspecError:
+        reason = "; ".join(done.stderr.strip().splitlines()[-2:]) or f"exit code {done.returncode} without an answer"
+    else:
+        compared = [same_versions(own.versions, answer.versions), reaches(towards, answer.reached)]
+        return msgspec.structs.replace(answer, host=host.name, findings=[*answer.findings, *compared])
+    return Examined(host.name, {}, [unanswered(host.name, reason)], [])
 
 
 def unanswered(host: str, reason: str) -> Finding:
