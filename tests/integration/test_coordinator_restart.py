@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.events import CoordinatorRestarted, Event
 from farandole.launch.job_files import running
 from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
+from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.support import jobs
@@ -113,19 +114,38 @@ def test_a_worker_that_dies_together_with_the_coordinator_is_replaced_by_the_nex
     check_job(Proof(tmp_path), SAMPLES, workers_at_end=3)
 
 
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_network_that_is_gone_keeps_no_coordinator_from_taking_over(tmp_path: Path) -> None:
+    """The job listens at an address of a network that is taken away while it runs."""
+    with Lab(hosts=1) as lab:
+        gone = lab.network.driver.address
+        with Job(
+            tmp_path, "-np", "1", "--token-file", str(tmp_path / "token"), "--job-file", str(tmp_path / "job")
+        ) as job:
+            job.wait_until(all_training(1), LONG_S)
+            assert gone in (tmp_path / "job").read_text()
+            lab.network.close()
+            job.kill_coordinator()
+            job.wait_until(further(job.latest()), LONG_S)
+            job.finish()
+    assert len(job.events("CoordinatorRestarted")) == 1
+
+
 @pytest.mark.timeout(150)
 def test_an_agent_of_another_machine_keeps_its_workers_and_their_lines(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    with Job(
-        tmp_path, "-np", "2", "--local-slots", "1", "--token-file", str(token), "--job-file", str(tmp_path / "job")
-    ) as job:
+    flags = ["-np", "2", "--local-slots", "1", "--token-file", str(token), "--job-file", str(tmp_path / "job")]
+    with Job(tmp_path, *flags) as job, ExitStack() as cleanup:
         while not (tmp_path / "job").exists():
             time.sleep(0.02)
-        agent = subprocess.Popen(
-            [*AGENT, "--job-file", str(tmp_path / "job"), "--host", "other"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+        agent = cleanup.enter_context(
+            subprocess.Popen(
+                [*AGENT, "--job-file", str(tmp_path / "job"), "--host", "other"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
         )
+        cleanup.callback(agent.kill)
         first = job.wait_until(all_training(2), LONG_S)
         for number in (signal.SIGKILL, signal.SIGSTOP):  # a dead one, and one that hangs
             job.kill_coordinator(number)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections import deque
@@ -250,9 +251,11 @@ class Coordinator:
         try:
             sockets = listening_sockets(hosts, port)
         except OSError as error:
+            advice = "choose another --port, or leave it out to get a free one"
+            if error.errno == errno.EADDRNOTAVAIL:
+                advice = "choose an address of this machine"
             raise ConfigError(
-                f"the coordinator cannot listen on {' and '.join(hosts)} port {port}: {error.strerror}; "
-                "choose another --port, or leave it out to get a free one"
+                f"the coordinator cannot listen on {' and '.join(hosts)} port {port}: {error.strerror}; {advice}"
             ) from error
         self._listener.open(sockets)
         await self._store.open(*hosts)

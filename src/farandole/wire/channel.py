@@ -542,18 +542,29 @@ _PORTS_TRIED = 16
 def listening_sockets(hosts: Sequence[str], port: int = 0) -> list[socket.socket]:
     """Return sockets that are bound to these numeric addresses, or to "localhost", and all to one port.
 
+    An address that this machine does not have, or not any more, is left out as long as there is another one: networks
+    of a machine come and go.
+
     Args:
         hosts: At least one.
         port: 0: one that is free at all of them.
 
     Raises:
-        OSError: An address cannot be used.
+        OSError: An address cannot be used, or there is none.
     """
     for attempt in range(_PORTS_TRIED):
         sockets: list[socket.socket] = []
+        missing: OSError | None = None
         try:
             for host in hosts:
-                sockets.append(_bound(host, sockets[0].getsockname()[1] if sockets else port))
+                try:
+                    sockets.append(_bound(host, sockets[0].getsockname()[1] if sockets else port))
+                except OSError as error:
+                    if error.errno != errno.EADDRNOTAVAIL:
+                        raise
+                    missing = error
+            if missing is not None and not sockets:
+                raise missing
         except OSError as error:
             for each in sockets:
                 each.close()

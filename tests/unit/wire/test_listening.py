@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import pytest
+
 from farandole.events import ConnectionRefused
 from farandole.wire.channel import listening_sockets
 from farandole.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
@@ -100,3 +102,13 @@ def test_a_listener_stops_accepting_while_the_budget_is_used_up() -> None:
             each.close()
 
     run(test())
+
+
+def test_an_address_that_this_machine_does_not_have_is_left_out_unless_it_is_the_only_one() -> None:
+    elsewhere = "203.0.113.7"  # RFC 5737: of documentation, so of nobody
+    for hosts in ([elsewhere, "127.0.0.1"], ["127.0.0.1", elsewhere]):
+        (bound,) = listening_sockets(hosts)
+        assert bound.getsockname()[0] == "127.0.0.1"
+        bound.close()
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        listening_sockets([elsewhere])
