@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
@@ -444,10 +444,14 @@ def dataset_of_caller() -> Any:
     without an error. So the callers are inspected, once for each loop over the loader: they are iterators of torch's
     private class (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter).
     """
-    for frame in islice(_callers(inspect.currentframe()), _DEPTH):
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, _BaseDataLoaderIter):
-            return caller._dataset
+    # Not from this frame on: its locals, once asked for, would contain itself, and such a cycle keeps the loader's
+    # iterator until the garbage collector takes it apart, when its workers cannot be told to end any more: torch then
+    # waits 5 s for each of them.
+    for frame in islice(_callers(sys._getframe(1)), _DEPTH):
+        if frame.f_code.co_varnames[:1] == ("self",):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, _BaseDataLoaderIter):
+                return caller._dataset
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -362,6 +364,23 @@ def test_a_loader_of_another_data_set_is_told_so_before_it_reads(make: str, size
     with pytest.raises(DataError, match=f"made for 100 samples, but the data set of the DataLoader .* has {size}"):
         next(iter(loaders[make]()))
     assert sampler.processed_num == 0
+
+
+@pytest.mark.parametrize("loader_class", [DataLoader, StatefulDataLoader])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_an_iterator_of_a_loader_ends_with_its_last_reference(loader_class: Any) -> None:
+    """Not at the next garbage collection: see dataset_of_caller()."""
+    loader = loader_class(range(8), sampler=ElasticSampler(range(8)))
+    gc.disable()
+    try:
+        batches = iter(loader)
+        next(batches)
+        has_ended = weakref.ref(batches)
+        del batches
+        loader._iterator = None
+        assert has_ended() is None
+    finally:
+        gc.enable()
 
 
 def test_a_data_set_that_has_grown_is_refused_and_another_of_the_same_length_is_not() -> None:
