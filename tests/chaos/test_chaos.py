@@ -45,6 +45,6 @@ def test_a_job_of_three_survives_a_bad_day(body: str, plan: str, kind: type[Runn
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3])
 def test_a_job_survives_what_its_seed_holds_for_it(seed: int) -> None:
     check(case_of(seed))

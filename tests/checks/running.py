@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -25,6 +26,7 @@ import pytest
 import torch
 
 import farandole as fd
+from tests.support.launching import launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,26 +81,24 @@ def main(checks: Checks, limit_s: float, init: Callable[[], None]) -> None:
 
 def problems(script: Path, size: int, *arguments: str, **environment: str) -> Found:
     """What the ranks of a job of `size` workers said of each check. What was not reached is missing."""
-    command = [sys.executable, "-m", "farandole", "run", "-np", str(size), sys.executable, str(script), *arguments]
     # Before what is there already, which may say where farandole itself is.
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-    ) as job:
-        try:
-            output, _ = job.communicate(timeout=_JOB_LIMIT_S)
-        except subprocess.TimeoutExpired:  # said of what is missing, once for all checks
-            job.send_signal(signal.SIGINT)
-            output, _ = job.communicate()
-            output += f"\nended after {_JOB_LIMIT_S} s"
-    found: Found = {"": [output]}
-    for line in re.findall(r'\{"check".*\}', output):
-        said = json.loads(line)
-        found[said["check"]] = said["problems"]
+    words = ["run", "-np", str(size), sys.executable, str(script), *arguments]
+    with tempfile.TemporaryFile("w+") as output:
+        with launch(words, output, output, {**os.environ, "PYTHONPATH": path, **environment}) as job:
+            try:
+                job.wait(_JOB_LIMIT_S)
+                note = ""
+            except subprocess.TimeoutExpired:  # said of what is missing, once for all checks
+                job.send_signal(signal.SIGINT)
+                note = f"\nended after {_JOB_LIMIT_S} s"
+            assert job.left() == []
+        output.seek(0)
+        said = output.read() + note
+    found: Found = {"": [said]}
+    for line in re.findall(r'\{"check".*\}', said):
+        result = json.loads(line)
+        found[result["check"]] = result["problems"]
     return found
 
 

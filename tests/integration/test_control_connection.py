@@ -12,6 +12,7 @@ from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
 from farandole.errors import AuthenticationError
 from farandole.events import ConnectionRefused
+from farandole.launch import control_commands
 from farandole.launch.control_commands import Client, NoAnswer
 from farandole.wire.authentication import new_token
 from farandole.wire.channel import TO_CLIENT, connect
@@ -88,7 +89,9 @@ def test_who_says_what_it_must_not_say_is_hung_up_on(said: list[Message], reason
     run(body())
 
 
-def test_a_command_that_waits_when_the_job_ends_is_told_so() -> None:
+def test_a_command_that_waits_when_the_job_ends_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_commands, "_RETURN_S", 0.3)  # there is no next coordinator to wait for
+
     async def body() -> None:
         async with serving() as (coordinator, _):
             client = await Client.dial(coordinator.address, TOKEN, "job")

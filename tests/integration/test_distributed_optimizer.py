@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from functools import cache
 
 import pytest
 
 from tests.support.jobs import SCRIPTS
+from tests.support.launching import launch
 
 SCRIPT = SCRIPTS / "optimizer_job.py"
 CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(), re.MULTILINE)
@@ -21,14 +22,18 @@ CHECKS = re.findall(r"^def (check_\w+)", SCRIPT.read_text(), re.MULTILINE)
 @cache
 def problems(size: int) -> dict[str, list[str | None]]:
     """What each rank says of each check; one job for all of them."""
-    command = [sys.executable, "-m", "farandole", "run", "-np", str(size), sys.executable, str(SCRIPT)]
+    words = ["run", "-np", str(size), sys.executable, str(SCRIPT)]
     environment = {**os.environ, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    with tempfile.TemporaryFile("w+") as file:
+        with launch(words, file, file, environment) as job:
+            job.wait(100)
+        file.seek(0)
+        output = file.read()
     found: dict[str, list[str | None]] = defaultdict(list)
-    for line in re.findall(r'\{"check".*\}', done.stdout):
+    for line in re.findall(r'\{"check".*\}', output):
         said = json.loads(line)
         found[said["check"]].append(said["problem"])
-    assert found, done.stdout + done.stderr
+    assert found, output
     return found
 
 
