@@ -12,9 +12,9 @@ help:  ## what there is
 demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 	@$(BIN)/python examples/digits/demo.py
 
-test: $(READY)  ## all tests but the long chaos runs and those of the engines; LANES=2 files at a time
+test: $(READY)  ## all tests but the long chaos runs and those of the engines; LANES=3 files at a time
 	@echo "Running the tests, with real processes and real kills; this takes some ten minutes ..."
-	@$(BIN)/python -m pytest -n $${LANES:-2} --dist loadfile --no-loadscope-reorder --ignore tests/engines
+	@$(BIN)/python -m pytest -n $${LANES:-3} --dist loadfile --no-loadscope-reorder --ignore tests/engines
 
 test-hosts: $(READY)  ## of the engines' tests those that this machine has the programs for: sshd, Slurm, mpirun; installs nothing
 	@echo "Running the tests of hosts that are started by ssh, Slurm or mpirun, as far as these are installed ..."
