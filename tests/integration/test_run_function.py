@@ -24,6 +24,7 @@ import pytest
 import farandole as fd
 from farandole.errors import ConfigError
 from farandole.launch.run_function import FunctionFailed
+from tests.support.certificates import made
 from tests.support.jobs import processes_with
 
 
@@ -51,6 +52,16 @@ def script(folder: Path, text: str, *words: str, stdin: bool = False) -> subproc
 
 
 # Results --------------------------------------------------------------------------------------------------
+
+
+def test_connections_are_encrypted_if_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made(tmp_path / "certificates")
+    assert fd.run(lambda: os.environ["FARANDOLE_TLS"], num_proc=2, tls=folder) == [folder] * 2
+    with pytest.raises(ConfigError, match="the folder cannot be read"):
+        fd.run(rank, tls=tmp_path / "missing")
+    monkeypatch.setenv("FARANDOLE_TRANSPORT", "gloo")
+    with pytest.raises(ConfigError, match="cannot be encrypted"):
+        fd.run(rank, tls=folder)
 
 
 def test_results_come_in_the_order_of_the_ranks() -> None:

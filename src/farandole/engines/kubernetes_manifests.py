@@ -21,7 +21,7 @@ _STOPPED_EXIT_CODE = 130  # of the agents when the coordinator's pod is taken aw
 _FAILED_EXIT_CODES = (1, 2)  # of a job that has failed, or of an agent that finds none
 
 _SHARED_MEMORY = "/dev/shm"
-_SECRET_FOLDER = "/etc/farandole"
+_SECRET_FOLDER, _TLS_FOLDER = "/etc/farandole", "/etc/farandole-tls"
 _TERMINATION_S = 60  # from SIGTERM to SIGKILL
 _GRACE_S = 50  # of it for the workers to reach their next boundary
 _RETRY_S = 600  # for which agents look for a coordinator that is being made anew
@@ -43,6 +43,7 @@ class ManifestOptions:
     kind         one of KINDS
     queue        a LocalQueue of Kueue; empty: the job is not queued
     secret       a Secret that exists, with the key `token`; empty: one with `token` is made
+    tls_secret   a Secret that exists, with the files of `farandole certificates`; empty: nothing is encrypted
     run_options  further options of `farandole run`
     """
 
@@ -61,6 +62,7 @@ class ManifestOptions:
     kind: ManifestKind = "job"
     queue: str = ""
     secret: str = ""
+    tls_secret: str = ""
     token: str = field(default="", repr=False)
     run_options: Sequence[str] = ()
 
@@ -223,7 +225,7 @@ def _coordinator_spec(options: ManifestOptions, worker: str = "worker") -> Manif
         *("-np", str(options.num_proc), "--min-np", str(options.min_np)),
         *("--max-np", str(options.max_np or options.num_proc)),
         *("--host", "$(FARANDOLE_POD_IP)", "--port", str(PORT), "--token-file", f"{_SECRET_FOLDER}/token"),
-        *("--grace", str(_GRACE_S)),
+        *("--grace", str(_GRACE_S), *_tls_option(options)),
         *("--kubernetes", labels, *options.run_options, "--", *(each.replace("$(", "$$(") for each in options.command)),
     ]
     pod = _pod(options, "coordinator", "coordinator", ["farandole", "run", *arguments], variables)
@@ -249,6 +251,7 @@ def _worker_spec(options: ManifestOptions, container: str) -> Manifest:
         *("--join", f"{coordinator}:{PORT}", "--host", "$(FARANDOLE_POD_NAME)", "--id", "$(FARANDOLE_POD_UID)"),
         *("--slots", str(options.slots), "--token-file", f"{_SECRET_FOLDER}/token"),
         *("--retry", str(_RETRY_S), "--grace", str(_GRACE_S), "--left-exit-code", str(LEFT_EXIT_CODE)),
+        *_tls_option(options),
     ]
     pod = _pod(options, "worker", container, ["farandole", "agent", *arguments], variables)
     spec = pod["spec"]
@@ -279,7 +282,9 @@ def _worker_spec(options: ManifestOptions, container: str) -> Manifest:
 def _pod(
     options: ManifestOptions, component: str, container: str, command: list[str], variables: list[Manifest]
 ) -> Manifest:
-    secret = {"name": "token", "secret": {"secretName": options.secret_name, "defaultMode": 0o400}}
+    secrets = {"token": (options.secret_name, _SECRET_FOLDER)}
+    if options.tls_secret:
+        secrets["certificates"] = (options.tls_secret, _TLS_FOLDER)
     return {
         "metadata": {"labels": {_INSTANCE: options.name, _COMPONENT: component}},
         "spec": {
@@ -294,12 +299,21 @@ def _pod(
                     "command": command[:2],
                     "args": command[2:],
                     "env": variables,
-                    "volumeMounts": [{"name": "token", "mountPath": _SECRET_FOLDER, "readOnly": True}],
+                    "volumeMounts": [
+                        {"name": name, "mountPath": folder, "readOnly": True} for name, (_, folder) in secrets.items()
+                    ],
                 }
             ],
-            "volumes": [secret],
+            "volumes": [
+                {"name": name, "secret": {"secretName": secret, "defaultMode": 0o400}}
+                for name, (secret, _) in secrets.items()
+            ],
         },
     }
+
+
+def _tls_option(options: ManifestOptions) -> tuple[str, ...]:
+    return ("--tls", _TLS_FOLDER) if options.tls_secret else ()
 
 
 def _field(name: str, path: str) -> Manifest:

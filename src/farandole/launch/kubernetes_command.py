@@ -91,6 +91,12 @@ def manifest_parser() -> argparse.ArgumentParser:
         help="an existing Secret with the job's token under the key `token` (default: print one with a new token)",
     )
     add(
+        "--tls-secret",
+        default="",
+        metavar="NAME",
+        help="an existing Secret with the files of `farandole certificates` (default: connections are not encrypted)",
+    )
+    add(
         "--run-options",
         default="",
         metavar="TEXT",
@@ -127,6 +133,7 @@ def _options(given: argparse.Namespace, command: Sequence[str]) -> ManifestOptio
         kind=given.kind,
         queue=given.queue,
         secret=given.secret,
+        tls_secret=given.tls_secret,
         token=secrets.token_hex(32),
         run_options=tuple(run_options),
     )
@@ -151,6 +158,12 @@ def _text(options: ManifestOptions) -> str:
         secret = (
             "The token in the Secret is new and lets processes join the job: keep it out of version control.\n"
             "# With --secret NAME an existing Secret is used, and none is printed."
+        )
+    if options.tls_secret:
+        secret += (
+            f"\n# The Secret {options.tls_secret} must exist, made from a folder of `farandole certificates`:\n"
+            f"#   kubectl -n {options.namespace} create secret generic {options.tls_secret} "
+            "--from-file=ca.pem --from-file=certificate.pem --from-file=key.pem"
         )
     header = f"# Printed by `farandole kubernetes manifest`; apply it with `kubectl apply -f FILE`.\n# {secret}\n"
     if options.kind == "job":

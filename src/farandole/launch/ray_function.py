@@ -13,7 +13,7 @@ from farandole.env import inherited_environment, read_start_timeout_s
 from farandole.errors import ConfigError
 from farandole.launch.arguments import checkpoint_settings
 from farandole.launch.output import output_options
-from farandole.launch.run_function import StartSettings, run_function
+from farandole.launch.run_function import StartSettings, encryption_of_call, run_function
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ def run(
     checkpoint: str | Path | None = None,
     checkpoint_every: str = "10m",
     checkpoint_keep: int = 2,
+    tls: str | Path | None = None,
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in each worker of a job on a Ray cluster, and return their results, by rank.
 
@@ -69,6 +70,7 @@ def run(
         checkpoint: As in farandole.run(); the place must be the same on all nodes.
         checkpoint_every: As in farandole.run().
         checkpoint_keep: As in farandole.run().
+        tls: As in farandole.run().
 
     Returns:
         The results of the workers, by rank.
@@ -94,6 +96,7 @@ def run(
         cooldown_range_s=cooldown_range,
         start_timeout_s=read_start_timeout_s(JobConfig.start_timeout_s) if start_timeout is None else start_timeout,
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
+        tls=encryption_of_call(tls),
     )
     return run_on_ray(
         lambda: func(*args, **(kwargs or {})),

@@ -25,11 +25,12 @@ from farandole.engines.discovery import HostDiscovery, ScriptDiscovery
 from farandole.engines.engine_interface import Engine
 from farandole.engines.host_list import HostSlots, SshSettings, parse_hostfile, parse_hosts
 from farandole.engines.ssh_engine import SshEngine
-from farandole.env import CheckpointEnv, read_start_timeout_s
+from farandole.env import CheckpointEnv, read_start_timeout_s, read_transport
 from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
 from farandole.launch.arguments import checkpoint_settings
 from farandole.launch.job_runner import Beginning, JobSetup, beginning, run_job
+from farandole.launch.joining import check_encryption, tls_folder
 from farandole.launch.output import OutputOptions, OutputSink, output_options
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import WITHOUT_EFFECT
@@ -90,6 +91,7 @@ def run(
     checkpoint: str | Path | None = None,
     checkpoint_every: str = "10m",
     checkpoint_keep: int = 2,
+    tls: str | Path | None = None,
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in each of `num_proc` workers, and return their results, by rank.
 
@@ -131,6 +133,7 @@ def run(
             from it.
         checkpoint_every: As --checkpoint-every.
         checkpoint_keep: As --checkpoint-keep.
+        tls: As --tls DIR: the folder of `farandole certificates`, at the same path on each machine.
         np, min_np, max_np: Other names of the three numbers.
         use_gloo: Accepted; requests the default behaviour.
 
@@ -157,6 +160,7 @@ def run(
         cooldown_range_s=cooldown_range,
         start_timeout_s=read_start_timeout_s(JobConfig.start_timeout_s) if start_timeout is None else start_timeout,
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
+        tls=encryption_of_call(tls),
     )
     for name, value, option in (
         ("disable_cache", disable_cache, "disable_cache"),
@@ -176,6 +180,14 @@ def run(
         checkpoint=checkpoint_settings(checkpoint, checkpoint_every, checkpoint_keep),
         start=start_by_ssh(SshSettings(ssh_port, ssh_identity_file or "", executable or ""), network_interfaces or ()),
     )
+
+
+def encryption_of_call(tls: str | Path | None) -> str:
+    """Return the value of JobConfig.tls for the argument `tls` of run() and its likes. Raises ConfigError when the
+    transport that the environment chooses cannot be encrypted."""
+    folder = tls_folder(None if tls is None else Path(tls))
+    check_encryption(folder, read_transport())
+    return folder
 
 
 @dataclass(frozen=True)

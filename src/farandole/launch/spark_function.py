@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from farandole.config import JobConfig
@@ -13,7 +14,7 @@ from farandole.engines.spark_engine import SparkEngine
 from farandole.env import inherited_environment
 from farandole.errors import ConfigError
 from farandole.launch.output import output_options
-from farandole.launch.run_function import StartSettings, run_function
+from farandole.launch.run_function import StartSettings, encryption_of_call, run_function
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ def run(
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
+    tls: str | Path | None = None,
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` in each of `num_proc` workers, each in a task of the active Spark application, and
     return their results, by rank. The loss of a worker ends the job.
@@ -53,6 +55,7 @@ def run(
         nics: The network interfaces that are used between hosts; None: those that Spark uses.
         prefix_output_with_timestamp: As in farandole.run().
         executable: Another Python for the workers.
+        tls: As in farandole.run().
         use_gloo: Accepted; requests the default behaviour.
         use_mpi, extra_mpi_args: Accepted; to give one causes a warning, as there is no MPI.
 
@@ -66,7 +69,12 @@ def run(
     context = active_context()
     workers = context.defaultParallelism if num_proc is None else num_proc
     config = JobConfig(
-        num_proc=workers, min_np=workers, max_np=workers, restarts=0, start_timeout_s=start_timeout or _START_TIMEOUT_S
+        num_proc=workers,
+        min_np=workers,
+        max_np=workers,
+        restarts=0,
+        start_timeout_s=start_timeout or _START_TIMEOUT_S,
+        tls=encryption_of_call(tls),
     )
     output = _Output(stdout, stderr, verbose, prefix_output_with_timestamp)
     return _run(context, lambda: fn(*args, **(kwargs or {})), config, env, nics, output, executable)
@@ -90,6 +98,7 @@ def run_elastic(
     prefix_output_with_timestamp: bool = False,
     min_np: int | None = None,
     max_np: int | None = None,
+    tls: str | Path | None = None,
 ) -> list[T]:
     """Call an elastic function in tasks of the active Spark application, and return the results of the first
     `min_num_proc` ranks. The job continues when executors are taken away, and grows when there are more.
@@ -103,7 +112,7 @@ def run_elastic(
         max_num_proc: The most workers, and the number of tasks that are submitted; None: num_proc.
         elastic_timeout: Seconds for which the job may have fewer workers than `min_num_proc`.
         reset_limit: As --reset-limit.
-        start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp: As in run().
+        start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp, tls: As in run().
         min_np, max_np: Other names of min_num_proc and max_num_proc.
 
     Raises:
@@ -120,6 +129,7 @@ def run_elastic(
         reset_limit=reset_limit,
         start_timeout_s=start_timeout or _START_TIMEOUT_S,
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
+        tls=encryption_of_call(tls),
     )
     output = _Output(stdout, stderr, verbose, prefix_output_with_timestamp)
     return _run(context, lambda: fn(*args, **(kwargs or {})), config, env, nics, output)

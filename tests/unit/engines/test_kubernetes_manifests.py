@@ -157,6 +157,19 @@ def test_each_printed_secret_has_a_new_token_and_an_existing_one_is_not_printed(
     assert all(spec["volumes"][0]["secret"]["secretName"] == "mine" for spec in pod_specs(objects))
 
 
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainingruntime"])
+def test_certificates_of_a_secret_are_mounted_in_all_pods_and_used(
+    capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    for spec in pod_specs(printed(capsys, "--tls-secret", "mine", "--kind", kind)):
+        (volume,) = (each for each in spec["volumes"] if each["name"] == "certificates")
+        assert volume["secret"] == {"secretName": "mine", "defaultMode": 0o400}
+        container = spec["containers"][0]
+        (mount,) = (each for each in container["volumeMounts"] if each["name"] == "certificates")
+        before_the_script = container["args"][: (container["args"] + ["--"]).index("--")]
+        assert before_the_script[before_the_script.index("--tls") + 1] == mount["mountPath"]
+
+
 def test_a_dollar_of_the_command_is_not_expanded_by_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("kubernetes", "manifest", "--image", "x", "-np", "1", "sh", "-c", "echo $(POD_IP)")
     assert main(words) == 0
