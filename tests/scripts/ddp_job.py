@@ -4,7 +4,6 @@ parameters have the same bits."""
 from __future__ import annotations
 
 import argparse
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +25,6 @@ def main() -> None:
     fd.init()
     dist.init_process_group("gloo", init_method=f"file://{options.store}", rank=fd.rank(), world_size=fd.size())
     compare(options.loader)
-    # A DistributedDataParallel that is freed after its group may wait for ever for the interpreter's lock (torch 2.13,
-    # ~Reducer in torch/csrc/distributed/c10d/reducer.cpp).
-    gc.collect()
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ it, and importing farandole.env takes longer than all that is done here.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -104,6 +105,7 @@ def _prepare_worker() -> None:
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:
         _lone = LoneTraining(int(rank), int(size))
         _lone.watch()
+    _keep_groups()
     if os.environ.get("FARANDOLE_IN_PLACE"):
         # By its name: the package lies above this one, and installs itself in the script of the worker.
         importlib.import_module("farandole.in_place.torch_patches").install()
@@ -156,6 +158,26 @@ def _warn_of_missing_ranks(world_size: int, workers: int) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _keep_groups() -> None:
+    """Have groups that the script destroys live until it destroys the next ones.
+
+    A DistributedDataParallel keeps its group as well. If it is the last one to release a group of Gloo, it waits for
+    the group's thread with Python's lock held, while that thread may wait for the lock to free a tensor: the script
+    hangs at its end (torch 2.6 to 2.15; pytorch/pytorch#56297). Python's own reference releases the lock first
+    (#154976).
+    """
+    module = sys.modules["torch.distributed.distributed_c10d"]
+    theirs = module.destroy_process_group
+    kept: list[object] = []
+
+    @functools.wraps(theirs)
+    def destroy_process_group(group: Any = None) -> None:
+        kept[:] = module._world.pg_map
+        theirs(group)
+
+    module.destroy_process_group = dist.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
 
 def note_meeting() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farandole.collectives import world
@@ -36,3 +40,17 @@ def test_a_worker_that_has_met_the_others_unnoticed_is_left_in_peace_and_so_are_
         lone.end()
     optimizer.step()
     assert (reports, len(steps)) == ([False, True], 3)
+
+
+def test_a_group_that_the_script_destroys_lives_until_it_destroys_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (dist, distributed_c10d):  # replaced below
+        monkeypatch.setattr(module, "destroy_process_group", dist.destroy_process_group)
+    autoload._keep_groups()
+    groups = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        groups.append(weakref.ref(dist.group.WORLD))
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+    assert groups[0]() is None
+    assert groups[1]() is not None
