@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from farandole.agent.fork_server import ForkServer
-from farandole.agent.process import Guard, WorkerProcess, reap_group
+from farandole.agent.guard import Guard
+from farandole.agent.process import WorkerProcess, reap_group
 from farandole.agent.spawner import Spawner, make_spawner
 from farandole.events import Event, ForkServerLost, ForkServerReady
 from farandole.testing.proof import Proof

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from farandole.agent import guard_process
-from farandole.agent.process import Guard
+from farandole.agent.guard import Guard
 
 DEADLINE_S = 10.0
 
@@ -23,7 +23,7 @@ DEADLINE_S = 10.0
 AGENT = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from farandole.agent.process import Guard
+from farandole.agent.guard import Guard
 guard = Guard(Path(sys.argv[1]))
 guard.start()
 code = "import os, signal; child = os.fork(); child and print(os.getpid(), child, flush=True); signal.pause()"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from farandole.agent import fork_server_process
-from farandole.agent.process import Guard
+from farandole.agent.guard import Guard
 from farandole.collectives.alone import AloneTransport
 from farandole.launch.output import write_all
 from tests.integration.test_p2p import p2p_group

@@ -20,9 +20,11 @@ import msgspec
 
 from farandole.agent.completion import to_its_end
 from farandole.agent.coordinator_session import CoordinatorSession, Reconnecting
+from farandole.agent.error_file import ErrorFiles
+from farandole.agent.guard import Guard
 from farandole.agent.guard_process import remove_shared_memory
 from farandole.agent.network_addresses import data_hosts
-from farandole.agent.process import ErrorFiles, Guard, StoppedWatch, WorkerProcess, reap_group
+from farandole.agent.process import StoppedWatch, WorkerProcess, reap_group
 from farandole.agent.spawner import Spawner, make_spawner
 from farandole.agent.worker_server import StatusPages, WorkerServer, wait_for_stacks
 from farandole.config import ForkServerUse

@@ -1,5 +1,5 @@
 """The process of a worker: start it, read its output as lines, detect its exit at once, and whether it is stopped; end
-it, and read the error that it left.
+it.
 
 A worker is the leader of a session and of a process group of its own. The group is killed the moment the leader has
 exited: forked loader processes hold copies of a dead worker's sockets, and its peers would not see the end of their
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -18,14 +17,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Protocol
 
-import msgspec
-
 from farandole.env import is_under_slurm
-from farandole.wire.channel import can_write
-from farandole.wire.messages import RecordedError
 
 LAST_LINES = 20
 """Number of the last lines of a worker's stderr that are kept for the report of its exit."""
@@ -313,84 +307,6 @@ def _pieces(line: bytes) -> Iterator[bytes]:
         yield line[start : start + LONGEST_LINE_BYTES]
 
 
-# The error file: torch's `@record` writes the exception there that ends the worker ------------------------------------
-
-# The format is that of torch/distributed/elastic/multiprocessing/errors/error_handler.py of torch 2.13; user code may
-# write the file as well, or leave it damaged.
-
-LONGEST_ERROR_FILE_BYTES = 1 << 20
-"""A larger error file is not read."""
-
-LONGEST_TRACEBACK = 1 << 16
-"""Characters of a traceback that are kept: its end names the error."""
-
-
-class ErrorFiles:
-    """The error files of the workers of one agent, in `folder`.
-
-    lasts   the files stay after the job, in the folders in which torchrun puts them: attempt_0/0/error.json for the
-            first worker of rank 0. Else the folder is removed with the job, and each worker has a file of its own.
-    """
-
-    def __init__(self, folder: Path, lasts: bool) -> None:
-        self._folder, self._lasts = folder, lasts
-        self._paths: dict[str, Path] = {}
-
-    def prepare(self, worker: str, attempt: int, rank: int | None) -> Path | None:
-        """Return the path for the error file of a worker that is about to start. There is no such file yet. None: the
-        folder cannot be made; the worker runs without the file."""
-        folder = self._folder / worker
-        if self._lasts:
-            place = worker if rank is None else str(rank)
-            folder = self._folder / f"attempt_{attempt}" / place
-            if folder / "error.json" in self._paths.values():  # of a worker that still runs: ranks may change
-                folder = folder.with_name(worker)
-        path = folder / "error.json"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-        except OSError:
-            return None
-        self._paths[worker] = path
-        return path
-
-    def take(self, worker: str) -> RecordedError | None:
-        """Return the error that a worker has left, now that it has ended; None if there is none."""
-        path = self._paths.pop(worker, None)
-        error = None if path is None else read_error_file(path)
-        return error if error is None or self._lasts else msgspec.structs.replace(error, file="")
-
-
-def read_error_file(path: Path) -> RecordedError | None:
-    """Return the error in the file; None when there is no such file, or it has no error that can be read."""
-    try:
-        if path.stat().st_size > LONGEST_ERROR_FILE_BYTES:
-            return None
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    error = content.get("message") if isinstance(content, dict) else None
-    if isinstance(error, str):  # the form of other error handlers
-        return RecordedError(error, "", _whole_number(content.get("timestamp")), str(path))
-    if not isinstance(error, dict):
-        return None
-    more = error.get("extraInfo")
-    more = more if isinstance(more, dict) else {}
-    traceback = more.get("py_callstack")
-    return RecordedError(
-        message=str(error.get("message", "")),
-        traceback=traceback[-LONGEST_TRACEBACK:] if isinstance(traceback, str) else "",
-        time_s=_whole_number(more.get("timestamp")),
-        file=str(path),
-    )
-
-
-def _whole_number(value: object) -> int:
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        return max(0, int(value))  # type: ignore[call-overload, no-any-return]
-    return 0
-
-
 # The interface of a started process, and the plain way to start one ---------------------------------------------------
 
 
@@ -517,119 +433,3 @@ def _control(option: int, argument: int) -> bool:
 
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     return bool(prctl(option, ctypes.c_ulong(argument), *[ctypes.c_ulong(0)] * 3) == 0)
-
-
-# The guard ------------------------------------------------------------------------------------------------------------
-#
-# The guard ensures that no worker outlives its agent: a small process that kills the workers' groups when the agent
-# is gone, also after a kill -9 of the agent, and removes the files that they leave on disk.
-#
-# PR_SET_PDEATHSIG (man 2 prctl) would do less: it reaches a worker but not its loader processes, and fires when the
-# thread that started the worker ends.
-
-
-_SCRIPT = Path(__file__).with_name("guard_process.py")
-_STOP_S = 1.0
-
-
-class Guard:
-    """The agent's handle on its guard process. The calls do not block.
-
-    If the guard is killed, the next call starts another one, which watches the same groups.
-
-    scratch          a folder that it removes as well when the agent is gone
-    silence_limit_s  it also kills the groups when it received nothing for this time: the agent is stopped
-    last_message     what it sends when it has killed the groups: the descriptor of a connection, and the bytes
-    """
-
-    def __init__(
-        self, scratch: Path, silence_limit_s: float | None = None, last_message: tuple[int, bytes] | None = None
-    ) -> None:
-        self._scratch, self._silence_limit_s = scratch, silence_limit_s
-        self._last_message = last_message
-        self._process: subprocess.Popen[bytes] | None = None
-        self._watched: set[int] = set()
-
-    def start(self) -> None:
-        """Start the guard. Raises OSError when that is impossible.
-
-        Python keeps the other end of its stdin out of all other children of this process: the end of this
-        process, and nothing else, ends the stream.
-        """
-        arguments, descriptors = [str(self._scratch), str(self._silence_limit_s or 0)], []
-        if self._last_message is not None:
-            descriptor, data = self._last_message
-            arguments += [str(descriptor), data.hex()]
-            descriptors.append(descriptor)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SCRIPT), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            cwd="/",
-            pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C at the agent's terminal must not reach the guard
-        )
-
-    def watch(self, pgid: int) -> None:
-        """Kill this process group when the agent is gone."""
-        self._watched.add(pgid)
-        self._send_command(f"watch {pgid}\n")
-
-    def heartbeat(self) -> None:
-        """Tell the guard that the agent is not stopped. Does nothing where silence has no limit."""
-        process = self._process
-        if self._silence_limit_s is None or process is None or process.stdin is None:
-            return
-        if can_write(process.stdin, within_s=0):  # else the guard itself is stopped: do not wait for it
-            self._send_command("heartbeat\n")
-
-    def release(self, pgid: int) -> None:
-        """Forget this process group; call it when the group was killed, before its number can be used again."""
-        self._watched.discard(pgid)
-        self._send_command(f"release {pgid}\n")
-
-    def renew(self, last_message: tuple[int, bytes] | None) -> None:
-        """Let another process watch the same groups, which will send this last message. Raises OSError when it cannot
-        be started; then nothing changes."""
-        before, kept = self._process, self._last_message
-        self._last_message = last_message
-        try:
-            self._start_again()
-        except OSError:
-            self._process, self._last_message = before, kept
-            raise
-        watching, self._process = self._process, before
-        self.stop()
-        self._process = watching
-
-    def stop(self) -> None:
-        """End the guard; no process is killed. Idempotent."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            process.communicate(b"stop\n", timeout=_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def _send_command(self, line: str) -> None:
-        process = self._process
-        assert process is not None, "call start() first"
-        assert process.stdin is not None
-        try:
-            process.stdin.write(line.encode())
-        except BrokenPipeError:
-            process.stdin.close()
-            process.wait()
-            self._start_again()
-
-    def _start_again(self) -> None:
-        self.start()
-        assert self._process is not None
-        assert self._process.stdin is not None
-        watched = "".join(f"watch {pgid}\n" for pgid in sorted(self._watched))
-        with contextlib.suppress(BrokenPipeError):  # killed again already: the next call handles it
-            self._process.stdin.write(watched.encode())

@@ -16,7 +16,8 @@ from typing import Protocol
 
 from farandole.agent.completion import to_its_end
 from farandole.agent.fork_server import ForkServer, PythonCommand, python_command
-from farandole.agent.process import Child, Guard, can_adopt_orphans, start_child, worker_variables
+from farandole.agent.guard import Guard
+from farandole.agent.process import Child, can_adopt_orphans, start_child, worker_variables
 from farandole.config import ForkServerUse
 from farandole.env import differs_for_all
 from farandole.events import Event, ForkServerLost, ForkServerReady
