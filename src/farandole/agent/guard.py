@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from farandole.wire.channel import can_write
+from farandole.wire.sockets import can_write
 
 _SCRIPT = Path(__file__).with_name("guard_process.py")
 _STOP_S = 1.0

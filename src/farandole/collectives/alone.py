@@ -12,7 +12,7 @@ import torch
 from farandole.collectives.connection_pair import combiner, flat_on_its_device
 from farandole.collectives.transport import Reduction
 from farandole.errors import GenerationEnded
-from farandole.wire.channel import can_read
+from farandole.wire.sockets import can_read
 
 
 class AloneTransport:

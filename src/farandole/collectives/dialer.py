@@ -18,8 +18,8 @@ from farandole.errors import AuthenticationError, ProtocolError
 from farandole.machine import close_at_fork, now_s
 from farandole.membership import Address, DataAddress
 from farandole.wire.authentication import DialerHandshake, Introduction, Purpose, Role
-from farandole.wire.channel import keep_alive
 from farandole.wire.encryption import Certificates
+from farandole.wire.sockets import keep_alive
 
 _RETRY_S = 0.02
 

@@ -28,7 +28,7 @@ from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import now_s
 from farandole.membership import DataAddress, GenerationId
 from farandole.wire.authentication import Introduction
-from farandole.wire.channel import can_write
+from farandole.wire.sockets import can_write
 
 _SLICE_S = 1.0
 

@@ -51,7 +51,6 @@ from farandole.wire.channel import (
     HANDSHAKE_DEADLINE_S,
     Channel,
     accept,
-    listening_sockets,
 )
 from farandole.wire.control import (
     AskDrain,
@@ -93,6 +92,7 @@ from farandole.wire.messages import (
     WorkerRanked,
     WorkerSilent,
 )
+from farandole.wire.sockets import listening_sockets
 
 _SHORTEST_WAIT_S = 0.001
 

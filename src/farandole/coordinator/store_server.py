@@ -20,9 +20,9 @@ from typing import Protocol
 from farandole.errors import ConfigError
 from farandole.events import ConnectionRefused
 from farandole.membership import Address
-from farandole.wire.channel import listening_sockets
 from farandole.wire.listening import FailureBudget, Listener, Strangers
 from farandole.wire.peer_user import is_of_another_user
+from farandole.wire.sockets import listening_sockets
 
 MAGIC = 0x3C85F7CE
 """The number with which each client begins (validationMagicNumber in TCPStoreBackend.hpp)."""

@@ -17,7 +17,7 @@ from typing import BinaryIO, Generic, Literal, TextIO, TypeAlias, TypeVar, cast
 from farandole.config import JobConfig
 from farandole.errors import ConfigError
 from farandole.machine import wall_time_s
-from farandole.wire.channel import can_write
+from farandole.wire.sockets import can_write
 
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: neighbours differ
 

@@ -39,9 +39,9 @@ from farandole.errors import ConfigError, FarandoleError
 from farandole.events import CoordinatorRestarted, Event
 from farandole.machine import now_s
 from farandole.membership import Address
-from farandole.wire.channel import listening_sockets
 from farandole.wire.message_log import MessageLog
 from farandole.wire.messages import OutputMessage
+from farandole.wire.sockets import listening_sockets
 
 _RESTARTS = 5
 """Restarts within the time below that are too many: the next coordinator would die of the same cause."""

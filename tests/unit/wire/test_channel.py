@@ -9,7 +9,8 @@ import socket
 import pytest
 
 from farandole.wire.authentication import Proofs, Role, Session
-from farandole.wire.channel import TO_AGENT, Channel, keep_alive
+from farandole.wire.channel import TO_AGENT, Channel
+from farandole.wire.sockets import keep_alive
 from tests.support.waiting import run
 
 

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from farandole.events import ConnectionRefused
-from farandole.wire.channel import listening_sockets
 from farandole.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
+from farandole.wire.sockets import listening_sockets
 from tests.support.waiting import DEADLINE_S, run
 
 
