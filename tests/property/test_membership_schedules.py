@@ -312,6 +312,11 @@ def test_every_random_schedule_keeps_the_rules_and_comes_to_a_good_end(first: in
     check_schedules(first)
 
 
+def test_holders_that_leave_stay_as_long_as_one_of_them_may_be_a_step_ahead() -> None:
+    """A worker may leave in the generation after one that ended before any survivor had its state."""
+    check_schedule(10524)
+
+
 @pytest.mark.parametrize("first", range(0, HOSTS_SCHEDULES, BATCH))
 def test_every_schedule_of_hosts_keeps_horovod_s_policies_and_comes_to_a_good_end(first: int) -> None:
     check_schedules(first, random_hosts_world)

@@ -101,12 +101,9 @@ def wanted_members(job: Job) -> list[Worker]:
     """Return the members of the next generation, by rank, as far as is known now."""
     survivors = job.survivors()
     staying = [worker for worker in survivors if not worker.is_leaving]
-    newest = max((worker.synced for worker in survivors), default=0)
-    if job.was_synced and not any(worker.synced == newest for worker in staying) and _is_state_wanted(job, staying):
-        # A holder must transfer the state: the first holder that leaves stays until another one has it. A worker whose
-        # last sync was in an earlier generation may lack steps that the holders of the newest one have.
-        source = next((worker.name for worker in survivors if worker.synced == newest > 0), None)
-        staying = [worker for worker in survivors if not worker.is_leaving or worker.name == source]
+    sources = _leaving_sources(job, survivors)
+    if sources and _is_state_wanted(job, staying):
+        staying = [worker for worker in survivors if not worker.is_leaving or worker.name in sources]
     if job.is_finishing and len(staying) >= job.config.min_np:
         return staying
     most = capacity.most_members(job)
@@ -172,6 +169,21 @@ def _awaited(job: Job) -> list[Worker]:
     """Return the newcomers that the members wait for. A spare that came before one of them has taken its place."""
     is_full = job.config.spares and len(wanted_members(job)) >= (capacity.most_members(job) or 0)
     return [] if is_full else job.awaited()
+
+
+def _leaving_sources(job: Job, survivors: Sequence[Worker]) -> set[str]:
+    """Return the workers that are to leave and must transfer the state first: they stay until another one has it.
+
+    A worker whose last sync was in an earlier generation may lack steps that the holders of the newest one have. If the
+    last generation ended before any survivor had its state, holders may differ by a step: all of them are needed.
+    """
+    newest = max((worker.synced for worker in survivors), default=0)
+    holders = [worker for worker in survivors if worker.synced == newest > 0]
+    if not job.was_synced or job.generation is None:
+        return set()
+    if newest < job.generation.id.number:
+        return {worker.name for worker in holders if worker.is_leaving}
+    return {worker.name for worker in holders[:1]} if all(worker.is_leaving for worker in holders) else set()
 
 
 def _is_state_wanted(job: Job, staying: Sequence[Worker]) -> bool:
