@@ -82,7 +82,7 @@ paths: $(READY)  ## how many files run from a kill to the next step, in a step, 
 	@$(BIN)/python -m benchmarks.files_on_path $(FLAGS)
 
 docs: $(READY)  ## the documentation as web pages, into site/
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "Written to site/index.html"
 
 clean:  ## remove what the other targets made

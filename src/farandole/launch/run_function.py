@@ -134,7 +134,9 @@ def run(
         checkpoint_every: As --checkpoint-every.
         checkpoint_keep: As --checkpoint-keep.
         tls: As --tls DIR: the folder of `farandole certificates`, at the same path on each machine.
-        np, min_np, max_np: Other names of the three numbers.
+        np: Another name of num_proc.
+        min_np: Another name of min_num_proc.
+        max_np: Another name of max_num_proc.
         use_gloo: Accepted; requests the default behaviour.
 
     Returns:
