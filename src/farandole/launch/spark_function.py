@@ -42,6 +42,8 @@ def run(
     """Call `fn(*args, **kwargs)` in each of `num_proc` workers, each in a task of the active Spark application, and
     return their results, by rank. The loss of a worker ends the job.
 
+    See the example of `run`.
+
     Args:
         fn: The function for the workers. It travels as with farandole.run().
         args: Its positional arguments.
@@ -59,6 +61,9 @@ def run(
         use_gloo: Accepted; requests the default behaviour.
         use_mpi: Accepted with a warning, as there is no MPI.
         extra_mpi_args: Accepted with a warning, as there is no MPI.
+
+    Returns:
+        The results of the workers, by rank.
 
     Raises:
         FunctionFailed: A worker raised; with the traceback of the first one. It is a RuntimeError.
@@ -103,6 +108,8 @@ def run_elastic(
 ) -> list[T]:
     """Call an elastic function in tasks of the active Spark application, and return the results of the first
     `min_num_proc` ranks. The job continues when executors are taken away, and grows when there are more.
+
+    See the example of `run`.
 
     Args:
         fn: The function for the workers.
