@@ -108,6 +108,7 @@ PREPARED: dict[str, Callable[[Prepared], Any]] = {
     "second": lambda has: fd.DistributedOptimizer(torch.optim.SGD(has["critic"].parameters(), lr=0.1)),
     "share_of": lambda _: lambda number: (torch.randn(4, 8), torch.randint(0, 3, (4,)), 4),
     "state": lambda has: fd.elastic.TorchState(model=has["model"], optimizer=has["optimizer"], loader=has["loader"]),
+    "os": lambda _: os,
     "sys": lambda _: sys,
     "torch": lambda _: torch,
     "validation_set": lambda _: _samples(64),
@@ -146,7 +147,7 @@ def run(block: Block, folder: str) -> None:
         assert failures.failed == 0, "the example prints something else"
         return
     exec(compile(code, block.place, "exec"), names)
-    if "elastic.run" in code and "\ntrain(" not in code and callable(names.get("train")):
+    if "elastic.run\ndef train(" in code and "\ntrain(" not in code:
         names["train"](names.get("state") or prepared["state"])
 
 

@@ -137,7 +137,7 @@ def check(words: list[str]) -> None:
         ours = name.split()
         if words[: len(ours)] == ours:
             rest = words[len(ours) :]
-            if "--help" in rest or "--version" in rest:
+            if {"--help", "--version", "--check-build"} & {*rest}:
                 return
             if name in WITH_COMMAND:
                 rest, _ = split_command(rest, value_counts(parser))
