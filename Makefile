@@ -83,7 +83,7 @@ paths: $(READY)  ## how many files run from a kill to the next step, in a step, 
 
 docs: $(READY)  ## the documentation as web pages, into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "Written to site/index.html"
+	@echo "Written to site/index.html; with its search: $(BIN)/python -m http.server -d site"
 
 dist: $(READY)  ## wheel and sdist, checked as for a release: twine, an installation of its own, the demo from it
 	@$(BIN)/python -m tests.release.run

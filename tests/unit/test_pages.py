@@ -188,6 +188,7 @@ def test_the_page_of_the_events_has_every_event() -> None:
     names = re.findall(r"^class (\w+)\(Event\)", (ROOT / "src/farandole/events.py").read_text(), re.MULTILINE)
     text = from_code().events_text()
     assert [name for name in names if f"| `{name}` |" not in text] == []
+    assert re.findall(r"^\| `(\w+)` \| \w+ \|  \|", text, re.MULTILINE) == [], "events without a meaning"
 
 
 def test_every_field_of_the_status_has_a_meaning() -> None:
