@@ -28,6 +28,7 @@ RAISE_NOTHING = {
     "Average Sum Min Max Product Adasum": "values",
     "Compression": "a namespace of classes",
     "is_initialized shutdown": "may be called at any time",
+    "LabError Fault Plan why_not": "an error, values, and a question",
     "get_handler_registry set_handler_registry StateHandler ModelStateHandler OptimizerStateHandler "
     "SamplerStateHandler": "accessors and bases",
     "State ObjectState": "their methods raise",
@@ -132,7 +133,17 @@ def exported(module: str) -> list[str]:
     raise LookupError(f"{module} has no __all__")
 
 
-OTHERS = ("elastic", "ray", "spark", "sharding", "process_group", "frameworks.lightning", "frameworks.transformers")
+OTHERS = (
+    "elastic",
+    "ray",
+    "spark",
+    "sharding",
+    "process_group",
+    "testing.lab",
+    "testing.faults",
+    "frameworks.lightning",
+    "frameworks.transformers",
+)
 
 PUBLIC = [
     *(("farandole", name) for name in farandole.__all__ if name not in MODULES),
