@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-hosts test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules fuzz mutate matrix check format bench paths docs clean
+.PHONY: help demo test test-hosts test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules fuzz mutate matrix check format bench paths docs dist clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -82,11 +82,14 @@ paths: $(READY)  ## how many files run from a kill to the next step, in a step, 
 	@$(BIN)/python -m benchmarks.files_on_path $(FLAGS)
 
 docs: $(READY)  ## the documentation as web pages, into site/
-	@$(BIN)/mkdocs build --strict --quiet
-	@echo "Written to site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "Written to site/index.html; with its search: $(BIN)/python -m http.server -d site"
+
+dist: $(READY)  ## wheel and sdist, checked as for a release: twine, an installation of its own, the demo from it
+	@$(BIN)/python -m tests.release.run
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv .venv-engines .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	@rm -rf .venv .venv-engines .venv-dist .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose

@@ -7,6 +7,7 @@ below, in which `X as X` marks a public name; Python reads _HOMES. A test compar
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -154,6 +155,31 @@ _MODULES = {
 _HOME = {name: f"farandole.{home}" for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted([*_HOME, *_MODULES])
+
+
+_SYSTEMS = {"darwin": "macOS", "win32": "Windows", "cygwin": "Windows"}
+
+
+def _require_linux(platform: str) -> None:
+    """Raise ImportError on another system, with what to do there."""
+    if platform == "linux":
+        return
+    elsewhere = "WSL 2, which is a Linux" if platform in ("win32", "cygwin") else "a Linux container or virtual machine"
+    raise ImportError(
+        f"Farandole runs on Linux only, and this is {_SYSTEMS.get(platform, platform)}: it needs abstract sockets "
+        f"and other interfaces of Linux. Use {elsewhere}. The same script runs there, with `farandole run` or alone"
+    )
+
+
+def _is_imported_by_torch() -> bool:
+    """Return whether `import torch` runs now: it loads process_group/autoload.py, and must work on every system. torch
+    turns any exception into one of its own (torch 2.13, torch/__init__.py, _import_device_backends)."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+if not _is_imported_by_torch():
+    _require_linux(sys.platform)
 
 
 def __getattr__(name: str) -> Any:

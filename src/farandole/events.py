@@ -49,6 +49,8 @@ def named(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class AgentJoined(Event):
+    """An agent has joined the job, and offers its slots."""
+
     agent: str
     host: str
     slots: int
@@ -59,6 +61,8 @@ class AgentJoined(Event):
 
 @dataclass(frozen=True)
 class AgentWasLost(Event):
+    """An agent is gone, and `workers` are lost with it."""
+
     agent: str
     reason: str
     workers: tuple[str, ...]
@@ -230,6 +234,8 @@ class HostDrained(Event):
 
 @dataclass(frozen=True)
 class HostUndrained(Event):
+    """A drained host may be used again, by a user's request."""
+
     host: str
 
     def line(self) -> str:
@@ -349,6 +355,8 @@ class HostBlacklisted(Event):
 
 @dataclass(frozen=True)
 class HostCooledDown(Event):
+    """The time is over for which a host was excluded."""
+
     host: str
 
     def line(self) -> str:
@@ -360,6 +368,8 @@ class HostCooledDown(Event):
 
 @dataclass(frozen=True)
 class ScaleChanged(Event):
+    """The job has another target size, by a user's request: `old` and `new` workers."""
+
     old: int
     new: int
 
@@ -369,6 +379,8 @@ class ScaleChanged(Event):
 
 @dataclass(frozen=True)
 class ScaleRefused(Event):
+    """A request for `size` workers is outside of the limits `low` and `high`; None: no limit."""
+
     size: int
     low: int
     high: int | None
@@ -383,6 +395,8 @@ class ScaleRefused(Event):
 
 @dataclass(frozen=True)
 class TrainingFinished(Event):
+    """The elastic function has returned on all workers of generation `number`."""
+
     number: int
     workers: tuple[str, ...]
 
@@ -536,6 +550,8 @@ class StopAsked(Event):
 
 @dataclass(frozen=True)
 class JobEnds(Event):
+    """The last event of a job."""
+
     exit_code: int
     reason: str
 
@@ -919,6 +935,8 @@ class WorkerEnded(Event):
 
 @dataclass(frozen=True)
 class WorkerLeaves(Event):
+    """A worker was asked to leave, and leaves at the next boundary."""
+
     worker: str
     slot: int
 
@@ -928,6 +946,8 @@ class WorkerLeaves(Event):
 
 @dataclass(frozen=True)
 class UserCodeFailed(Event):
+    """An exception of the script has ended a worker."""
+
     worker: str
     summary: str
     traceback: str

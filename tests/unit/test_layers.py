@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "coordinator": set(),
     "agent": set(),
     "engines": {"agent"},
-    "launch": {"agent", "coordinator", "engines", "horovod", "ledger", "checkpoint"},
+    "demo": {"launch", "ledger", "testing"},  # a test that people watch
+    "launch": {"agent", "coordinator", "demo", "engines", "horovod", "ledger", "checkpoint"},
     "horovod": {  # other names
         "collectives",
         "state",

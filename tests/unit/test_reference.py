@@ -6,10 +6,6 @@ import argparse
 import re
 from pathlib import Path
 
-import pytest
-
-import farandole
-from farandole import elastic
 from farandole.env import HorovodSettings
 from farandole.launch.agent_command import agent_parser
 from farandole.launch.horovod_settings import SETTINGS
@@ -18,11 +14,6 @@ from farandole.launch.run_parser import run_parser
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = (DOCS / "reference.md").read_text()
 MOVING = (DOCS / "moving-from-horovod.md").read_text()
-
-
-@pytest.mark.parametrize("name", sorted({*farandole.__all__, *elastic.__all__}))
-def test_every_public_name_is_in_the_reference(name: str) -> None:
-    assert re.search(rf"[`.]{re.escape(name)}[`(.]", REFERENCE), name
 
 
 def test_every_option_of_an_agent_is_in_the_reference() -> None:

@@ -34,6 +34,13 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
 
     Raises:
         CollectiveMismatch: The workers disagree on the shape.
+        ValueError: The weight is negative.
+        RecoverableError: A worker was lost, and this is no loop body.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.mean(2.5, weight=10)  # on one worker
+        2.5
     """
     if weight < 0:
         raise ValueError(f"mean: weight must not be negative, got {weight}")
@@ -53,7 +60,23 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
 
 
 def any(flag: bool) -> bool:
-    """Return True if the flag is true on at least one worker; all workers get the same answer."""
+    """Return True if the flag is true on at least one worker; all workers get the same answer.
+
+    When a worker is lost during the call, in the loop body of an elastic function, the answer is that of the
+    remaining workers.
+
+    Args:
+        flag: The flag of this worker.
+
+    Raises:
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.any(False)
+        False
+    """
     return bool(_sum(torch.tensor([1 if flag else 0], dtype=torch.int64), "any").item())
 
 

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 class EvalLoader:
     """Divides a data set among the current workers, in order, and yields this worker's part in batches.
 
-        loader = fd.elastic.EvalLoader(validation_set, batch_size=64)
-        ...
-        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
-        accuracy = fd.mean(right / max(1, loader.samples), weight=loader.samples)
-
     No sample is repeated to make the parts equal: they differ by one sample at most. So workers may have different
     numbers of batches, and with fewer samples than workers some have none. Weighted with `samples`, fd.mean is exactly
     the mean over the data set. For this reason the loop body must not call collectives.
@@ -42,13 +37,21 @@ class EvalLoader:
         num_workers: As in torch's DataLoader, like the following arguments. Loader workers live until close().
         collate_fn: See torch.
         pin_memory: See torch.
-        timeout: See torch.
+        timeout: Seconds to wait for a batch of a loader process; 0: for ever.
         prefetch_factor: See torch.
         worker_init_fn: See torch.
         multiprocessing_context: See torch.
 
     Raises:
         DataError: The data set is iterable-style, or batch_size is below 1.
+
+    Examples:
+        ```python
+        validation = fd.elastic.EvalLoader(validation_set, batch_size=64)
+        with torch.no_grad():
+            right = sum((model(x).argmax(1) == y).sum().item() for x, y in validation)
+        accuracy = fd.mean(right / max(1, validation.samples), weight=validation.samples)
+        ```
     """
 
     def __init__(

@@ -37,6 +37,10 @@ class Stratified:
 
     Raises:
         DataError: The labels are not one-dimensional, or there are none.
+
+    Examples:
+        >>> order = fd.elastic.Stratified(labels=[0, 1] * 128)
+        >>> loader = fd.elastic.DataLoader(dataset, global_batch_size=16, order=order)
     """
 
     def __init__(self, labels: ArrayLike) -> None:
@@ -89,6 +93,10 @@ class ShardLocal:
 
     Raises:
         DataError: A shard is empty, or the sizes are not whole numbers.
+
+    Examples:
+        >>> order = fd.elastic.ShardLocal(shard_sizes=[128, 128])
+        >>> loader = fd.elastic.DataLoader(dataset, global_batch_size=16, order=order)
     """
 
     def __init__(self, shard_sizes: ArrayLike) -> None:
@@ -141,6 +149,10 @@ class Bucketed:
 
     Raises:
         DataError: The lengths or the window are invalid.
+
+    Examples:
+        >>> order = fd.elastic.Bucketed(lengths=[5] * 256)
+        >>> loader = fd.elastic.DataLoader(dataset, global_batch_size=16, order=order)
     """
 
     def __init__(self, lengths: ArrayLike, window: int = 50) -> None:
@@ -272,6 +284,10 @@ class Weighted:
 
     Raises:
         DataError: The weights or samples_per_epoch are invalid.
+
+    Examples:
+        >>> order = fd.elastic.Weighted(weights=[1.0, 3.0] * 128)
+        >>> loader = fd.elastic.DataLoader(dataset, global_batch_size=16, order=order)
     """
 
     def __init__(self, weights: ArrayLike, samples_per_epoch: int | None = None) -> None:

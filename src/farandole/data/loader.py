@@ -54,10 +54,6 @@ _CHANGED: Mapping[str, str] = {
 class DataLoader(ElasticLoader):
     """Yields the samples of each global batch, divided among the current workers.
 
-        for epoch in loader.epochs(10):         # continues at the state's position, also in the middle of an epoch
-            for x, y in loader:
-                ...                             # one optimizer step
-
     Loader workers are started once, and continue when an epoch ends and when the world changes: persistent_workers=True
     changes nothing. Arguments of torch's DataLoader that cannot be supported are refused: batch_size, sampler,
     batch_sampler, generator, persistent_workers=False and in_order=False.
@@ -75,14 +71,21 @@ class DataLoader(ElasticLoader):
             stay the same when workers join or leave.
         seed: Seed of the order of the samples, which is new in each epoch.
         shuffle: False: the order is always 0, 1, 2, ...
-        order: Another order (data/orders/): Weighted, Stratified, Bucketed, ShardLocal.
+        order: Another order: Weighted, Stratified, Bucketed, ShardLocal.
         tail: The use of the last samples of an epoch, when they do not fill a global batch. "short": they form a
             shorter one, whose gradient is their mean. "carry": the batch is filled with the first samples of the next
             epoch, so that all steps have equally many. The step belongs to the epoch in which it began; the next epoch
             continues after these samples, and has one batch less now and then. This holds for the last epoch, too: its
             last step trains the first samples of one more. "drop": they are not trained in this epoch.
         drop_last: torch's name: True is tail="drop".
-        num_workers: As in torch's DataLoader, like the arguments that are not described here.
+        num_workers: Loader processes of this worker, as in torch's DataLoader; so are the following arguments.
+        collate_fn: Makes a batch of a list of samples, as in torch.
+        pin_memory: As in torch.
+        pin_memory_device: As in torch.
+        timeout: Seconds to wait for a batch of a loader process, as in torch; 0: for ever.
+        prefetch_factor: As in torch.
+        worker_init_fn: As in torch.
+        multiprocessing_context: As in torch.
         max_local_batch: Most samples of one loop body, where memory is limited. A local batch that has grown beyond it,
             because workers were lost, comes as several micro-batches, and only the last of them makes the optimizer
             step; in the others step() returns False and gradients are zeros. Without it the loop body runs once for
@@ -92,6 +95,7 @@ class DataLoader(ElasticLoader):
             need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it does so after the last
             micro-batch, bodies follow that do not count. Losses are means over the micro-batch: no `loss / 4`.
         min_local_batch: Fewest samples of one loop body where that is possible; 2 for models with BatchNorm.
+        **refused: Arguments of torch's DataLoader that cannot be supported: ConfigError says what to do instead.
 
     Attributes:
         epoch: The current epoch. Position and epoch change with decided steps only, through commit(); fetching ahead
@@ -104,6 +108,24 @@ class DataLoader(ElasticLoader):
         DataError: With the values, for an empty or iterable-style data set, an order made for another one, and invalid
             sizes, such as a global batch larger than the data set.
         ConfigError: Arguments contradict each other or cannot be supported.
+
+    Examples:
+        ```python
+        loader = fd.elastic.DataLoader(dataset, global_batch_size=16, seed=0)
+        state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+
+
+        @fd.elastic.run
+        def train(state):
+            for epoch in loader.epochs(2):  # continues at the state's position, also in the middle of an epoch
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+
+
+        train(state)
+        ```
     """
 
     def __init__(

@@ -77,7 +77,11 @@ def refuse_other_size(what: str, ours: int, samples: int) -> None:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A new random order in each epoch: constant time and memory for any number of samples."""
+    """A new random order in each epoch: constant time and memory for any number of samples.
+
+    Examples:
+        >>> loader = fd.elastic.DataLoader(dataset, global_batch_size=16, order=fd.elastic.Shuffled())
+    """
 
     identity = "shuffled"
 
@@ -96,7 +100,11 @@ class Shuffled:
 
 @dataclass(frozen=True)
 class Sequential:
-    """The order 0, 1, 2, ... in each epoch."""
+    """The order 0, 1, 2, ... in each epoch.
+
+    Examples:
+        >>> loader = fd.elastic.DataLoader(dataset, global_batch_size=16, order=fd.elastic.Sequential())
+    """
 
     identity = "sequential"
 

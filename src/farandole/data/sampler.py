@@ -33,15 +33,6 @@ class SizedDataset(Protocol):
 class ElasticSampler(Sampler[int]):
     """Divides an epoch's samples among the ranks in turn, and divides the rest again when the ranks have changed.
 
-        sampler = ElasticSampler(dataset)
-        loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
-        state = TorchState(model, optimizer, sampler=sampler)
-        ...
-        for batch_idx, batch in enumerate(loader):
-            ...                                     # one optimizer step
-            sampler.record_batch(batch_idx, 32)
-        sampler.set_epoch(epoch + 1)                # at the end of an epoch, not at its start
-
     Recorded samples show at once in processed_num. The samples that are handed out change with reset(), set_epoch() and
     load_state_dict() only, so that iterating again gives the same samples. A sync of the state resets, on all workers.
     All of this takes constant time and memory for any size of the data set, unless samples were recorded one by one, by
@@ -62,6 +53,29 @@ class ElasticSampler(Sampler[int]):
     Raises:
         NotInitialized: `init()` was not called.
         DataError: A seed or epoch is below 0, or `pad` has another value.
+
+    Examples:
+        ```python
+        sampler = fd.elastic.ElasticSampler(dataset)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=16, sampler=sampler)
+        state = fd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+
+
+        @fd.elastic.run
+        def train(state):
+            while state.epoch < 2:
+                for number, (x, y) in enumerate(loader):
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    sampler.record_batch(number, len(x))
+                    state.commit()
+                state.epoch += 1
+                sampler.set_epoch(state.epoch)  # at the end of an epoch, not at its start
+
+
+        train(state)
+        ```
     """
 
     def __init__(

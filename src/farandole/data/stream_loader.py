@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 class StreamLoader(ElasticLoader):
     """Yields the samples of an IterableDataset in global batches, divided among the current workers.
 
-        loader = StreamLoader(dataset, global_batch_size=256, streams=64, transform=decode, num_workers=4)
-        state = TorchState(model=model, optimizer=optimizer, loader=loader)
-        for epoch in loader.epochs(10):
-            for x, y in loader:
-                ...                             # one optimizer step
-
     The data set is read as a fixed number of streams, which take turns; the k-th global batch has the same samples for
     every number of workers. The position of the training is an offset for each stream. Stream v of V is opened as
     follows:
@@ -66,8 +60,18 @@ class StreamLoader(ElasticLoader):
             without `stateful`. A checkpoint accepts states of plain values, containers and tensors.
         transform: Maps one sample to the value that is collated: the costly part, run only by the worker that trains
             it.
-        num_workers: As in torch's DataLoader, like the arguments that are not described here.
-        max_local_batch: As in DataLoader, like micro_batch_size, min_local_batch and dummy batches.
+        num_workers: Loader processes of this worker, as in torch's DataLoader; so are the following arguments.
+        collate_fn: Makes a batch of a list of samples, as in torch.
+        pin_memory: As in torch.
+        pin_memory_device: As in torch.
+        timeout: Seconds to wait for a batch of a loader process, as in torch; 0: for ever.
+        prefetch_factor: As in torch.
+        worker_init_fn: As in torch.
+        multiprocessing_context: As in torch.
+        max_local_batch: As in DataLoader, like dummy batches.
+        micro_batch_size: As in DataLoader.
+        min_local_batch: As in DataLoader.
+        **refused: Arguments of torch's DataLoader that cannot be supported: ConfigError says what to do instead.
 
     Attributes:
         epoch: The current epoch. Position and epoch change with decided steps only.
@@ -77,6 +81,29 @@ class StreamLoader(ElasticLoader):
     Raises:
         DataError: With the values, for invalid sizes, and for an iterator, which could be read only once.
         ConfigError: Arguments of torch's DataLoader cannot be supported.
+
+    Examples:
+        ```python
+        class Lines(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter([(torch.randn(8), 0), (torch.randn(8), 1)] * 20)
+
+
+        loader = fd.elastic.StreamLoader(Lines(), global_batch_size=8)
+        state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+
+
+        @fd.elastic.run
+        def train(state):
+            for epoch in loader.epochs(1):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+
+
+        train(state)
+        ```
     """
 
     def __init__(

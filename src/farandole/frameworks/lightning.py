@@ -52,10 +52,6 @@ class Trainer(pl.Trainer):
     """A lightning.Trainer for `farandole run`: `fit(model, elastic.DataLoader(...))` continues when workers come and
     go.
 
-        fd.init()
-        trainer = farandole.frameworks.lightning.Trainer(max_epochs=5)
-        trainer.fit(module, fd.elastic.DataLoader(dataset, global_batch_size=64), validation_loader)
-
     - A batch of Lightning's is a step: hooks, global_step and schedulers see each one once, however often it was
       repeated, and however many micro-batches it has.
     - The module, the optimizer, schedulers, the state_dict() of callbacks and the decision to stop are the same on all
@@ -68,10 +64,23 @@ class Trainer(pl.Trainer):
     - A worker that joins sees on_train_start, and no on_train_epoch_start of an epoch in which it joins; so does, now
       and then, a survivor of a fault.
 
+    Args:
+        max_epochs: Number of epochs; this or `max_steps` is needed, so that all workers end together.
+        max_steps: Number of steps; -1: as many as the epochs have.
+        **kwargs: Further arguments of lightning.Trainer.
+
     Raises:
         ConfigError: An unsupported feature is used: several optimizers or manual optimization, `dataloader_iter`,
             ckpt_path= (`farandole run --checkpoint`), another loader, and the arguments in _OURS.
         NotInitialized: init() was not called before.
+
+    Examples:
+        ```python
+        from farandole.frameworks.lightning import Trainer
+
+        trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        trainer.fit(module, fd.elastic.DataLoader(dataset, global_batch_size=16))
+        ```
     """
 
     fit_loop: Any
@@ -226,7 +235,10 @@ def _count(tracker: Any, begun: int, done: int) -> None:
 class FarandoleStrategy(Strategy):
     """A strategy whose gradients are reduced by DistributedOptimizer. Inside fit() only explicit requests are
     collectives: metrics with sync_dist=True, and the decision to stop. Barriers and broadcasts, which guard files in
-    Lightning, are not: rank 0 alone writes files."""
+    Lightning, are not: rank 0 alone writes files.
+
+    See the example of `Trainer`.
+    """
 
     optimizers: Any
     strategy_name = "farandole"

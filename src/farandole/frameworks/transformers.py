@@ -37,11 +37,6 @@ _NO_ARGUMENT = {
 class Trainer(transformers.Trainer):
     """A transformers.Trainer for `farandole run`: train() continues when workers come and go.
 
-        fd.init()
-        loader = fd.elastic.DataLoader(dataset, global_batch_size=64, collate_fn=transformers.default_data_collator)
-        trainer = farandole.frameworks.transformers.Trainer(model, TrainingArguments(...), train_loader=loader)
-        trainer.train()
-
     - A step of the Trainer's is one of Farandole's: callbacks, global_step and the scheduler see each one once, however
       often it was repeated, and however many micro-batches it has.
     - Where the Trainer counts the labels of a batch (`num_items_in_batch`), the loss is the mean over those of the
@@ -55,10 +50,28 @@ class Trainer(transformers.Trainer):
     - A worker that joins sees on_train_begin; so does, now and then, a survivor of a fault.
     - The loader makes the batches: per_device_train_batch_size, dataloader_*, group_by_length have no effect.
 
+    Args:
+        model: The model, equal on all workers.
+        args: The TrainingArguments.
+        train_loader: A loader of Farandole, which takes the place of train_dataset.
+        **kwargs: Further arguments of transformers.Trainer.
+
     Raises:
         ConfigError: An unsupported feature is used: see _refuse(); train(resume_from_checkpoint=),
             hyperparameter_search().
         NotInitialized: init() was not called before.
+
+    Examples:
+        ```python
+        import transformers
+
+        from farandole.frameworks.transformers import Trainer
+
+        loader = fd.elastic.DataLoader(labelled, global_batch_size=16, collate_fn=transformers.default_data_collator)
+        arguments = transformers.TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer = Trainer(classifier, arguments, train_loader=loader)
+        result = trainer.train()
+        ```
     """
 
     optimizer: Any

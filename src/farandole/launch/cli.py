@@ -82,6 +82,10 @@ def _command(arguments: Sequence[str]) -> int:
         from farandole.launch.certificates_command import certificates_command
 
         return certificates_command(arguments[1:])
+    if arguments and arguments[0] == "demo":
+        from farandole.demo.demo_command import demo_command
+
+        return demo_command(arguments[1:])
     if arguments and arguments[0] in CONTROL:
         from farandole.launch.control_commands import control_command
 
@@ -108,7 +112,7 @@ def _main_parser() -> argparse.ArgumentParser:
         "       farandole status|jobs|scale|drain|undrain [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
         "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR\n"
-        "       farandole doctor [options]\n       farandole certificates DIR",
+        "       farandole doctor [options]\n       farandole certificates DIR\n       farandole demo",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
         "  torchrun    train with torchrun's command line; see 'farandole torchrun --help'\n"
@@ -119,14 +123,26 @@ def _main_parser() -> argparse.ArgumentParser:
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'\n"
         "  doctor      look at this machine, and at hosts, before a job runs; see 'farandole doctor --help'\n"
         "  certificates  make the certificates of a job whose connections are encrypted; see 'farandole certificates "
-        "--help'",
+        "--help'\n"
+        "  demo        three workers train, one is killed, another one joins; see 'farandole demo --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
     parser.add_argument(
         "command",
-        choices=["run", "torchrun", *CONTROL, "agent", "slurm", "kubernetes", "ledger", "doctor", "certificates"],
+        choices=[
+            "run",
+            "torchrun",
+            *CONTROL,
+            "agent",
+            "slurm",
+            "kubernetes",
+            "ledger",
+            "doctor",
+            "certificates",
+            "demo",
+        ],
         nargs="?",
         help=argparse.SUPPRESS,
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from farandole.errors import AuthenticationError, ConfigError, FatalError, ProtocolError
+from farandole.launch.consent import NoConsent, require_consent
 from farandole.launch.control_parser import control_parser
 from farandole.launch.job_files import JobFile, is_alive, read_job_file, running
 from farandole.launch.joining import read_token_file, tls_folder
@@ -72,10 +73,12 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
             if options.json:  # always one job's status, or nothing
                 return _print_error(command, _not_one(running()), NOT_DONE)
             return _jobs(as_json=False)
+        if command == "scale" and not options.yes:
+            require_consent(options.job_file, f"scale it to {options.size} workers")
         return asyncio.run(_ask(command, options, _chosen(options)))
     except ConfigError as error:
         return _print_error(command, error, USAGE_ERROR)
-    except (NoAnswer, AuthenticationError, ProtocolError) as error:
+    except (NoAnswer, NoConsent, AuthenticationError, ProtocolError) as error:
         return _print_error(command, error, NOT_DONE)
 
 

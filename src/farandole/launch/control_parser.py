@@ -24,6 +24,9 @@ def control_parser(command: str) -> argparse.ArgumentParser:
     parser = Parser(prog=f"farandole {command}", description=f"{COMMANDS[command].capitalize()}.", allow_abbrev=False)
     if command == "scale":
         parser.add_argument("size", type=int, metavar="N", help="workers that the job should have")
+        parser.add_argument(
+            "--yes", action="store_true", help="do not ask before another user's job is changed (with --job-file)"
+        )
     elif command in ("drain", "undrain"):
         parser.add_argument("host", metavar="HOST", help="name of the host, as `farandole status` shows it")
     if command in ("status", "jobs"):

@@ -48,6 +48,8 @@ def run(
     Uses the cluster to which this process is connected; without a connection it calls ray.init(). Nodes that join the
     cluster get workers, up to `max_num_proc`. The workers of a node that Ray drains leave at their next boundary.
 
+    See the example of `run`.
+
     Args:
         func: The function for the workers. It travels as with farandole.run().
         args: Its positional arguments.
@@ -59,16 +61,16 @@ def run(
         gpus_per_worker: The GPUs that Ray reserves for each worker.
         workers_per_node: The most workers on each node; None: as many as it has room for.
         reset_limit: As in farandole.run().
-        cooldown_range: As in farandole.run().
-        start_timeout: As in farandole.run().
-        elastic_timeout: As in farandole.run().
+        cooldown_range: Seconds, as in farandole.run().
+        start_timeout: Seconds, as in farandole.run().
+        elastic_timeout: Seconds, as in farandole.run().
         network_interfaces: As in farandole.run(). By default the address of a node in the cluster is tried first.
         output_filename: As in farandole.run().
         prefix_output_with_timestamp: As in farandole.run().
         verbose: As in farandole.run().
         env: As in farandole.run().
         checkpoint: As in farandole.run(); the place must be the same on all nodes.
-        checkpoint_every: As in farandole.run().
+        checkpoint_every: As --checkpoint-every.
         checkpoint_keep: As in farandole.run().
         tls: As in farandole.run().
 

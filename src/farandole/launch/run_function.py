@@ -98,8 +98,7 @@ def run(
     The function, its arguments and its results travel by cloudpickle; so functions of a notebook or of `__main__`,
     closures and lambdas work. A function of a module is imported by its name, so each host must have the module. The
     workers are new processes of this Python, or on other hosts of the Python of their agents. They run in the folder of
-    this process, or in that of their agent where there is no such folder. Parameters that are not listed here are
-    Horovod's and have no effect; to give one causes a warning.
+    this process, or in that of their agent where there is no such folder.
 
     The call, and the result of each worker, may take 1 GiB each. They travel over the job's authenticated connections,
     and only this process unpickles results.
@@ -117,7 +116,7 @@ def run(
         host_discovery_script: A command that prints the hosts; it is run repeatedly.
         slots: The slots of hosts that the script prints without a number.
         reset_limit: As --reset-limit.
-        cooldown_range: As --blacklist-cooldown-range.
+        cooldown_range: The fewest and the most seconds, as --blacklist-cooldown-range.
         start_timeout: Seconds, as --start-timeout.
         elastic_timeout: Seconds, as --elastic-timeout.
         ssh_port: As --ssh-port.
@@ -134,8 +133,13 @@ def run(
         checkpoint_every: As --checkpoint-every.
         checkpoint_keep: As --checkpoint-keep.
         tls: As --tls DIR: the folder of `farandole certificates`, at the same path on each machine.
-        np, min_np, max_np: Other names of the three numbers.
+        np: Another name of num_proc.
+        min_np: Another name of min_num_proc.
+        max_np: Another name of max_num_proc.
         use_gloo: Accepted; requests the default behaviour.
+        disable_cache: Horovod's, without effect and with a warning, like the following ones.
+        use_mpi: Without effect.
+        mpi_args: Without effect.
 
     Returns:
         The results of the workers, by rank.
@@ -144,6 +148,19 @@ def run(
         FunctionFailed: A worker raised; with the traceback of the first one. It is a RuntimeError.
         ConfigError: The arguments cannot work. It is a ValueError.
         TypeError: `func` is not a function, or cannot be sent.
+
+    Examples:
+        ```python
+        def square(number):
+            import farandole as fd
+
+            fd.init()
+            return number**2 + fd.rank()
+
+
+        results = fd.run(square, args=(3,), num_proc=2)
+        assert results == [9, 10]
+        ```
     """
     if network_interface is not None:
         network_interfaces = [*(network_interfaces or ()), *network_interface.split(",")]

@@ -310,9 +310,9 @@ def _transport(parser: argparse.ArgumentParser) -> None:
         "--transport",
         choices=("auto", "shm", "tcp", "hierarchical", "gloo", "nccl"),
         help="shm: through the memory that workers of one host share; tcp: over connections; hierarchical: through "
-        "memory on each host, over connections between hosts; gloo: through torch's Gloo, as a reference; nccl: CUDA "
-        "tensors through NCCL, or an error; auto: the fastest available transport (default: FARANDOLE_TRANSPORT, or "
-        "auto)",
+        "memory on each host, over connections between hosts; gloo: through torch's Gloo, slower, to compare with; "
+        "nccl: CUDA tensors through NCCL, or an error, and all others as with auto; auto: the fastest available "
+        "transport (default: FARANDOLE_TRANSPORT, or auto)",
     )
 
 
@@ -481,18 +481,20 @@ def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str 
     found: Mapping[str, object] = {} if isinstance(torch, str) else torch
     version = f" {found['torch']}" if found else f": {torch}"
     devices = ", ".join(["CPU", *(name for key, name in _DEVICES if found.get(key))])
+    tensors = f"{devices} tensors"
     groups = {
         "Available Frameworks": [(bool(found), f"PyTorch{version}"), (False, "TensorFlow"), (False, "MXNet")],
         "Available Controllers": [(True, "Farandole's own"), (False, "MPI")],
         "Available Tensor Operations": [
-            (bool(found), f"Farandole's own TCP ring ({devices} tensors)" if found else "Farandole's own TCP ring"),
+            (bool(found), f"Farandole's own shared memory, on one host ({tensors})"),
+            (bool(found), f"Farandole's own TCP ring ({tensors})"),
             (bool(found.get("nccl")), "NCCL"),
             (False, "DDL"),
             (False, "CCL"),
             (False, "MPI"),
             (bool(found.get("gloo")), "Gloo"),
         ],
-        "Backends of the installed torch.distributed (Farandole does not need them)": [
+        "Backends of the installed torch.distributed (needed only for --transport gloo or nccl)": [
             (bool(found.get(key)), name) for key, name in _BACKENDS
         ],
         "Launchers that init() supports, beside farandole run and horovodrun": [

@@ -42,6 +42,8 @@ def run(
     """Call `fn(*args, **kwargs)` in each of `num_proc` workers, each in a task of the active Spark application, and
     return their results, by rank. The loss of a worker ends the job.
 
+    See the example of `run`.
+
     Args:
         fn: The function for the workers. It travels as with farandole.run().
         args: Its positional arguments.
@@ -57,7 +59,11 @@ def run(
         executable: Another Python for the workers.
         tls: As in farandole.run().
         use_gloo: Accepted; requests the default behaviour.
-        use_mpi, extra_mpi_args: Accepted; to give one causes a warning, as there is no MPI.
+        use_mpi: Accepted with a warning, as there is no MPI.
+        extra_mpi_args: Accepted with a warning, as there is no MPI.
+
+    Returns:
+        The results of the workers, by rank.
 
     Raises:
         FunctionFailed: A worker raised; with the traceback of the first one. It is a RuntimeError.
@@ -103,6 +109,8 @@ def run_elastic(
     """Call an elastic function in tasks of the active Spark application, and return the results of the first
     `min_num_proc` ranks. The job continues when executors are taken away, and grows when there are more.
 
+    See the example of `run`.
+
     Args:
         fn: The function for the workers.
         args: Its positional arguments.
@@ -110,13 +118,26 @@ def run_elastic(
         num_proc: The number of workers at the start; None: spark.default.parallelism.
         min_num_proc: The fewest workers that may train; None: num_proc.
         max_num_proc: The most workers, and the number of tasks that are submitted; None: num_proc.
-        elastic_timeout: Seconds for which the job may have fewer workers than `min_num_proc`.
+        start_timeout: As in run(), in seconds.
+        elastic_timeout: Seconds for which the job may have fewer workers than `min_num_proc`; None: 600.
         reset_limit: As --reset-limit.
-        start_timeout, env, stdout, stderr, verbose, nics, prefix_output_with_timestamp, tls: As in run().
-        min_np, max_np: Other names of min_num_proc and max_num_proc.
+        env: As in run().
+        stdout: As in run().
+        stderr: As in run().
+        verbose: As in run().
+        nics: As in run().
+        prefix_output_with_timestamp: As in run().
+        tls: As in run().
+        min_np: Another name of min_num_proc.
+        max_np: Another name of max_num_proc.
+
+    Returns:
+        The results of the first `min_num_proc` workers, by rank.
 
     Raises:
-        FunctionFailed, ConfigError, TypeError: As in run().
+        FunctionFailed: A worker raised, or the job had too few workers for too long. It is a RuntimeError.
+        ConfigError: There is no active SparkContext, pyspark is not installed, or the arguments cannot work.
+        TypeError: `fn` cannot be sent.
     """
     context = active_context()
     workers = context.defaultParallelism if num_proc is None else num_proc

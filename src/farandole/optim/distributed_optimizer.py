@@ -98,6 +98,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ValueError: An argument is invalid.
         StepError: The optimizer was wrapped before.
         NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     """
     groups = groups_of(groups, num_groups)
     options = Options(

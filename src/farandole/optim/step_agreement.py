@@ -80,6 +80,26 @@ def weight(n: float) -> None:
         StepError: No batch of a DataLoader of Farandole is out, or backward() of its loop body has run.
         ValueError: n is negative or not finite.
         CollectiveMismatch: Raised by backward() on all workers when only some of them have called weight().
+
+    Examples:
+        ```python
+        state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+
+
+        @fd.elastic.run
+        def train(state):
+            for epoch in loader.epochs(1):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    mask = y != 0
+                    fd.weight(mask.sum())  # of this worker's local batch
+                    losses = F.cross_entropy(model(x), y, reduction="none")
+                    ((losses * mask).sum() / mask.sum().clamp(min=1)).backward()
+                    optimizer.step()
+
+
+        train(state)
+        ```
     """
     number = float(n)
     if not math.isfinite(number) or number < 0:

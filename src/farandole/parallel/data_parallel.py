@@ -27,9 +27,6 @@ _OF_STATE = (
 class DataParallel(torch.nn.Module):
     """A module whose forward and backward passes run on the parts of a batch at the same time.
 
-        model = fd.DataParallel(model, threads=2)         # on the CPU
-        model = fd.DataParallel(model.cuda(), [0, 1])     # on two devices
-
     Inputs may be nested in any way. Tensors are divided along `dim`, in parts that differ by one sample at most;
     tensors of size 1 there, and values that are not tensors, are passed to each replica unchanged. Output tensors are
     concatenated; other outputs must be equal in all replicas.
@@ -62,6 +59,11 @@ class DataParallel(torch.nn.Module):
         ConfigError: From the constructor: parameters are on several devices or have no shape, or arguments do not fit
             the module. From forward(): inputs have different numbers of samples, outputs do not fit together, the
             module is compiled, scripted or a SyncBatchNorm, or a tensor with gradients is neither parameter nor input.
+
+    Examples:
+        >>> parallel = fd.DataParallel(model, threads=2)  # on two devices: DataParallel(model.cuda(), [0, 1])
+        >>> parallel(torch.randn(4, 8)).shape
+        torch.Size([4, 3])
     """
 
     def __init__(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 BACKEND = "farandole"
+SYSTEMS = ("linux",)
 
 _is_known = False  # the backend, to torch
 _is_prepared = False  # this process, as a worker
@@ -30,6 +31,9 @@ _lone: LoneTraining | None = None  # of a worker of several
 def load() -> None:
     """Make the backend known, and prepare a worker. Idempotent. torch's entry point calls it, and the fork server calls
     it again in each worker that it has forked, whose environment differs from its own."""
+    if sys.platform not in SYSTEMS:
+        sys.modules.pop("farandole", None)  # so that a script's `import farandole` says why it does not work here
+        return
     if not dist.is_available():
         return  # a torch that was built without torch.distributed
     make_backend_known()

@@ -38,7 +38,12 @@ class FarandoleGroup(ProcessGroup):
 
     Args:
         members: Who is in the group, and the way to them.
-        timeout: The time limit of operations that name no other one. Not in a job.
+        timeout: The time limit, a timedelta, of operations that name no other one. Not in a job.
+
+    Examples:
+        >>> fd.init(default_group=True)
+        >>> torch.distributed.get_world_size()  # of the default group, which is one of these
+        1
     """
 
     def __init__(self, members: GroupMembers, timeout: timedelta | None = None) -> None:

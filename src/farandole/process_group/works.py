@@ -178,6 +178,10 @@ def failure() -> RecoverableError | None:
 
     None if there is none. backward() of a DistributedDataParallel raises a RuntimeError of another type when a worker
     was lost: this is the original error. It is forgotten when the next generation begins.
+
+    Examples:
+        >>> from farandole import process_group
+        >>> process_group.failure()  # nothing has failed
     """
     if _seen is None or not world.is_entered() or _seen[0] is not world.current():
         return None

@@ -50,18 +50,6 @@ class ShardedState(State):
     When the world has changed, mesh, model and optimizer are created again, and every shard comes from the lowest rank
     that holds it.
 
-        def build(mesh):                       # called again for each world
-            torch.manual_seed(0)
-            model = Net()
-            fully_shard(model, mesh=mesh)
-            return model, torch.optim.AdamW(model.parameters())
-
-        state = ShardedState(build, shards=2, batch=0)
-
-        @fd.elastic.run
-        def train(state):
-            model, optimizer = state.model, state.optimizer     # those of this world
-
     Each worker has one copy of its shard of parameters and optimizer state in memory between commits, and two while it
     commits. After an interrupt or a fault, training returns to the newest complete commit. In the elastic function
     ShardLost is raised, alike on all ranks, when a shard has no holder and there is no checkpoint.
@@ -79,6 +67,38 @@ class ShardedState(State):
 
     Raises:
         ConfigError: `shards` is below 1.
+
+    Examples:
+        ```python
+        from torch.distributed.fsdp import fully_shard
+
+        from farandole.sharding import ShardedState
+
+
+        def build(mesh):  # called again for each world
+            torch.manual_seed(0)
+            model = Net()
+            fully_shard(model, mesh=mesh)
+            return model, torch.optim.AdamW(model.parameters())
+
+
+        fd.init(default_group=True)
+        state = ShardedState(build, shards=2, batch=0)
+
+
+        @fd.elastic.run
+        def train(state):
+            while state.batch < 3:
+                model, optimizer = state.model, state.optimizer  # those of this world
+                optimizer.zero_grad()
+                F.cross_entropy(model(torch.randn(4, 8)), torch.zeros(4).long()).backward()
+                optimizer.step()
+                state.batch += 1
+                state.commit()
+
+
+        train(state)
+        ```
     """
 
     def __init__(

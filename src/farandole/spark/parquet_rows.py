@@ -28,6 +28,12 @@ class ParquetRows:
 
     Raises:
         ConfigError: pyarrow is not installed, or there are no Parquet files at the path.
+
+    Examples:
+        ```python
+        rows = fd.spark.ParquetRows(f"{folder}/rows.parquet", columns=["x", "y"])
+        loader = fd.elastic.DataLoader(rows, global_batch_size=4)
+        ```
     """
 
     def __init__(self, path: str, columns: Sequence[str] | None = None, groups_kept: int = 8) -> None:

@@ -136,7 +136,13 @@ def is_elastic() -> bool:
 
 
 class HostUpdateResult(enum.IntFlag):
-    """The effect of host changes. Several changes at once are combined with bitwise or."""
+    """The effect of host changes, as State.on_hosts_updated() receives it. Several changes at once are combined with
+    bitwise or.
+
+    Examples:
+        >>> fd.elastic.HostUpdateResult.mixed == fd.elastic.HostUpdateResult.removed | fd.elastic.HostUpdateResult.added
+        True
+    """
 
     no_update = 0
     removed = 1

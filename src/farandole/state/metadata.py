@@ -40,7 +40,33 @@ from farandole.state.packing import Packed, pack, unpack
 
 
 class StateHandler:
-    """The handler of one value of a TorchState. Users derive from it for types of their own, and register the class."""
+    """The handler of one value of a TorchState. Users derive from it for types of their own, and register the class.
+
+    Args:
+        value: The value to handle.
+
+    Examples:
+        ```python
+        class ListHandler(fd.elastic.StateHandler):
+            def save(self):
+                self.saved = list(self.value)
+
+            def restore(self):
+                self.value[:] = self.saved
+
+            def sync(self):
+                self.value[:] = fd.broadcast_object(self.value)
+                self.save()
+
+
+        class History(list):
+            pass
+
+
+        fd.elastic.get_handler_registry().insert(0, (History, ListHandler))
+        state = fd.elastic.TorchState(model, optimizer, history=History())
+        ```
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -96,7 +122,13 @@ class SnapshotHandler(StateHandler):
 
 
 class ModelStateHandler(SnapshotHandler):
-    """Handler of a torch.nn.Module: parameters, persistent buffers, extra state."""
+    """Handler of a torch.nn.Module: parameters, persistent buffers, extra state.
+
+    See the example of `StateHandler`.
+
+    Args:
+        model: The module.
+    """
 
     is_on_host = True
 
@@ -125,7 +157,13 @@ class ModelStateHandler(SnapshotHandler):
 class OptimizerStateHandler(SnapshotHandler):
     """Handler of a torch.optim.Optimizer. For a class of torch it keeps the state_dict(). For any other class it keeps
     the whole state (optimizer_state.py), and the state_dict() if the class defines one. Tensors in both are copied
-    once."""
+    once.
+
+    See the example of `StateHandler`.
+
+    Args:
+        value: The optimizer.
+    """
 
     is_on_host = True
 
@@ -183,6 +221,11 @@ class SamplerStateHandler(SnapshotHandler):
     current world.
 
     Sets of trained samples, which differ by rank, are united; everything else is taken from rank 0.
+
+    See the example of `StateHandler`.
+
+    Args:
+        value: The sampler.
     """
 
     def sync(self) -> None:
@@ -245,6 +288,8 @@ _registry: Registry = [
 def get_handler_registry() -> Registry:
     """Return the registry of handlers, which TorchState reads for each value.
 
+    See the example of `StateHandler`.
+
     Returns:
         Pairs of type and handler class; the first matching type is used. It is the list itself: entries added to it
         take effect.
@@ -253,6 +298,13 @@ def get_handler_registry() -> Registry:
 
 
 def set_handler_registry(registry: Registry) -> None:
+    """Replace the registry of handlers.
+
+    See the example of `StateHandler`.
+
+    Args:
+        registry: Pairs of type and handler class; the first matching type is used.
+    """
     global _registry
     _registry = registry
 

@@ -36,6 +36,28 @@ class State:
     Args:
         bcast_object: Returns rank 0's argument on every rank.
         get_rank: Returns this worker's rank.
+
+    Examples:
+        ```python
+        class Counter(fd.elastic.State):
+            def __init__(self):
+                super().__init__(bcast_object=fd.broadcast_object, get_rank=fd.rank)
+                self.count = self.saved = 0
+
+            def save(self):
+                self.saved = self.count
+
+            def restore(self):
+                self.count = self.saved
+
+            def sync(self):
+                self.count = self.saved = fd.broadcast_object(self.count)
+
+
+        state = Counter()
+        state.count = 3
+        state.commit()
+        ```
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -157,8 +179,20 @@ class ObjectState(State):
 
     Each save() makes a deep copy of the values, and so does restore(): changes in place are rolled back too.
 
+    Args:
+        bcast_object: Returns rank 0's argument on every rank: fd.broadcast_object.
+        get_rank: Returns this worker's rank: fd.rank.
+        **kwargs: The values.
+
     Raises:
         ConfigError: A value cannot be copied.
+
+    Examples:
+        >>> state = fd.elastic.ObjectState(fd.broadcast_object, fd.rank, epoch=0)
+        >>> state.epoch = 5
+        >>> state.restore()  # to the values of the newest commit
+        >>> state.epoch
+        0
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:

@@ -77,14 +77,14 @@ _GIVEN = ("model", "optimizer")
 class StepState(TorchState):
     """Model, optimizer, loader and all other values that change with a step. TorchState(loader=...) returns it.
 
-    TorchState(model=..., optimizer=..., loader=..., after_step=[scheduler.step], scheduler=scheduler, best=0.0)
-
     `state.step` is the number of decided steps. The *tensors* of a state are parameters and optimizer tensors; metadata
     is the rest.
 
     Further optimizers may be among the keywords (a GAN). A step is decided when the last of them has stepped, or when
     the loop body ends in which only some have. A fault before that undoes the steps of these, from a copy made for this
     purpose.
+
+    See the example of `DataLoader`.
 
     Args:
         model: The model to train.

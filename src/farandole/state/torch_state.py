@@ -41,8 +41,8 @@ from farandole.state.object_state import ObjectState
 class TorchState(ObjectState):
     """Models, optimizers and all other values that must survive; every keyword becomes an attribute.
 
-    TorchState(model, optimizer, batch=0, epoch=0)                    the commit rule, as in Horovod
-    TorchState(model=..., optimizer=..., loader=..., best=0.0)        the step rule: see StepState
+    With a loader of Farandole as `loader=` it is a StepState, which follows the step rule. Otherwise it follows the
+    commit rule, as in Horovod.
 
     Under the commit rule the script calls `state.commit()` at points from which it can continue. After a fault all
     workers return to the newest commit, and the elastic function is called again.
@@ -70,6 +70,24 @@ class TorchState(ObjectState):
     Raises:
         ConfigError: A torch DataLoader that does not divide the data was given as `loader` in a job that may have
             several workers.
+
+    Examples:
+        ```python
+        state = fd.elastic.TorchState(model, optimizer, epoch=0)
+
+
+        @fd.elastic.run
+        def train(state):
+            while state.epoch < 3:
+                optimizer.zero_grad()
+                F.cross_entropy(model(torch.randn(4, 8)), torch.zeros(4).long()).backward()
+                optimizer.step()
+                state.epoch += 1
+                state.commit()
+
+
+        train(state)
+        ```
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TorchState:

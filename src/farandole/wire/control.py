@@ -68,7 +68,10 @@ class WorkerSummary(msgspec.Struct, frozen=True):
     """The state of one worker whose process is not known to be gone.
 
     Attributes:
+        worker: Its name, which no other worker of the job ever has.
         rank: Its rank in the current generation; None if it is not a member.
+        host: The name of its host.
+        slot: Its slot on that host, from 0.
         pid: The id of its process on its host; 0 until it called init().
         state: Of a member "trains", "leaves", "has finished" or "fails"; of others "starts", "waits" (for its
             admission) or "ends".
@@ -90,6 +93,7 @@ class HostStatus(msgspec.Struct, frozen=True):
     """The state of one host.
 
     Attributes:
+        host: Its name.
         slots: The number of workers for which it has room.
         workers: The number of workers that run there.
         is_connected: Its agent is connected.
@@ -111,6 +115,12 @@ class SlotInBackoff(msgspec.Struct, frozen=True):
     """A slot in which no worker is started for `for_s` more seconds.
 
     The reason is the number of workers in a row that failed there soon after their start.
+
+    Attributes:
+        host: The name of its host.
+        slot: Its number on that host, from 0.
+        failures: The number of those workers.
+        for_s: The remaining seconds.
     """
 
     host: str
@@ -120,7 +130,12 @@ class SlotInBackoff(msgspec.Struct, frozen=True):
 
 
 class PastEvent(msgspec.Struct, frozen=True):
-    """A line of the job's log, and its age."""
+    """A line of the job's log, and its age.
+
+    Attributes:
+        ago_s: Its age in seconds.
+        line: The text.
+    """
 
     ago_s: float
     line: str
@@ -130,6 +145,7 @@ class Status(Message, frozen=True):
     """The state of a job at one moment.
 
     Attributes:
+        job: The name of the job.
         state: "starting" (not all have called init() yet), "training", "regrouping" (no worker trains), "finishing" or
             "ending".
         generation: The number of the generation that was started last; 0: none.
@@ -138,7 +154,10 @@ class Status(Message, frozen=True):
         wanted: The number of workers that the job should have.
         spares: The number of newcomers that should wait beyond those (--spares).
         min_np, max_np: The fewest and the most workers; None: no limit.
-        members: By rank; `newcomers` are all other running workers.
+        members: The members, by rank.
+        newcomers: All other running workers.
+        hosts: The hosts, in the order of their ranks.
+        backoffs: Slots in which no worker is started for a while.
         regroups: The number of generations after the first one.
         events: The last events, the oldest first.
         coordinator_pid, coordinator_epoch: The coordinator's process, and its number: higher by 1 for each one that has

@@ -15,33 +15,62 @@ import torch.distributed
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return whether workers can communicate over TCP without MPI. Always True."""
+    """Return whether workers can communicate over TCP without MPI. Always True.
+
+    Args:
+        verbose: Accepted for Horovod's scripts.
+
+    Examples:
+        >>> fd.gloo_built()
+        True
+    """
     return True
 
 
 def gloo_enabled() -> bool:
-    """Return whether workers communicate over TCP without MPI. Always True."""
+    """Return whether workers communicate over TCP without MPI. Always True.
+
+    See the example of `gloo_built`.
+    """
     return True
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Return whether the installed torch has MPI. Farandole itself never uses it."""
+    """Return whether the installed torch has MPI. Farandole itself never uses it.
+
+    See the example of `gloo_built`.
+
+    Args:
+        verbose: Accepted for Horovod's scripts.
+    """
     return _has_torch("mpi")
 
 
 def mpi_enabled() -> bool:
-    """Return whether workers communicate over MPI. Always False, also when mpirun has started them."""
+    """Return whether workers communicate over MPI. Always False, also when mpirun has started them.
+
+    See the example of `gloo_built`.
+    """
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI may be called from several threads. Always False: MPI is not initialized."""
+    """Return whether MPI may be called from several threads. Always False: MPI is not initialized.
+
+    See the example of `gloo_built`.
+    """
     return False
 
 
 def nccl_built(verbose: bool = False) -> int:
     """Return the version of NCCL in the installed torch, in NCCL's own coding: 2.7.8 is 2708, 2.21.5 is 22105. 0:
-    none."""
+    none.
+
+    See the example of `gloo_built`.
+
+    Args:
+        verbose: Accepted for Horovod's scripts.
+    """
     if not _has_torch("nccl"):
         return 0
     from torch.cuda import nccl  # has no version in a torch without CUDA
@@ -56,22 +85,46 @@ def nccl_version_code(major: int, minor: int, patch: int) -> int:
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """Return whether IBM's DDL can be used. Always False."""
+    """Return whether IBM's DDL can be used. Always False.
+
+    See the example of `gloo_built`.
+
+    Args:
+        verbose: Accepted for Horovod's scripts.
+    """
     return False
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """Return whether Intel's oneCCL can be used. Always False."""
+    """Return whether Intel's oneCCL can be used. Always False.
+
+    See the example of `gloo_built`.
+
+    Args:
+        verbose: Accepted for Horovod's scripts.
+    """
     return False
 
 
 def cuda_built(verbose: bool = False) -> bool:
-    """Return whether the installed torch has CUDA; it may still find no device."""
+    """Return whether the installed torch has CUDA; it may still find no device.
+
+    See the example of `gloo_built`.
+
+    Args:
+        verbose: Accepted for Horovod's scripts.
+    """
     return torch.version.cuda is not None
 
 
 def rocm_built(verbose: bool = False) -> bool:
-    """Return whether the installed torch has ROCm; it may still find no device."""
+    """Return whether the installed torch has ROCm; it may still find no device.
+
+    See the example of `gloo_built`.
+
+    Args:
+        verbose: Accepted for Horovod's scripts.
+    """
     return torch.version.hip is not None
 
 

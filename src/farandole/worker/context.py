@@ -72,6 +72,11 @@ def init(
         JobEnded: The job is over already.
         ValueError: The process sets differ between workers, contain ranks that the job does not have, or repeat one.
         OSError: The file of HOROVOD_TIMELINE cannot be written.
+
+    Examples:
+        >>> fd.init()
+        >>> fd.is_initialized()
+        True
     """
     global _is_dynamic
     if world.is_entered():
@@ -101,7 +106,10 @@ def init(
 
 def shutdown() -> None:
     """Leave the world: close the connections to the other workers. Idempotent. All workers may then call init() again.
-    The coordinator keeps this worker registered until the process ends."""
+    The coordinator keeps this worker registered until the process ends.
+
+    See the example of `init`.
+    """
     if not world.is_entered():
         return
     if _job is not None:
@@ -162,7 +170,10 @@ def _end() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether init() was called and shutdown() was not."""
+    """Return whether init() was called and shutdown() was not.
+
+    See the example of `init`.
+    """
     return world.is_entered()
 
 
@@ -172,56 +183,120 @@ def job() -> WorkerJob | None:
 
 
 def rank() -> int:
-    """Return this worker's place among all workers, from 0. It may change with the generation."""
+    """Return this worker's place among all workers, from 0. It may change with the generation.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.init()
+        >>> fd.rank(), fd.size()  # a process that was started by hand
+        (0, 1)
+    """
     return world.current().placement.rank
 
 
 def size() -> int:
-    """Return the current number of workers."""
+    """Return the current number of workers.
+
+    See the example of `rank`.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+    """
     return world.current().placement.size
 
 
 def local_rank() -> int:
-    """Return this worker's place among the workers of its host. It may change with the generation: see slot()."""
+    """Return this worker's place among the workers of its host. It may change with the generation: see slot().
+
+    See the example of `rank`.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+    """
     return world.current().placement.local_rank
 
 
 def local_size() -> int:
-    """Return the number of workers on this host."""
+    """Return the number of workers on this host.
+
+    See the example of `rank`.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+    """
     return world.current().placement.local_size
 
 
 def cross_rank() -> int:
-    """Return the place of this worker's host among the hosts that have a worker of the same local rank."""
+    """Return the place of this worker's host among the hosts that have a worker of the same local rank.
+
+    See the example of `rank`.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+    """
     return world.current().placement.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a worker of this local rank."""
+    """Return the number of hosts that have a worker of this local rank.
+
+    See the example of `rank`.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+    """
     return world.current().placement.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has the same number of workers."""
+    """Return whether every host has the same number of workers.
+
+    See the example of `rank`.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+    """
     return world.current().is_homogeneous
 
 
 def slot() -> int:
     """Return this worker's slot on its host. A worker keeps its slot, and so its device, for life; the replacement of a
-    dead worker gets the dead worker's slot."""
+    dead worker gets the dead worker's slot.
+
+    See the example of `device`.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+    """
     world.current()
     return _slot
 
 
 def device() -> torch.device:
-    """Return the device of this worker's slot: the CUDA device of that number where there is one, else the CPU."""
+    """Return the device of this worker's slot: the CUDA device of that number where there is one, else the CPU.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> model = torch.nn.Linear(2, 1).to(fd.device())
+    """
     if torch.cuda.is_available() and slot() < torch.cuda.device_count():
         return torch.device("cuda", slot())
     return torch.device("cpu")
 
 
 def generation() -> int:
-    """Return the number of the current generation, from 1; it grows with each change of the membership."""
+    """Return the number of the current generation, from 1; it grows with each change of the membership.
+
+    See the example of `rank`.
+
+    Raises:
+        NotInitialized: `init()` was not called.
+    """
     return world.current().id.number
 
 

@@ -42,6 +42,7 @@ class NotificationManager:
 
 
 notification_manager = NotificationManager()
+"""Passes host events of the job to the states, under Horovod's name. See the example of `init`."""
 
 
 class PlannedUpdates:

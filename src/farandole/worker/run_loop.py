@@ -43,11 +43,19 @@ def run(
     the function has returned on every worker. Other exceptions propagate unchanged and end this worker. A worker that
     joins enters at the top of the function.
 
+    See the example of `DataLoader`.
+
     Args:
         function: The training function; its first argument is the state.
 
     Returns:
         The elastic function, which returns the value of `function`.
+
+    Raises:
+        NotInitialized: From the elastic function: `init()` was not called.
+        ConfigError: From the elastic function: a second one is called in a job with a coordinator.
+        StepError: From the elastic function: the loop broke a rule of the step.
+        JobEnded: From the elastic function: the job is over, e.g. after Ctrl-C.
     """
 
     @functools.wraps(function)
@@ -85,6 +93,16 @@ def run_fn(
 
     Returns:
         The elastic function.
+
+    Raises:
+        NotInitialized: As from run().
+
+    Examples:
+        >>> def train(state):
+        ...     return "trained"
+        >>> elastic = fd.elastic.run_fn(train, reset=lambda: None)
+        >>> elastic(fd.elastic.ObjectState(fd.broadcast_object, fd.rank))
+        'trained'
     """
     in_job = run(function)
 

@@ -16,10 +16,11 @@ def test_what_is_there_has_a_cross() -> None:
     lines = [line.strip() for line in format_build(ALL, {"mpirun": "/usr/bin/mpirun", "srun": None}).splitlines()]
     assert "[X] PyTorch 9.9" in lines
     assert "[ ] TensorFlow" in lines
+    assert "[X] Farandole's own shared memory, on one host (CPU, CUDA tensors)" in lines
     assert "[X] Farandole's own TCP ring (CPU, CUDA tensors)" in lines
     operations = lines.index("Available Tensor Operations:")
-    assert lines[operations + 2 : operations + 7] == ["[X] NCCL", "[ ] DDL", "[ ] CCL", "[ ] MPI", "[X] Gloo"]
-    backends = lines.index("Backends of the installed torch.distributed (Farandole does not need them):")
+    assert lines[operations + 3 : operations + 8] == ["[X] NCCL", "[ ] DDL", "[ ] CCL", "[ ] MPI", "[X] Gloo"]
+    backends = lines.index("Backends of the installed torch.distributed (needed only for --transport gloo or nccl):")
     assert lines[backends + 1 : backends + 4] == ["[X] Gloo", "[X] NCCL", "[ ] MPI"]
     assert lines[-2:] == ["[X] mpirun (/usr/bin/mpirun)", "[ ] srun"]
 

@@ -49,7 +49,27 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce `tensor` (same shape and dtype on all ranks) into a new one."""
+    """Reduce `tensor` into a new one.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    """
     call = Call(Kind.ALLREDUCE, name, process_set)
     return submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor)
 
@@ -63,7 +83,27 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce `tensor` in place. After an error its content is undefined."""
+    """Reduce `tensor` in place. After an error its content is undefined.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    """
     call = Call(Kind.ALLREDUCE, name, process_set)
     return submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor, in_place=True)
 
@@ -77,7 +117,27 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce several tensors (all on one device) into new ones: all of them together, or none."""
+    """Reduce several tensors (all on one device) into new ones: all of them together, or none.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
+        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    """
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
     return submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor)
 
@@ -91,7 +151,27 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce several tensors in place."""
+    """Reduce several tensors in place.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
+        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    """
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
     return submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor, in_place=True)
 
@@ -101,7 +181,20 @@ def allgather_async(
 ) -> Handle:
     """Gather the rows of all ranks' tensors, in the order of the ranks.
 
-    Only the number of rows may differ (0 is allowed); a scalar counts as one row.
+    See the example of `synchronize`.
+
+    Args:
+        tensor: Only the number of rows may differ among ranks (0 is allowed); a scalar counts as one row.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
     """
     return submit_gathering(Call(Kind.ALLGATHER, name, process_set), [tensor])
 
@@ -109,21 +202,71 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Gather the rows of several tensors, all of them together or none."""
+    """Gather the rows of several tensors, all of them together or none.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensors: The tensors of this rank; only the numbers of their rows may differ among ranks.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    """
     return submit_gathering(Call(Kind.ALLGATHER, name, process_set, tensors), tensors)
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Copy the tensor of `root_rank` (a global rank, also in a process set) into a new one."""
+    """Copy the tensor of `root_rank` into a new one.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        root_rank: A global rank, also in a process set.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    """
     return submit_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank)
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Overwrite `tensor` with that of `root_rank` (a global rank, also in a process set)."""
+    """Overwrite `tensor` with that of `root_rank`.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        root_rank: A global rank, also in a process set.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    """
     return submit_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, in_place=True)
 
 
@@ -135,11 +278,21 @@ def alltoall_async(
 ) -> Handle:
     """Send some rows to each rank, and receive some rows from each.
 
+    See the example of `synchronize`.
+
     Args:
-        splits: The number of rows for each rank, the first ones going to rank 0; None to split them evenly.
+        tensor: The rows for all ranks; the first ones go to rank 0.
+        splits: The number of rows for each rank; None to split them evenly.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
 
     Returns:
         A handle; synchronize() returns (tensor, rows received from each rank).
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
     """
     return submit_exchange(Call(Kind.ALLTOALL, name, process_set), tensor, splits)
 
@@ -155,6 +308,24 @@ def reducescatter_async(
     """Reduce `tensor` by Sum or Average; this rank gets its part of the rows.
 
     The first ranks get one more where the rows cannot be divided evenly.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensor: The same shape and dtype on all ranks, with at least one dimension.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        op: Sum or Average; the same on all ranks.
+        process_set: The ranks that take part; all ranks unless given.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
     """
     call = Call(Kind.REDUCESCATTER, name, process_set)
     return submit_reduction(call, [tensor], reduction(op), prescale_factor, postscale_factor)
@@ -168,6 +339,25 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Reduce several tensors and scatter the rows of each, all of them together or none."""
+    """Reduce several tensors and scatter the rows of each, all of them together or none.
+
+    See the example of `synchronize`.
+
+    Args:
+        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        op: Sum or Average; the same on all ranks.
+        process_set: The ranks that take part; all ranks unless given.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+
+    Returns:
+        A handle for synchronize() and poll().
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    """
     call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
     return submit_reduction(call, tensors, reduction(op), prescale_factor, postscale_factor)

@@ -482,8 +482,19 @@ class NamedSettings:
 # Horovod's names for the reduction operators, which users pass as `op` ------------------------------------------------
 
 Average = Reduction.AVERAGE
+"""The sum over the ranks, divided by their number. See the example of `allreduce`."""
+
 Sum = Reduction.SUM
+"""The sum over the ranks; of bools *or*. See the example of `allreduce`."""
+
 Adasum = Reduction.ADASUM
+"""A sum that adapts to the angle between gradients (Maleki et al., 2020). See the example of `allreduce`."""
+
 Min = Reduction.MIN
+"""The smallest value of each element. See the example of `allreduce`."""
+
 Max = Reduction.MAX
+"""The largest value of each element. See the example of `allreduce`."""
+
 Product = Reduction.PRODUCT
+"""The product over the ranks; of bools *and*. See the example of `allreduce`."""

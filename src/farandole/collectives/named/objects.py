@@ -19,6 +19,8 @@ from farandole.collectives.named.tensor_queue import synchronize
 def broadcast_parameters(params: Mapping[str, torch.Tensor] | Sequence[Any], root_rank: int) -> None:
     """Overwrite tensors with those of rank `root_rank`, in place.
 
+    See the example of `broadcast_optimizer_state`.
+
     Args:
         params: A dict of tensors (`model.state_dict()`), or a list of tensors or of (name, tensor). Tensors are matched
             over ranks by name, and without a name by their place in the list.
@@ -58,6 +60,16 @@ def broadcast_object(
 
     Returns:
         The root's `obj`.
+
+    Raises:
+        TypeError: The root's value cannot be pickled.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.broadcast_object({"seed": 3}, root_rank=0)
+        {'seed': 3}
     """
     name = name or "broadcast_object"
     is_root = world.current().placement.rank == root_rank
@@ -79,6 +91,16 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
     Returns:
         The values of all ranks, by rank.
+
+    Raises:
+        TypeError: The value cannot be pickled.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.allgather_object({"rank": fd.rank()})  # on one worker
+        [{'rank': 0}]
     """
     name = name or "allgather_object"
     payload = _to_bytes(obj)
@@ -104,6 +126,12 @@ def broadcast_optimizer_state(
 
     Raises:
         ValueError: The optimizer is LBFGS, or the optimizers differ in parameters or groups.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+
+    Examples:
+        >>> fd.broadcast_parameters(model.state_dict(), root_rank=0)
+        >>> fd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

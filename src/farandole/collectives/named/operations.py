@@ -52,10 +52,27 @@ def allreduce(
 
     Args:
         tensor: The same shape and dtype on all ranks.
-        compression: Converts the tensor for the reduction, and the result back.
+        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        compression: Converts tensors for the reduction, and the results back: a member of `Compression`.
+        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+        process_set: The ranks that take part; all ranks unless given.
 
     Returns:
-        A tensor of the same shape, on the device of `tensor`.
+        A new tensor of the same shape and dtype, on the device of `tensor`.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.allreduce(torch.tensor([1.0, 2.0]), op=fd.Sum)  # on one worker
+        tensor([1., 2.])
     """
     call = Call(Kind.ALLREDUCE, name, process_set)
     scales = prescale_factor, postscale_factor
@@ -71,7 +88,29 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce `tensor` in place, and return it. After an error its content is undefined."""
+    """Reduce `tensor` in place, and return it. After an error its content is undefined.
+
+    See the example of `allreduce`.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+    """
     call = Call(Kind.ALLREDUCE, name, process_set)
     handle = submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor, in_place=True)
     result: torch.Tensor = handle.take()
@@ -85,9 +124,22 @@ def allgather(
 
     Args:
         tensor: Only the number of rows may differ among ranks (0 is allowed); a scalar counts as one row.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
 
     Returns:
         A new tensor with the rows of all ranks.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.allgather(torch.tensor([[1, 2]]))  # on one worker
+        tensor([[1, 2]])
     """
     call = Call(Kind.ALLGATHER, name, process_set)
     return _differentiable(_AllGather, lambda inputs: submit_gathering(call, inputs), [tensor], process_set)[0]
@@ -101,9 +153,22 @@ def broadcast(
     Args:
         tensor: The same shape and dtype on all ranks.
         root_rank: A global rank, also in a process set.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
 
     Returns:
-        A tensor that equals the root's.
+        A new tensor that equals the root's.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.broadcast(torch.tensor([7]), root_rank=0)
+        tensor([7])
     """
     call = Call(Kind.BROADCAST, name, process_set)
     return _differentiable(
@@ -116,9 +181,23 @@ def broadcast_(
 ) -> torch.Tensor:
     """Overwrite `tensor` with that of `root_rank`, and return it.
 
+    See the example of `broadcast`.
+
     Args:
         tensor: The same shape and dtype on all ranks.
         root_rank: A global rank, also in a process set.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
     """
     result: torch.Tensor = broadcast_async_(tensor, root_rank, name, process_set).take()
     return result
@@ -135,10 +214,24 @@ def alltoall(
     Args:
         tensor: The rows for all ranks; the first ones go to rank 0.
         splits: The number of rows for each rank; None to split them evenly.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
 
     Returns:
-        The received rows. With `splits` a pair: the tensor, and the number of its rows from each rank (int32, on the
-        CPU).
+        The received rows. With `splits` a pair: the tensor, and the number of its rows from each rank (int32, on
+        the CPU).
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> rows, counts = fd.alltoall(torch.arange(3), splits=[3])  # all three rows to rank 0, the only worker
+        >>> rows
+        tensor([0, 1, 2])
     """
     call = Call(Kind.ALLTOALL, name, process_set)
     output, received = _differentiable(
@@ -160,11 +253,26 @@ def reducescatter(
 
     Args:
         tensor: The same shape and dtype on all ranks, with at least one dimension.
-        compression: Converts the tensor for the reduction, and the result back.
-        op: Sum or Average.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        compression: Converts tensors for the reduction, and the results back: a member of `Compression`.
+        op: Sum or Average; the same on all ranks.
+        process_set: The ranks that take part; all ranks unless given.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
 
     Returns:
         The rows of this rank. The first ranks get one more where the rows cannot be divided evenly.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.reducescatter(torch.tensor([1.0, 2.0]), op=fd.Sum)  # on one worker: all rows
+        tensor([1., 2.])
     """
     call = Call(Kind.REDUCESCATTER, name, process_set)
     scales = prescale_factor, postscale_factor
@@ -182,6 +290,15 @@ def join(device: int = -1) -> int:
 
     Returns:
         The rank that joined last.
+
+    Raises:
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.join()  # on one worker
+        0
     """
     call = Call(Kind.JOIN, None, global_process_set)
     call.add()
@@ -190,7 +307,20 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return once all ranks of the process set have called it; other operations may be outstanding."""
+    """Return once all ranks of the process set have called it; other operations may be outstanding.
+
+    Args:
+        process_set: The ranks that take part; all ranks unless given.
+
+    Raises:
+        ValueError: The process set was not added, or lacks this rank.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.barrier()
+    """
     call = Call(Kind.BARRIER, None, process_set)
     call.add()
     call.submit().take()
@@ -209,7 +339,32 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors (all on one device) into new ones. Gradients flow through it."""
+    """Reduce several tensors (all on one device) into new ones. Gradients flow through it.
+
+    Args:
+        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
+        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        compression: Converts tensors for the reduction, and the results back: a member of `Compression`.
+        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        New tensors, in the order of `tensors`.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+
+    Examples:
+        >>> fd.grouped_allreduce([torch.ones(2), torch.zeros(1)], name="both")
+        [tensor([1., 1.]), tensor([0.])]
+    """
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
     scales = prescale_factor, postscale_factor
     return _reduce(_AllReduce, call, tensors, compression, reduction(op, average), scales)
@@ -224,7 +379,29 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
-    """Reduce several tensors in place."""
+    """Reduce several tensors in place.
+
+    See the example of `grouped_allreduce`.
+
+    Args:
+        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
+        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        `tensors`, as a tuple. After an error their contents are undefined.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+    """
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
     handle = submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor, in_place=True)
     results: tuple[torch.Tensor, ...] = handle.take()
@@ -234,7 +411,25 @@ def grouped_allreduce_(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
-    """Gather the rows of several tensors from all ranks. Gradients flow through it."""
+    """Gather the rows of several tensors from all ranks. Gradients flow through it.
+
+    See the example of `allgather`.
+
+    Args:
+        tensors: The tensors of this rank; only the numbers of their rows may differ among ranks.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        New tensors, in the order of `tensors`.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+    """
     call = Call(Kind.ALLGATHER, name, process_set, tensors)
     return _differentiable(_AllGather, lambda inputs: submit_gathering(call, inputs), tensors, process_set)
 
@@ -248,7 +443,29 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors, and keep this rank's rows of each. Gradients flow through it."""
+    """Reduce several tensors, and keep this rank's rows of each. Gradients flow through it.
+
+    See the example of `reducescatter`.
+
+    Args:
+        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
+        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
+            in the same order.
+        compression: Converts tensors for the reduction, and the results back: a member of `Compression`.
+        op: Sum or Average; the same on all ranks.
+        process_set: The ranks that take part; all ranks unless given.
+        prescale_factor: Factor on each rank's tensor, before the reduction.
+        postscale_factor: Factor on the result.
+
+    Returns:
+        The rows of this rank of each tensor.
+
+    Raises:
+        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
+        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
+            CollectiveMismatch, on all ranks, when they disagree about it.
+        NotInitialized: `init()` was not called.
+    """
     call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
     scales = prescale_factor, postscale_factor
     return _reduce(_ReduceScatter, call, tensors, compression, reduction(op), scales)
@@ -262,9 +479,25 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Compute the Sum or Average of a sparse COO tensor (same shape on all ranks, any number of entries).
 
+    Args:
+        tensor: A sparse COO tensor, of the same shape and dtype on all ranks, with any number of entries.
+        name: The name by which ranks match the operation; None: a running number.
+        op: Sum or Average.
+        process_set: The ranks that take part; all ranks unless given.
+
     Returns:
-        A function instead of a handle (as in Horovod): it waits, and returns a sparse tensor in which an index may
+        A function instead of a handle, as in Horovod: it waits, and returns a sparse tensor in which an index may
         occur several times.
+
+    Raises:
+        ValueError: An argument is invalid on this rank.
+        NotInitialized: `init()` was not called. The returned function raises what synchronize() raises.
+
+    Examples:
+        >>> wait = fd.sparse_allreduce_async(torch.eye(2).to_sparse(), "eye", fd.Sum)
+        >>> wait().to_dense()
+        tensor([[1., 0.],
+                [0., 1.]])
     """
     calls = [
         Call(Kind.ALLGATHER, None if name is None else f"{name}.{part}", process_set) for part in ("indices", "values")

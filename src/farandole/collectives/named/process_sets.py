@@ -21,9 +21,20 @@ class ProcessSet:
     stands for the workers that have these ranks then. When these ranks do not exist any more, it has no id, as before
     it was added.
 
+    Args:
+        ranks: The global ranks, in any order, each once.
+
     Attributes:
         ranks: The global ranks, sorted.
         process_set_id: The same on all ranks; None before it was added and after it was removed.
+
+    Raises:
+        ValueError: A rank is no integer from 0 on, or comes twice.
+
+    Examples:
+        >>> odd = fd.ProcessSet([3, 1])  # then fd.init(process_sets=[odd]), and fd.allreduce(tensor, process_set=odd)
+        >>> odd.ranks
+        [1, 3]
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -84,6 +95,7 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
+"""All ranks, whatever their number: the default of `process_set=`. See the example of `ProcessSet`."""
 """The process set of all ranks: the default of all operations."""
 
 _added: list[ProcessSet] = []  # in the order in which they were added
@@ -97,6 +109,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     After a regroup a script may add its process sets again: they all exist already, and keep their ids. A worker that
     was started into a running job gets no id before it is admitted; then it has one if the others have this process
     set.
+
+    See the example of `ProcessSet`.
+
+    Args:
+        process_set: The process set, or the ranks of a new one.
+
+    Returns:
+        The process set, which now has an id.
 
     Raises:
         ValueError: Dynamic process sets are not enabled, a process set of these ranks exists already, or other ranks
@@ -121,6 +141,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. All ranks call it.
+
+    See the example of `ProcessSet`.
+
+    Args:
+        process_set: The process set to remove.
 
     Returns:
         False if it was not added, or is the global one.

@@ -22,9 +22,17 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features: Channels C of inputs (N, C, ...), on the CPU or a CUDA device.
         momentum: None: running statistics are the plain average over all batches.
+        eps: As in torch.nn.BatchNorm1d.
+        affine: As in torch.nn.BatchNorm1d.
+        track_running_stats: As in torch.nn.BatchNorm1d.
 
     Raises:
         ValueError: An input has less than two dimensions, or a global batch less than two values for each channel.
+
+    Examples:
+        >>> layer = fd.SyncBatchNorm(8)
+        >>> layer(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
     """
 
     def __init__(

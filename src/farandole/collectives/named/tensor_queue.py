@@ -27,8 +27,17 @@ from farandole.liveness.status_reporting import WaitingForPeers
 def poll(handle: object) -> bool:
     """Return whether synchronize() would return at once.
 
+    Args:
+        handle: A handle of an asynchronous operation.
+
     Raises:
         ValueError: The argument is not a handle, or its result was taken already.
+
+    Examples:
+        >>> handle = fd.allreduce_async(torch.ones(2), name="polled")
+        >>> while not fd.poll(handle):
+        ...     pass  # other work
+        >>> result = fd.synchronize(handle)
     """
     if not isinstance(handle, Handle):
         raise ValueError(f"poll: expected the handle of an asynchronous operation, got {handle!r}")
@@ -40,6 +49,9 @@ def poll(handle: object) -> bool:
 def synchronize(handle: object) -> Any:
     """Wait for an asynchronous operation.
 
+    Args:
+        handle: A handle of an asynchronous operation.
+
     Returns:
         The result: a tensor, or a tuple of tensors. None for a handle that was synchronized before, or for an argument
         that is not a handle (as in Horovod).
@@ -48,6 +60,11 @@ def synchronize(handle: object) -> Any:
         HorovodInternalError: The operation failed: a CollectiveMismatch when ranks disagree on it, PeerLost or
             GenerationEnded when the world to which it was submitted is over.
         StepError: Collectives are refused here (world.py).
+
+    Examples:
+        >>> handle = fd.allreduce_async(torch.ones(2), name="ones")
+        >>> fd.synchronize(handle)
+        tensor([1., 1.])
     """
     if not isinstance(handle, Handle):
         return None

@@ -276,11 +276,22 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Raises:
         NotInitialized: Called before init().
         OSError: The file cannot be written.
+
+    Examples:
+        >>> fd.start_timeline(f"{folder}/timeline.json")
+        >>> result = fd.allreduce(torch.ones(1), name="shown")
+        >>> fd.stop_timeline()
     """
     if world.current().placement.rank == 0:
         process_timeline.start(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """End the file of start_timeline(); it is complete when this returns."""
+    """End the file of start_timeline(); it is complete when this returns.
+
+    See the example of `start_timeline`.
+
+    Raises:
+        NotInitialized: Called before init().
+    """
     process_timeline.stop()

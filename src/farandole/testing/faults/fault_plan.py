@@ -156,7 +156,15 @@ FaultAction: TypeAlias = ToWorkers | ToHost | OneWay | AddWorker
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault. `late_ms`: milliseconds after the trigger."""
+    """A fault of a plan: an action, and its trigger.
+
+    See the example of `parse`.
+
+    Attributes:
+        trigger: The event after which it happens.
+        action: The action, on workers, hosts or the network.
+        late_ms: Milliseconds after the trigger.
+    """
 
     trigger: Trigger
     action: FaultAction
@@ -179,7 +187,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sequence of faults, one after the other."""
+    """A sequence of faults, one after the other.
+
+    See the example of `parse`.
+
+    Attributes:
+        faults: The faults, in their order.
+    """
 
     faults: tuple[Fault, ...]
 
@@ -209,7 +223,22 @@ _ONE_WAY = re.compile(r"one way host (\d+) to host (\d+)")
 def parse(text: str) -> Plan:
     """Parse a plan. Faults are on separate lines, or separated by semicolons; the rest of a line after # is a comment.
 
-    Raises ValueError, which names the fault that cannot be parsed, and the possible forms.
+    Args:
+        text: The plan: a fault is `trigger: action`, for example `at step 40: kill rank 0`.
+
+    Returns:
+        The plan; str() prints it in the same form.
+
+    Raises:
+        ValueError: A fault cannot be parsed; it is named, with the possible forms.
+
+    Examples:
+        >>> from farandole.testing.faults import parse
+        >>> plan = parse("at step 40: kill rank 0; after 2 s: add a worker")
+        >>> len(plan.faults)
+        2
+        >>> str(plan.faults[0])
+        'at step 40: kill rank 0'
     """
     lines = [line.partition("#")[0] for line in text.splitlines()]
     faults = [" ".join(fault.split()) for line in lines for fault in line.split(";")]

@@ -27,13 +27,25 @@ StreamTarget: TypeAlias = int | IO[bytes] | None
 class Host:
     """A running host, created by a Lab.
 
-    index    from 0 on
-    name     its name, also on itself and on the other hosts
-    address  its address for the others and the machine
-    folder   for temporary files; TMPDIR of its processes. It is emptied when the host boots
+    With `has_own_clocks` its monotonic clock and its clock since boot are days ahead of the machine's, each host's
+    by another time (Linux, man 7 time_namespaces). See the example of `Lab`.
 
-    With `has_own_clocks` its monotonic clock and its clock since boot are days ahead of the machine's, each host's by
-    another time (Linux, man 7 time_namespaces).
+    Args:
+        index: Its number in the lab, from 0.
+        group: The name of its control group.
+        network: The network of the lab.
+        folder: Its folder for temporary files.
+        hosts_file: Its /etc/hosts.
+        has_own_clocks: Its clocks differ from those of the machine.
+
+    Attributes:
+        index: Its number in the lab, from 0.
+        name: Its name, also on itself and on the other hosts.
+        address: Its address for the others and the machine.
+        folder: For temporary files; TMPDIR of its processes. It is emptied when the host boots.
+
+    Raises:
+        LabError: From its methods: an operation failed, or did not end within its time limit.
     """
 
     def __init__(

@@ -21,13 +21,32 @@ from farandole.testing.lab.tools import Cgroup, LabError, cgroup_names, run
 
 
 class Lab:
-    """A lab of `hosts` hosts that reach each other and their machine, which reaches them. All names differ from those
-    of other labs on the same machine. It needs root: why_not() returns the reason if it is not possible.
+    """A lab of hosts that reach each other and their machine, which reaches them. All names differ from those of other
+    labs on the same machine. It needs root: why_not() returns the reason if it is not possible.
 
-    own_clocks  the clocks of each host differ from those of the others and of the machine, by days; not the date
+    Args:
+        hosts: The number of hosts, at least 1.
+        own_clocks: The clocks of each host differ from those of the others and of the machine, by days; not the
+            date.
 
-    hosts    by index, running
-    network  the network between them, with its faults
+    Attributes:
+        hosts: The hosts, by index, running.
+        network: The network between them, with its faults.
+
+    Raises:
+        ValueError: There is no host.
+        LabError: On entering the `with`: it is not possible here; nothing of it is left then.
+
+    Examples:
+        ```python
+        from farandole.testing.lab import Lab, why_not
+
+        if why_not() is None:  # else the reason: root, commands, kernel
+            with Lab(hosts=2) as lab:
+                print(lab.hosts[0].run(["hostname"]))
+                lab.network.cut(lab.hosts[1])
+                lab.network.heal()
+        ```
     """
 
     def __init__(self, hosts: int, *, own_clocks: bool = False) -> None:
@@ -152,7 +171,10 @@ _COMMANDS = ("ip", "tc", "nsenter", "unshare", "mount", "sh")
 @cache
 def why_not() -> str | None:
     """Return why hosts are impossible here; None: they are possible. Operations that may be forbidden are tried,
-    without any remains."""
+    without any remains.
+
+    See the example of `Lab`.
+    """
     if not sys.platform.startswith("linux"):
         return f"hosts are namespaces of Linux, and this is {sys.platform}"
     if os.geteuid() != 0:

@@ -40,9 +40,16 @@ class Driver:
 
 
 class Network:
-    """The network. A fault drops packets silently: the sender gets no error.
+    """The network of a lab. A fault drops packets silently: the sender gets no error. See the example of `Lab`.
 
-    driver  the machine itself, as a place of the network
+    Args:
+        cgroup: The control group of its process.
+
+    Attributes:
+        driver: The machine itself, as a place of the network.
+
+    Raises:
+        LabError: A command of the network failed.
     """
 
     def __init__(self, cgroup: Cgroup) -> None:

@@ -19,7 +19,10 @@ _POLL_S = 0.002
 
 
 class LabError(RuntimeError):
-    """An operation of the lab failed; the message has the command, or the awaited condition."""
+    """An operation of the lab failed; the message has the command, or the awaited condition.
+
+    See the example of `Lab`.
+    """
 
 
 def run(command: Sequence[str], stdin: str = "") -> str:

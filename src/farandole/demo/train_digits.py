@@ -1,7 +1,7 @@
-"""Train a small CNN on scikit-learn's handwritten digits, with as many workers as there are.
+"""Train a small CNN on drawn digits, with as many workers as there are: the script of the demo's workers.
 
-python train.py                                  one worker
-farandole run -np 3 python train.py              three workers, elastic
+python train_digits.py                           one worker
+farandole run -np 3 python train_digits.py       three workers, elastic
 """
 
 from __future__ import annotations
@@ -10,24 +10,10 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 
 import farandole as fd
+from farandole.demo.drawn_digits import drawn_digits
 from farandole.testing.step_records import Records
-
-
-def digits() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
-    """1,437 images to train on and 360 to test on, 8 x 8 pixels, always split the same way."""
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16.0
-    labels = torch.tensor(data.target, dtype=torch.int64)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(7))
-    images, labels = images[order], labels[order]
-    train, test = slice(360, None), slice(0, 360)
-    return (
-        torch.utils.data.TensorDataset(images[train], labels[train]),
-        torch.utils.data.TensorDataset(images[test], labels[test]),
-    )
 
 
 def network() -> torch.nn.Module:
@@ -49,7 +35,7 @@ def accuracy(model: torch.nn.Module, test: torch.utils.data.TensorDataset) -> fl
     images, labels = (tensor[fd.rank() :: fd.size()] for tensor in test.tensors)
     with torch.no_grad():
         right = (model(images).argmax(dim=1) == labels).double().mean().item()
-    return fd.mean(right, weight=len(labels))
+    return float(fd.mean(right, weight=len(labels)))
 
 
 def main() -> None:
@@ -63,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     fd.init()
-    train_set, test_set = digits()
+    train_set, test_set = drawn_digits()
     model = network().to(fd.device())
     optimizer = fd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
     loader = fd.elastic.DataLoader(
@@ -84,7 +70,7 @@ def main() -> None:
                 records.before_step(state)
                 optimizer.zero_grad()
                 loss = F.cross_entropy(model(images), labels)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 if optimizer.step():
                     records.after_step(state)

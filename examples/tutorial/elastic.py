@@ -1,0 +1,29 @@
+"""The loop of plain.py, elastic."""
+
+import torch
+import torch.nn.functional as F
+
+import farandole as fd
+
+torch.manual_seed(0)
+fd.init()
+features = torch.randn(2000, 20)
+labels = (features[:, :10] ** 2).sum(1).gt(10).long()
+dataset = torch.utils.data.TensorDataset(features, labels)
+model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+optimizer = fd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
+loader = fd.elastic.DataLoader(dataset, global_batch_size=50)
+
+
+@fd.elastic.run
+def train(state):
+    for epoch in loader.epochs(10):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
+
+
+train(fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader))

@@ -1,0 +1,212 @@
+"""Every public name has a docstring with its arguments, their units, its errors, and an example or the name of another
+one that has the example. The reference of the site is made of them. Read from the source, without an import."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import farandole
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
+PAGES = ROOT / "docs" / "python"
+
+MODULES = {"elastic", "mpi_ops", "functions", "compression", "optimizer"}
+"""Public names that are modules: of `farandole` itself, or under the names of Horovod."""
+
+RAISE_NOTHING = {
+    "Sequential Shuffled": "no arguments, and no step that can fail",
+    "global_process_set HostUpdateResult notification_manager": "values",
+    "Average Sum Min Max Product Adasum": "values",
+    "Compression": "a namespace of classes",
+    "is_initialized shutdown": "may be called at any time",
+    "LabError Fault Plan why_not": "an error, values, and a question",
+    "get_handler_registry set_handler_registry StateHandler ModelStateHandler OptimizerStateHandler "
+    "SamplerStateHandler": "accessors and bases",
+    "State ObjectState": "their methods raise",
+    "failure FarandoleGroup FarandoleStrategy": "made by Farandole itself",
+}
+WITHOUT_ERRORS = {name for names in RAISE_NOTHING for name in names.split()}
+
+UNITS = {
+    r"timeout|cooldown|elapsed|grace": r"[Ss]econd|timedelta",
+    r"_mb$": r"megabyte|MB",
+    r"bytes": r"byte",
+    r"^checkpoint_every$": r"30s|minutes|--checkpoint-every",
+}
+"""Parameters that have a unit, by their names, and how their descriptions give it."""
+
+SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Attributes|Examples):$", re.MULTILINE)
+REFERRED = re.compile(r"[Ss]ee the example of `(?:\w+\.)*(\w+)`")
+
+
+@dataclass(frozen=True)
+class Public:
+    """A public name: the module that has it, and its definition in the source."""
+
+    module: str
+    name: str
+    node: ast.AST
+
+    @property
+    def docstring(self) -> str:
+        if isinstance(self.node, ast.FunctionDef | ast.ClassDef):
+            return ast.get_docstring(self.node) or ""
+        return textwrap.dedent(described(self.module, self.name))
+
+    @property
+    def parameters(self) -> list[str]:
+        """Of a function, or of a class's constructor."""
+        node = self.node
+        if isinstance(node, ast.ClassDef):
+            makers = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+            found = makers.get("__init__") or makers.get("__new__")
+            if found is None:
+                return []
+            node = found
+        if not isinstance(node, ast.FunctionDef):
+            return []
+        given = node.args
+        names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        return [name for name in names if name not in ("self", "cls")]
+
+    def section(self, title: str) -> str:
+        """Return the text of a section of the docstring; empty if there is none."""
+        parts = SECTION.split(self.docstring)
+        return "\n".join(text for name, text in zip(parts[1::2], parts[2::2], strict=True) if name == title)
+
+    @property
+    def described_parameters(self) -> dict[str, str]:
+        found = re.findall(r"^    \*{0,2}(\w+): (.*(?:\n(?: {5,}.*|$))*)", self.section("Args"), re.MULTILINE)
+        return {name: " ".join(text.split()) for name, text in found}
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    path = SOURCE.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text())
+
+
+def assigned(node: ast.AST) -> set[str]:
+    """Return the names to which a statement assigns."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def described(module: str, name: str) -> str:
+    """Return the text below the assignment of a constant."""
+    for node, after in pairwise(tree_of(module).body):
+        if name in assigned(node) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            return str(after.value.value)
+    return ""
+
+
+@cache
+def find(module: str, name: str) -> Public:
+    """Return the definition, wherever it is imported from."""
+    for node in reversed([*ast.walk(tree_of(module))]):  # the last one: overloads come before it
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name and node in tree_of(module).body:
+            return Public(module, name, node)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("farandole"):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name and node.module != module:
+                    return find(node.module, alias.name)
+        if name in assigned(node) and node in tree_of(module).body:
+            return Public(module, name, node)
+    raise LookupError(f"{module} has no {name}")
+
+
+def exported(module: str) -> list[str]:
+    """Return __all__ of a module that is not imported here."""
+    for node in tree_of(module).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return [str(name) for name in ast.literal_eval(node.value)]
+    raise LookupError(f"{module} has no __all__")
+
+
+OTHERS = (
+    "elastic",
+    "ray",
+    "spark",
+    "sharding",
+    "process_group",
+    "testing.lab",
+    "testing.faults",
+    "frameworks.lightning",
+    "frameworks.transformers",
+)
+
+PUBLIC = [
+    *(("farandole", name) for name in farandole.__all__ if name not in MODULES),
+    *((f"farandole.{other}", name) for other in OTHERS for name in exported(f"farandole.{other}")),
+]
+_CLASSES = [each.name for each in tree_of("farandole.errors").body if isinstance(each, ast.ClassDef)]
+ERRORS = [("farandole.errors", name) for name in _CLASSES]
+
+
+def is_error(public: Public) -> bool:
+    return public.module == "farandole.errors"
+
+
+def without_errors(public: Public) -> bool:
+    return public.name in WITHOUT_ERRORS or public.module == "farandole.worker.capabilities" or is_error(public)
+
+
+@pytest.mark.parametrize(("module", "name"), [*PUBLIC, *ERRORS])
+def test_a_public_name_has_a_docstring_with_everything_that_a_reader_needs(module: str, name: str) -> None:
+    public = find(module, name)
+    assert public.docstring, "no docstring"
+    described = public.described_parameters
+    if not is_error(public):
+        assert [each for each in public.parameters if each not in described] == [], "parameters that are not described"
+    for pattern, unit in UNITS.items():
+        for each, text in described.items():
+            assert not re.search(pattern, each) or re.search(unit, text), f"{each} has no unit: {text}"
+    node = public.node
+    if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) != "None":
+        assert public.section("Returns") or public.docstring.startswith("Return "), "nothing says what it returns"
+    assert without_errors(public) or public.section("Raises"), "no errors"
+    assert has_example(public), "no example, and no name of one"
+
+
+def has_example(public: Public) -> bool:
+    if is_error(public) or public.section("Examples"):
+        return True
+    referred = REFERRED.search(public.docstring)
+    return referred is not None and any(
+        find(module, name).section("Examples") for module, name in PUBLIC if name == referred[1]
+    )
+
+
+def test_every_public_name_is_on_a_page_of_the_reference() -> None:
+    listed = {name for page in PAGES.glob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)}
+    missing = {f"{module}.{name}" for module, name in [*PUBLIC, *ERRORS]} - listed
+    assert {name for name in missing if name.replace("errors.", "") not in listed} == set()
+
+
+def test_a_docstring_without_a_part_is_found(tmp_path: Path) -> None:
+    source = '''def f(a: int, timeout: float) -> int:
+    """Do it.
+
+    Args:
+        a: A number
+            of two lines.
+
+    Raises:
+        ValueError: a is negative.
+    """
+'''
+    public = Public("farandole.x", "f", ast.parse(source).body[0])
+    assert public.described_parameters == {"a": "A number of two lines."}
+    assert public.parameters == ["a", "timeout"]
+    assert public.section("Raises").strip() == "ValueError: a is negative."
+    assert not has_example(public)
