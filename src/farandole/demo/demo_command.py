@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from farandole.demo.digits import has_handwritten
+from farandole.demo.drawn_digits import TRAINED
 from farandole.demo.run_picture import draw
 from farandole.launch.run_parser import Parser
 from farandole.ledger.check import check
@@ -42,7 +44,8 @@ def demo_command(arguments: Sequence[str]) -> int:
     SystemExit as argparse does."""
     options = demo_parser().parse_args(arguments)
     words = ["--epochs", str(options.epochs), "--num-workers", str(options.num_workers)]
-    say("training on 1,437 images of drawn digits with 3 workers; one of them will be killed soon")
+    kind = "handwritten digits (scikit-learn's)" if has_handwritten() else "digits that torch has drawn"
+    say(f"training on {TRAINED:,} {kind} with 3 workers; one of them will be killed soon")
     with (
         tempfile.TemporaryDirectory(prefix="farandole-demo-") as folder,
         RunningJob(["-np", "3", "--sample-ledger", f"{folder}/ledger"], SCRIPT, words, Path(folder)) as job,
@@ -66,7 +69,8 @@ def demo_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole demo",
         description="Three workers train, one of them is killed, and its replacement joins. At the end the records of "
-        "the workers prove that each sample was trained exactly once. It takes about half a minute, and needs no data.",
+        "the workers prove that each sample was trained exactly once. It takes about half a minute. The data are scikit-learn's handwritten digits; without "
+        "scikit-learn, digits that torch draws.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -1,4 +1,4 @@
-"""Train a small CNN on drawn digits, with as many workers as there are: the script of the demo's workers.
+"""Train a small CNN on images of digits, with as many workers as there are: the script of the demo's workers.
 
 python train_digits.py                           one worker
 farandole run -np 3 python train_digits.py       three workers, elastic
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.demo.drawn_digits import drawn_digits
+from farandole.demo.digits import digits
 from farandole.testing.step_records import Records
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     fd.init()
-    train_set, test_set = drawn_digits()
+    train_set, test_set = digits()
     model = network().to(fd.device())
     optimizer = fd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
     loader = fd.elastic.DataLoader(

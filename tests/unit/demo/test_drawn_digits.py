@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from farandole.demo.digits import digits, has_handwritten
 from farandole.demo.drawn_digits import TESTED, TRAINED, drawn_digits
 
 
@@ -23,3 +24,13 @@ def test_an_image_is_most_like_the_mean_of_its_digit() -> None:
     means = torch.stack([images[labels == digit].mean(dim=0) for digit in range(10)])
     nearest = torch.cdist(test.tensors[0].flatten(1), means).argmin(dim=1)
     assert (nearest == test.tensors[1]).float().mean() > 0.8
+
+
+def test_handwritten_digits_are_preferred_and_look_the_same_to_a_script() -> None:
+    handwritten, drawn = digits(), drawn_digits()
+    assert has_handwritten()
+    for ours, theirs in zip(handwritten, drawn, strict=True):
+        assert [(tensor.shape, tensor.dtype) for tensor in ours.tensors] == [
+            (tensor.shape, tensor.dtype) for tensor in theirs.tensors
+        ]
+        assert not torch.equal(ours.tensors[0], theirs.tensors[0])
