@@ -27,7 +27,8 @@ from farandole.wire.messages import (
     WorkerPrinted,
 )
 
-_AGAIN_S = 0.05  # between two attempts to reach the coordinator
+# Between two attempts to reach the coordinator. The next one is ready within milliseconds, unless its machine is gone.
+_SOONEST_S, _LATEST_S = 0.005, 0.25
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ class CoordinatorSession:
                 raise
             except (ConnectionError, AuthenticationError, ProtocolError, TimeoutError) as error:
                 reason = error
-                await asyncio.sleep(_AGAIN_S)
+                away_s = since_boot_s() - began_s
+                await asyncio.sleep(min(max(away_s / 4, _SOONEST_S), _LATEST_S))
                 continue
             self._continue_on(channel, resumed)
             how.on_event(CoordinatorBack(how.hello.agent, since_boot_s() - began_s))

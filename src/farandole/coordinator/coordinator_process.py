@@ -1,6 +1,5 @@
-"""The coordinator as a process of its own: `python -m farandole.coordinator.coordinator_process LINK JOURNAL JOURNAL`,
-with the numbers of inherited descriptors. The launcher (launch/supervised_coordinator.py) starts it, and starts another
-one when it has died, which continues from the journal.
+"""The coordinator as a process of its own, forked by coordinator_factory.py. The launcher
+(launch/supervised_coordinator.py) wants it, and wants another one when it has died, which continues from the journal.
 """
 
 from __future__ import annotations
@@ -8,9 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-import sys
 from collections.abc import Awaitable
 
 from farandole.coordinator.journal import (
@@ -219,17 +216,15 @@ class _Process:
         return True
 
 
-def main() -> None:
-    """Run the coordinator. Signals to the process group are for the launcher, which tells it what to do."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    link, *journal = map(int, sys.argv[1:])
+def run_coordinator(link: int, journal: JournalFiles) -> None:
+    """Run the coordinator of the launcher at the other end of `link`, until the job has ended.
+
+    Args:
+        link: The descriptor of a connected socket.
+        journal: As in Journal.
+    """
 
     async def run() -> None:
-        await _Process(await Link.over(socket.socket(fileno=link)), (journal[0], journal[1])).run()
+        await _Process(await Link.over(socket.socket(fileno=link)), journal).run()
 
     asyncio.run(run())
-
-
-if __name__ == "__main__":
-    main()

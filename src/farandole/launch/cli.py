@@ -18,6 +18,7 @@ from farandole.launch.control_parser import COMMANDS as CONTROL
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:
+    from farandole.coordinator.coordinator_factory import CoordinatorFactory
     from farandole.engines.discovery import HostDiscovery
     from farandole.engines.host_list import HostSlots
     from farandole.launch.job_files import EventFile
@@ -134,6 +135,13 @@ def _main_parser() -> argparse.ArgumentParser:
 
 
 def _run(options: RunOptions) -> int:
+    from farandole.coordinator.coordinator_factory import forked_factory
+
+    with forked_factory() as factory:  # before there are threads: those of the report, and of the file of events
+        return _run_job(options, factory)
+
+
+def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
     import asyncio
 
     from farandole.engines.kubernetes_pods import PodWatch
@@ -180,6 +188,7 @@ def _run(options: RunOptions) -> int:
                         fork_server=options.fork_server,
                         watch=None if options.pods is None else PodWatch(options.pods, on_event),
                         preemption=options.preemption,
+                        factory=factory,
                     )
                 )
             )

@@ -19,6 +19,7 @@ from farandole.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.checkpoint.folder import JobLock, begin_job
 from farandole.checkpoint.store import LocalStore
 from farandole.config import ForkServerUse, JobConfig, Preemption
+from farandole.coordinator.coordinator_factory import CoordinatorFactory
 from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.engines.discovery import HostDiscovery, HostsOver, HostsSource
@@ -83,6 +84,7 @@ class JobSetup:
                        others; None: nowhere. One of this machine ends the job as SIGTERM does: the coordinator goes
                        with the machine, and a checkpoint is still possible
     reason_to_end      returns for an event why the job must end, with grace; empty: it need not
+    factory            forks the coordinators, and is closed at the end; None: one is started
     function           the call that travels to all agents, and the receiver of their workers' returns; of jobs of
                        farandole.run(), which need no folder of theirs
     """
@@ -107,6 +109,7 @@ class JobSetup:
     watch: HostWatch | None = None
     preemption: Preemption | None = None
     reason_to_end: Callable[[Event], str] | None = None
+    factory: CoordinatorFactory | None = None
     function: FunctionJob | None = None
 
 
@@ -200,6 +203,7 @@ class _JobRun:
                 ),
                 on_event=self._on_decision,
                 on_output=output,
+                factory=setup.factory,
             )
         else:  # the calling program waits for the results: its end is the end of the job
             coordinator = Coordinator(
