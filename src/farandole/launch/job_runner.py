@@ -16,7 +16,7 @@ from farandole.agent.host_resources import reserve_descriptors, share_cores, wor
 from farandole.agent.network_addresses import addresses_for, own_addresses, with_others
 from farandole.agent.preemption import Notice, watch_for_notices
 from farandole.agent.remote_agent import RemoteOutput, with_own_python
-from farandole.checkpoint.folder import JobLock, begin_job
+from farandole.checkpoint.folder import JobLock, begin_job, continue_job
 from farandole.checkpoint.store import LocalStore
 from farandole.config import ForkServerUse, JobConfig, Preemption
 from farandole.coordinator.coordinator_factory import CoordinatorFactory
@@ -28,6 +28,7 @@ from farandole.engines.fleet import Fleet
 from farandole.engines.host_list import HostSlots
 from farandole.engines.local_engine import HostsEngine, LocalEngine
 from farandole.env import CheckpointEnv, carried_environment, environment_of, inherited_environment
+from farandole.errors import ConfigError
 from farandole.events import (
     AgentsAwaited,
     Event,
@@ -40,6 +41,7 @@ from farandole.events import (
 )
 from farandole.launch.ending_signals import ending_signals
 from farandole.launch.job_files import JobFile, announced, born, shared
+from farandole.launch.job_state import JobState
 from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
@@ -51,7 +53,10 @@ from farandole.wire.function_call import FunctionJob
 from farandole.wire.messages import Welcome
 
 _LOOPBACK = "127.0.0.1"
-_PATIENCE_S = 10.0  # of agents whose coordinator has died: the next one needs a fraction of a second
+PATIENCE_S = 10.0
+"""Seconds for which agents wait for the next coordinator of a living launcher, which needs a fraction of one."""
+
+_SUCCESSOR_LOOK_S = 1.0
 _FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
 
 
@@ -84,6 +89,8 @@ class JobSetup:
                        others; None: nowhere. One of this machine ends the job as SIGTERM does: the coordinator goes
                        with the machine, and a checkpoint is still possible
     reason_to_end      returns for an event why the job must end, with grace; empty: it need not
+    state              outlives this launcher; None: its end is the end of the job
+    patience_s         how long agents of other machines keep their workers when they have no coordinator
     factory            forks the coordinators, and is closed at the end; None: one is started
     function           the call that travels to all agents, and the receiver of their workers' returns; of jobs of
                        farandole.run(), which need no folder of theirs
@@ -109,6 +116,8 @@ class JobSetup:
     watch: HostWatch | None = None
     preemption: Preemption | None = None
     reason_to_end: Callable[[Event], str] | None = None
+    state: JobState | None = None
+    patience_s: float = PATIENCE_S
     factory: CoordinatorFactory | None = None
     function: FunctionJob | None = None
 
@@ -122,9 +131,15 @@ async def run_job(setup: JobSetup) -> Outcome:
     needs.
     """
     try:
-        return await _JobRun(setup).run()
+        outcome = await _JobRun(setup).run()
+        if setup.state is not None:
+            setup.state.end(is_over=True)
+        return outcome
     except CoordinatorFailed as error:
         return Outcome(1, str(error))
+    finally:
+        if setup.state is not None:
+            setup.state.end(is_over=False)
 
 
 class _JobRun:
@@ -141,6 +156,8 @@ class _JobRun:
         self._tls = load_certificates(self._config.tls)
         self._job_id = secrets.token_hex(8)
         self._token = new_token() if setup.joining is None else setup.joining.token
+        if setup.state is not None:
+            self._job_id, self._token = setup.state.job_id, setup.state.token
 
     async def run(self) -> Outcome:
         """Run the job to its end."""
@@ -200,10 +217,12 @@ class _JobRun:
                     welcome,
                     self._is_of_engine,
                     self._first_hosts(),
+                    launcher="" if setup.state is None else setup.state.launcher,
                 ),
                 on_event=self._on_decision,
                 on_output=output,
                 factory=setup.factory,
+                journal=None if setup.state is None else setup.state.journal_files,
             )
         else:  # the calling program waits for the results: its end is the end of the job
             coordinator = Coordinator(
@@ -241,7 +260,7 @@ class _JobRun:
             fork_server=self._forks,
             max_restarts=self._config.max_restarts or 0,
             needs_folder=self._setup.function is None,
-            patience_s=0.0 if self._setup.function is not None else _PATIENCE_S,
+            patience_s=0.0 if self._setup.function is not None else self._setup.patience_s,
         )
 
     def _job_file(self) -> JobFile:
@@ -364,8 +383,18 @@ class _JobRun:
             yield self._follow_hosts()
         if setup.watch is not None:
             yield setup.watch.run(HostReports(self._coordinator.agent_leaves, self._coordinator.agent_gone))
+        if setup.state is not None and isinstance(self._coordinator, SupervisedCoordinator):
+            yield self._watch_for_successor(setup.state, self._coordinator)
         if setup.preemption is not None:
             yield watch_for_notices(setup.preemption, self._on_notice, setup.on_event)
+
+    async def _watch_for_successor(self, state: JobState, coordinator: SupervisedCoordinator) -> None:
+        """End in silence when another launcher has taken the job over: this one, or its network, was away."""
+        while not (successor := await asyncio.to_thread(state.successor)):
+            await asyncio.sleep(_SUCCESSOR_LOOK_S)
+        self._fleet.kill_workers()
+        coordinator.abandon(f"another launcher, {successor}, has taken this job over")
+        await asyncio.wait([self._serving])
 
     async def _follow_hosts(self) -> None:
         try:
@@ -442,18 +471,49 @@ class Beginning:
 
 
 @contextlib.contextmanager
-def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
-    """Lock the place for as long as the job runs. Raises the errors of begin_job()."""
+def beginning(settings: CheckpointEnv | None, state: JobState | None = None) -> Iterator[Beginning]:
+    """Lock the place for as long as the job runs, and begin the job's `state`, or take it over. Raises the errors of
+    begin_job(), and ConfigError for a state with other settings."""
+    if state is not None and state.is_continued:
+        yield from _continued(settings, state)
+        return
     if settings is None:
+        if state is not None:
+            state.begin(None)
         yield Beginning()
         return
     begun = begin_job(settings)
     counting = _NumberRecorder(begun.lock, begun.origin)
     try:
+        if state is not None:
+            state.begin(begun.settings)
         yield Beginning(begun.origin, environment_of(begun.settings), begun.notes, counting.watch)
     finally:
         counting.close()
         begun.lock.close()
+
+
+def _continued(settings: CheckpointEnv | None, state: JobState) -> Iterator[Beginning]:
+    """Yield the beginning of a launcher that continues a job: with the numbers that the job has, and with the settings
+    that its workers have."""
+    note = f"continuing job {state.job_id}, whose launcher has died"
+    former = state.checkpoint
+    if former is None or settings is None or former.folder != settings.folder:
+        if former is not settings:
+            given = "without --checkpoint" if settings is None else f"with --checkpoint {settings.folder}"
+            begun = "without it" if former is None else f"with --checkpoint {former.folder}"
+            raise ConfigError(f"the job of --state was begun {begun}, not {given}; give the same options")
+        state.begin(None)
+        yield Beginning(notes=(note,))
+        return
+    lock = continue_job(former)
+    counting = _NumberRecorder(lock, Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=False))
+    try:
+        state.begin(former)
+        yield Beginning(None, environment_of(former), (note,), counting.watch)
+    finally:
+        counting.close()
+        lock.close()
 
 
 class _NumberRecorder:

@@ -15,7 +15,7 @@ from typing import Any
 from farandole.coordinator.coordinator_factory import CoordinatorFactory, FactoryLost, ForkedCoordinator
 from farandole.coordinator.failure_detection import JobClock, Silence
 from farandole.coordinator.job import format_exit
-from farandole.coordinator.journal import files_in_memory
+from farandole.coordinator.journal import JournalFiles, files_in_memory
 from farandole.coordinator.launcher_link import (
     AdmitToStore,
     Call,
@@ -90,6 +90,7 @@ class HangWatch:
 class SupervisedCoordinator:
     """Used as a Coordinator: `await start()`, then `await run()`; everything else on their event loop.
 
+    journal  the files of a journal that outlives the launcher; None: it has its own, in memory
     factory  forks the coordinators; it is closed at the end. None: one is started when it is needed, as after its death
     """
 
@@ -100,8 +101,11 @@ class SupervisedCoordinator:
         on_event: Callable[[Event], None],
         on_output: Callable[[str, OutputMessage | None], None],
         factory: CoordinatorFactory | None = None,
+        journal: JournalFiles | None = None,
     ) -> None:
         self._factory = factory
+        self._given_journal = journal
+        self._abandoned = ""  # why it is
         self._setup, self._on_event, self._on_output = setup, on_event, on_output
         self._store = StoreServer(on_event)
         self._calls: MessageLog[Call] = MessageLog()
@@ -120,7 +124,7 @@ class SupervisedCoordinator:
 
     async def start(self) -> None:
         """Start the coordinator. Raises ConfigError when it cannot listen, and CoordinatorFailed."""
-        self.journal_files = files_in_memory()
+        self.journal_files = self._given_journal or files_in_memory()
         self._listening = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve())
         try:
@@ -202,6 +206,12 @@ class SupervisedCoordinator:
         """As in Coordinator."""
         self._call("agent_leaves", agent, reason)
 
+    def abandon(self, reason: str) -> None:
+        """End in silence: another launcher has taken the job over. run() raises CoordinatorFailed."""
+        self._abandoned = reason
+        if self._process is not None:
+            self._process.kill()
+
     def _call(self, method: str, *arguments: Any) -> None:
         call = Call(method, arguments)
         self._calls.keep(call)
@@ -221,6 +231,8 @@ class SupervisedCoordinator:
             except FactoryLost as lost:
                 self._note_death(0, f"could not be started: {lost}")
                 continue
+            if self._abandoned:
+                raise CoordinatorFailed(self._abandoned)
             if ended is None:
                 await self._note_end()
             elif ended.outcome is None:
@@ -375,6 +387,9 @@ class SupervisedCoordinator:
 
     async def _close(self) -> None:
         assert self._serving is not None
+        if self._setup.launcher and not self._is_over and not self._abandoned:
+            # A launcher that ends, unlike one that is killed, ends the job.
+            self._call("request_stop", True, "the launcher has ended")
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         self._store.close()
@@ -383,7 +398,7 @@ class SupervisedCoordinator:
             self._process.kill()
         if self._factory is not None:
             self._factory.close()
-        for descriptor in self.journal_files:
+        for descriptor in () if self._given_journal else self.journal_files:
             os.close(descriptor)
         for reserved in self._reserved.values():
             reserved.close()
