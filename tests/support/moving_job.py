@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -31,11 +31,7 @@ class MovingJob(running_job.RunningJob):
         self._words = ["--epochs", "1000000", "--stop", str(self._stop), "--item-ms", "1"]
         self._agents: list[subprocess.Popen[bytes]] = []
         super().__init__(self._flags, ELASTIC_JOB, self._words, folder, self.output)
-        deadline_s = time.monotonic() + _DEADLINE_S
-        while not (self.state / "job").exists():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        self._wait_until(lambda: (self.state / "job").exists())
         for host in lab.hosts[-2:]:
             words = ["agent", "--job-file", str(self.state / "job"), "--host", host.name, "--verbose"]
             with (folder / f"agent-{host.name}").open("wb") as output:
@@ -45,7 +41,7 @@ class MovingJob(running_job.RunningJob):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            print(self.said(), *((self.folder / f"agent-{each.name}").read_text() for each in self._lab.hosts[-2:]))
+            print(self.said(), *self.told())
         for host in self._lab.hosts:
             for pid in host.processes():
                 with contextlib.suppress(ProcessLookupError):
@@ -89,6 +85,31 @@ class MovingJob(running_job.RunningJob):
         for agent in self._agents:
             assert agent.wait(_DEADLINE_S) == 0
 
+    def supersede(self) -> None:
+        """Let the launcher believe that another one has taken over, which it survives where a network file system has
+        released its lock."""
+        (self.state / "lock").write_text('{"launcher":"another","host":"elsewhere","pid":7}')
+        self.process.wait(_DEADLINE_S)
+
+    def train_on(self, steps: int) -> None:
+        """Wait until the workers have applied so many further steps."""
+        before = max(map(step, self.latest().values()))
+        self._wait_until(lambda: max(map(step, self.latest().values())) >= before + steps)
+
+    def wait_for_agents(self, times: int) -> None:
+        """Wait until both agents have reached a coordinator again so often."""
+        self._wait_until(lambda: all(text.count("has reached the coordinator again") == times for text in self.told()))
+
+    def told(self) -> list[str]:
+        """What the agents have printed."""
+        return [(self.folder / f"agent-{each.name}").read_text() for each in self._lab.hosts[-2:]]
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
     def pids(self, latest: Mapping[int, Mapping[str, Any]]) -> set[tuple[str, int]]:
         """The workers of the agents: host and process."""
         names = {each.name for each in self._lab.hosts[-2:]}
@@ -101,3 +122,8 @@ class MovingJob(running_job.RunningJob):
                 name = Path(f"/proc/{outside}/comm").read_text().strip()
                 if words[1:4] == [b"-m", b"farandole", b"run"] and name not in (COORDINATOR_NAME, FACTORY_NAME):
                     yield pid
+
+
+def step(record: Mapping[str, Any]) -> int:
+    """The step of a record."""
+    return int(record.get("before", record.get("after", 0)))

@@ -219,7 +219,10 @@ def _serve(channel: socket.socket) -> None:
 
     signal.signal(signal.SIGCHLD, report_ended)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, 1, 3)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(channel, 1, 3)
+        except ConnectionResetError:  # it was killed before it had read an answer
+            return
         if not message:
             return
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # its end is not reported before its beginning

@@ -35,7 +35,7 @@ from farandole.machine import now_s
 from farandole.wire.authentication import new_token
 
 _LOCK, _JOB = "lock", "job.json"
-_RELEASED_S = 3.0  # for a launcher that has just been killed, and its coordinator, to be gone
+_RELEASED_S = 2.0  # for a launcher that has just been killed, and its coordinator, to be gone
 _AGAIN_S = 0.02
 
 
