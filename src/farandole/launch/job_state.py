@@ -18,8 +18,8 @@ import contextlib
 import fcntl
 import os
 import secrets
+import select
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -197,7 +197,7 @@ class FolderState:
                         f"{by}{who} has locked it; end that job first (Ctrl-C, or kill its process), or give another "
                         "folder"
                     ) from None
-                time.sleep(_AGAIN_S)
+                select.select([], [], [], _AGAIN_S)
 
     def _owner(self) -> _Owner | None:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
