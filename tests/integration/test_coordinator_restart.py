@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 
 from farandole.config import JobConfig
+from farandole.coordinator.coordinator_process import EPOCHS_OF_A_LAUNCHER
+from farandole.coordinator.journal import Journal, JournalFiles, JournalIdentity, decoded, files_in_memory
 from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.events import CoordinatorRestarted, Event
 from farandole.launch.job_files import running
@@ -227,10 +229,12 @@ def test_a_coordinator_that_dies_at_once_ends_the_job_with_the_reason(is_forked:
 class Launcher:
     """A supervised coordinator without agents, and its events."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "", journal: JournalFiles | None = None) -> None:
         self.events: list[Event] = []
-        setup = CoordinatorSetup(JobConfig(1), b"t" * 32, "job", ("127.0.0.1",), 0, None, None, False)
-        self.coordinator = SupervisedCoordinator(setup, on_event=self.events.append, on_output=lambda *_: None)
+        setup = CoordinatorSetup(JobConfig(1), b"t" * 32, "job", ("127.0.0.1",), 0, None, None, False, launcher=name)
+        self.coordinator = SupervisedCoordinator(
+            setup, on_event=self.events.append, on_output=lambda *_: None, journal=journal
+        )
 
     @asynccontextmanager
     async def runs(self) -> AsyncIterator[asyncio.Task[object]]:
@@ -258,6 +262,39 @@ def test_one_that_is_stopped_is_replaced_at_the_same_address_and_its_job_can_be_
             assert launcher.coordinator.address == address
 
     asyncio.run(check())
+
+
+def test_the_coordinator_of_a_launcher_that_takes_over_cannot_be_outdone_by_those_of_the_former_one() -> None:
+    """The former one, whose coordinators end in silence, still starts some."""
+
+    async def check() -> None:
+        files = files_in_memory()
+        former = Launcher("a", files)
+        async with former.runs() as serving:
+            assert epoch_in(files) == 1
+            former.coordinator.abandon("a test")
+            with pytest.raises(CoordinatorFailed, match="a test"):
+                await serving
+        port = former.coordinator.address.port
+        later = Launcher("b", files)
+        async with later.runs() as serving:
+            assert epoch_in(files) == EPOCHS_OF_A_LAUNCHER
+            assert later.coordinator.address.port == port
+            later.coordinator.request_stop(True, "the second one")
+            async with asyncio.timeout(60):
+                assert "the second one" in str(await serving)
+        last = Launcher("c", files)  # the former one has died before it could forget the job
+        async with last.runs() as serving, asyncio.timeout(60):
+            assert "the second one" in str(await serving)
+            assert last.coordinator.has_ended
+
+    asyncio.run(check())
+
+
+def epoch_in(files: JournalFiles) -> int:
+    data = Journal(files, JournalIdentity("job")).read()
+    assert data is not None
+    return decoded(data)[0].job.coordinator_epoch
 
 
 def test_a_journal_that_is_damaged_ends_the_job_with_the_reason() -> None:

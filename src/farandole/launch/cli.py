@@ -148,7 +148,8 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
     from farandole.engines.kubernetes_pods import PodWatch
     from farandole.engines.slurm_engine import SlurmEngine
     from farandole.engines.ssh_engine import SshEngine
-    from farandole.launch.job_runner import PATIENCE_S, JobSetup, beginning, in_turn, run_job
+    from farandole.launch.checkpoint_place import beginning
+    from farandole.launch.job_runner import PATIENCE_S, JobSetup, in_turn, run_job
     from farandole.launch.output import output_options
     from farandole.launch.report import Loudness, Report
 

@@ -115,7 +115,7 @@ class FolderState:
         self._opened: list[int] = []
         self._is_over = False
         try:
-            self._lock = self._locked(folder / _LOCK, "another launcher")
+            self._lock = self._locked(self._folder / _LOCK, "another launcher")
             self._job = self._read_job(command, config, token)
             self.job_id, self.token = self._job.job_id, self._job.token
             self._identity = JournalIdentity(self.job_id)

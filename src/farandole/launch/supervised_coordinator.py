@@ -371,11 +371,18 @@ class SupervisedCoordinator:
         if len(self._restarts) > _RESTARTS:
             raise CoordinatorFailed(
                 f"the coordinator (pid {pid}) {how}; it is the {len(self._restarts)}th one within "
-                f"{_WITHIN_S:g} s, so the job ends. Start it again; it continues from its last checkpoint, if it has "
-                "one (--checkpoint)"
+                f"{_WITHIN_S:g} s, so {self._what_now()}"
             )
         self._reserve()
         self._on_event(CoordinatorRestarted(pid, how))
+
+    def _what_now(self) -> str:
+        if self._setup.launcher:
+            return (
+                "this launcher ends. Start it again: the agents of other machines wait for it, and the job continues "
+                "(--state)"
+            )
+        return "the job ends. Start it again; it continues from its last checkpoint, if it has one (--checkpoint)"
 
     def _reserve(self) -> None:
         """Keep the ports from connections and listeners of other programs until the next coordinator listens there. A

@@ -14,7 +14,7 @@ from farandole.coordinator.journal import Journal, JournalIdentity
 from farandole.env import CheckpointEnv
 from farandole.errors import ConfigError
 from farandole.launch import job_state
-from farandole.launch.job_runner import beginning
+from farandole.launch.checkpoint_place import beginning
 from farandole.launch.job_state import FolderState
 
 COMMAND, CONFIG = ("python", "train.py"), JobConfig(3)
