@@ -19,12 +19,15 @@ SAMPLES, LONG_S, MOVES = 600, 120.0, 5
 @pytest.mark.chaos_long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("local", [0, 1])
-def test_a_job_that_moves_five_times_loses_no_step_and_no_worker_of_other_machines(tmp_path: Path, local: int) -> None:
+@pytest.mark.parametrize(("local", "by_addresses"), [(0, False), (0, True), (1, False)])
+def test_a_job_that_moves_five_times_loses_no_step_and_no_worker_of_other_machines(
+    tmp_path: Path, local: int, by_addresses: bool
+) -> None:
     workers = 2 + local
+    flags = ["-np", str(workers), "--local-slots", str(local), "--restarts", "0"]
     with (
         Lab(hosts=4) as lab,
-        MovingJob(lab, tmp_path, "-np", str(workers), "--local-slots", str(local), "--restarts", "0") as job,
+        MovingJob(lab, tmp_path, *flags, by_addresses=by_addresses) as job,
     ):
         first = job.wait_until(all_training(workers), LONG_S)
         for move in range(1, MOVES + 1):

@@ -17,23 +17,33 @@ from farandole.testing import running_job
 from farandole.testing.lab import Host, Lab
 from tests.support.jobs import ELASTIC_JOB
 
-_DEADLINE_S = 60.0
+_DEADLINE_S, _PORT = 60.0, 29400
 
 
 class MovingJob(running_job.RunningJob):
     """`farandole run --state` of elastic_job.py on the first host of a lab, which trains until `finish()`, and an agent
-    with one slot on each of the last two. What they print is in files of `folder`."""
+    with one slot on each of the last two. What they print is in files of `folder`.
 
-    def __init__(self, lab: Lab, folder: Path, *flags: str) -> None:
+    by_addresses  the agents know the addresses of the first two hosts, and the token; else the job file
+    """
+
+    def __init__(self, lab: Lab, folder: Path, *flags: str, by_addresses: bool = False) -> None:
         self._lab, self._place = lab, lab.hosts[0]
         self.state, self._stop, self.output = folder / "state", folder / "stop", folder / "output"
         self._flags = ["--state", str(self.state), "--events", str(folder / "events.jsonl"), *flags]
         self._words = ["--epochs", "1000000", "--stop", str(self._stop), "--item-ms", "1"]
         self._agents: list[subprocess.Popen[bytes]] = []
+        where = ["--job-file", str(self.state / "job")]
+        if by_addresses:
+            token = str(folder / "token")
+            self._flags += ["--port", str(_PORT), "--token-file", token, "--job-file", str(folder / "unused")]
+            addresses = ",".join(f"{host.address}:{_PORT}" for host in lab.hosts[:2])
+            where = ["--join", addresses, "--token-file", token]
         super().__init__(self._flags, ELASTIC_JOB, self._words, folder, self.output)
-        self._wait_until(lambda: (self.state / "job").exists())
+        job_file = Path(self._flags[-1]) if by_addresses else self.state / "job"
+        self._wait_until(job_file.exists)
         for host in lab.hosts[-2:]:
-            words = ["agent", "--job-file", str(self.state / "job"), "--host", host.name, "--verbose"]
+            words = ["agent", *where, "--host", host.name, "--verbose"]
             with (folder / f"agent-{host.name}").open("wb") as output:
                 self._agents.append(host.start([sys.executable, "-m", "farandole", *words], stderr=output))
 
