@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -60,6 +61,9 @@ class MovingJob(running_job.RunningJob):
     def _start(
         self, command: Sequence[str], output: IO[bytes] | None, environment: Mapping[str, str] | None
     ) -> subprocess.Popen[bytes]:
+        # The folder of running jobs is not shared: a launcher removes the files of processes that it does not see, and
+        # the hosts have process ids of their own.
+        environment = {**(environment or os.environ), "XDG_RUNTIME_DIR": str(self._place.folder)}
         return self._place.start(command, environment=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def said(self) -> str:
