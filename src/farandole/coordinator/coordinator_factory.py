@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import struct
@@ -24,6 +25,7 @@ from typing import NoReturn
 
 from farandole.coordinator.coordinator_process import run_coordinator
 from farandole.coordinator.journal import JournalFiles
+from farandole.env import is_under_slurm
 from farandole.errors import FarandoleError
 
 COORDINATOR_NAME, FACTORY_NAME = "farandole-coord", "coord-factory"
@@ -202,9 +204,11 @@ def main() -> NoReturn:
 def _serve(channel: socket.socket) -> None:
     """Fork a coordinator for each request, and report when one has ended; until the launcher is gone. Signals to the
     process group are for the launcher, which tells coordinators what to do."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    announcements = (signal.SIGUSR1, signal.SIGUSR2) if is_under_slurm() else ()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *announcements):
         signal.signal(number, signal.SIG_IGN)
     _close_all_but(channel.fileno())
+    _allow_descriptors()
     _set_name(FACTORY_NAME)
     gc.freeze()  # a collection in a coordinator would copy all these pages
 
@@ -249,8 +253,18 @@ def _close_all_but(descriptor: int) -> None:
     """Close what was inherited, except standard output and error, and this one."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.closerange(3, descriptor)
-    os.closerange(max(3, descriptor + 1), os.sysconf("SC_OPEN_MAX"))
+    with contextlib.suppress(OSError):  # this system has no such folder; a program of its own has inherited nothing
+        for each in map(int, os.listdir("/proc/self/fd")):
+            if each > 2 and each != descriptor:
+                with contextlib.suppress(OSError):  # that of the listing
+                    os.close(each)
+
+
+def _allow_descriptors() -> None:
+    """Allow as many open files as the system permits: each agent of a coordinator needs some."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _set_name(name: str) -> None:
