@@ -41,8 +41,9 @@ from farandole.coordinator.server import Coordinator
 from farandole.errors import ConfigError
 from farandole.events import Event
 from farandole.membership import Address
-from farandole.wire.channel import HANDSHAKE_DEADLINE_S, listening_sockets
+from farandole.wire.channel import HANDSHAKE_DEADLINE_S
 from farandole.wire.message_log import MessageLog
+from farandole.wire.sockets import listening_sockets
 
 EPOCHS_OF_A_LAUNCHER = 1_000_000
 """The first coordinator of a launcher that takes over has the next multiple of this as its epoch. So the coordinators
