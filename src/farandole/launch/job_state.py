@@ -75,10 +75,15 @@ class _Owner(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}"
 
 
-class _Job(msgspec.Struct, frozen=True):
-    """Content of job.json. `number` is that of the launcher whose journal counts."""
+class _Version(msgspec.Struct, frozen=True):
+    """The part of job.json that every version has."""
 
     version: str
+
+
+class _Job(_Version, frozen=True):
+    """Content of job.json. `number` is that of the launcher whose journal counts."""
+
     job_id: str
     token: bytes
     number: int
@@ -212,14 +217,14 @@ class FolderState:
             return _Job(version, secrets.token_hex(8), token or new_token(), 0, tuple(command), settings)
         anew = f"to begin the job anew, remove {self._folder}"
         try:
+            found = msgspec.json.decode(data, type=_Version).version
+            if found != version:
+                raise self._error(
+                    f"its job was begun by Farandole {found}, and this is {version}: continue with that version; {anew}"
+                )
             job = msgspec.json.decode(data, type=_Job)
         except msgspec.MsgspecError:
             raise self._error(f"{_JOB} is damaged ({len(data)} bytes); {anew}") from None
-        if job.version != version:
-            raise self._error(
-                f"its job was begun by Farandole {job.version}, and this is {version}: continue with that version; "
-                f"{anew}"
-            )
         if job.command != tuple(command):
             raise self._error(
                 f"its job runs {' '.join(job.command)}, not {' '.join(command)}; give the same command, or another "

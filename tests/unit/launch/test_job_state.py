@@ -139,7 +139,7 @@ def test_another_command_does_not_continue_the_job(folder: Path) -> None:
 
 def test_another_version_does_not_continue_the_job(folder: Path) -> None:
     killed(folder, b"one")
-    change(folder, version="0.0.1 (protocol 1)")
+    change(folder, version="0.0.1 (protocol 1)", token=7)  # and with other fields
     with pytest.raises(ConfigError, match=r"begun by Farandole 0.0.1 \(protocol 1\), and this is .*: continue with"):
         opened(folder)
 
