@@ -30,7 +30,7 @@ from farandole.wire.messages import (
 )
 
 # Between two attempts to reach the coordinator. The next one is ready within milliseconds, unless its machine is gone.
-_SOONEST_S, _LATEST_S = 0.005, 0.25
+_SOONEST_S, _LATEST_S = 0.005, 0.5
 
 # An address that does not answer must not keep an agent from the one at which the next coordinator begins to listen. So
 # most attempts are short; some are not, for a slow network.
