@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testing.proof import Proof
+from farandole.testing.running_job import coordinator_below
 from tests.support import jobs
 from tests.support.jobs import ELASTIC_JOB, check_job
 
@@ -26,11 +27,9 @@ class Job(jobs.RunningJob):
 
     def kill_coordinator(self) -> None:
         """Kill it, if there is one now."""
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread, or a process, has just ended
-                for pid in (task / "children").read_text().split():
-                    if b"coordinator_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        os.kill(int(pid), signal.SIGKILL)
+        if (pid := coordinator_below(self.process.pid)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def kill_worker(self, drawn: random.Random) -> None:
         """Kill one, unless some have come to their end: a worker that fails then has failed the job."""

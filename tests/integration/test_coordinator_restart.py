@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,13 +19,15 @@ from typing import Any
 import pytest
 
 from farandole.config import JobConfig
+from farandole.coordinator.coordinator_process import EPOCHS_OF_A_LAUNCHER
+from farandole.coordinator.journal import Journal, JournalFiles, JournalIdentity, decoded, files_in_memory
 from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.events import CoordinatorRestarted, Event
 from farandole.launch.job_files import running
 from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
-from farandole.testing.running_job import all_training
+from farandole.testing.running_job import all_training, factories_below
 from tests.support import jobs
 from tests.support.jobs import ELASTIC_JOB, check_job, farandole
 from tests.support.joined import AGENT
@@ -162,28 +165,62 @@ def test_an_agent_of_another_machine_keeps_its_workers_and_their_lines(tmp_path:
     check_job(Proof(tmp_path), SAMPLES, workers_at_end=2)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_kill_9_of_the_launcher_leaves_neither_coordinator_nor_workers(tmp_path: Path) -> None:
     with Job(tmp_path, "-np", "2") as job:
         job.wait_until(all_training(2), LONG_S)
-        pid, _ = job.coordinator()
+        processes = [job.coordinator()[0], *factories_below(job.process.pid)]
         job.process.kill()
         job.process.wait(LONG_S)
         deadline_s = time.monotonic() + LONG_S
-        while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        while any(map(is_running, processes)):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
 
 
-def test_a_coordinator_that_dies_at_once_ends_the_job_with_the_reason(tmp_path: Path) -> None:
+@pytest.mark.timeout(150)
+def test_a_factory_of_coordinators_that_is_killed_or_stopped_costs_the_start_of_another_one(tmp_path: Path) -> None:
+    with Job(tmp_path, "-np", "2") as job:
+        first = job.wait_until(all_training(2), LONG_S)
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            (factory,) = factories_below(job.process.pid)
+            opened = {os.readlink(each) for each in Path(f"/proc/{factory}/fd").iterdir()}
+            assert len([each for each in opened if each.startswith("socket:")]) == 1  # to the launcher
+            assert not [each for each in opened if "memfd" in each]
+            pid, epoch = job.coordinator()
+            os.kill(factory, number)
+            job.wait_until(further(job.latest()), LONG_S)
+            os.kill(pid, signal.SIGKILL)
+            assert job.coordinator()[1] == epoch + 1
+            job.wait_until(further(job.latest()), LONG_S)
+        last = job.latest()
+        job.finish()
+    assert {each["pid"] for each in last.values()} == {each["pid"] for each in first.values()}
+    assert len(job.events("GenerationStarted")) == 1
+
+
+@pytest.mark.parametrize(
+    ("is_forked", "reason"),
+    [(True, r"the coordinator \(pid [1-9]"), (False, "could not be started: process .* has ended")],
+    ids=["forked", "executed"],
+)
+def test_a_coordinator_that_dies_at_once_ends_the_job_with_the_reason(is_forked: bool, reason: str) -> None:
     """As where the machine has no memory for it."""
     program = (
-        "import sys; from farandole.launch import supervised_coordinator as s; "
-        "s.sys.executable = '/bin/false'; from farandole.launch.cli import main; sys.exit(main(sys.argv[1:]))"
+        "import os, sys; from farandole.coordinator import coordinator_factory as c; c.sys.executable = '/bin/false'; "
+        f"c.run_coordinator = lambda *_: os._exit(1); c._thread_count = lambda: {1 if is_forked else 2}; "
+        "from farandole.launch.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     words = ["run", "-np", "1", sys.executable, "-c", "pass"]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode != 0
-    assert "the coordinator (pid" in done.stderr
+    assert re.search(reason, done.stderr)
 
 
 # Without a job: its process under the launcher's eyes -----------------------------------------------------------------
@@ -192,10 +229,12 @@ def test_a_coordinator_that_dies_at_once_ends_the_job_with_the_reason(tmp_path: 
 class Launcher:
     """A supervised coordinator without agents, and its events."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "", journal: JournalFiles | None = None) -> None:
         self.events: list[Event] = []
-        setup = CoordinatorSetup(JobConfig(1), b"t" * 32, "job", ("127.0.0.1",), 0, None, None, False)
-        self.coordinator = SupervisedCoordinator(setup, on_event=self.events.append, on_output=lambda *_: None)
+        setup = CoordinatorSetup(JobConfig(1), b"t" * 32, "job", ("127.0.0.1",), 0, None, None, False, launcher=name)
+        self.coordinator = SupervisedCoordinator(
+            setup, on_event=self.events.append, on_output=lambda *_: None, journal=journal
+        )
 
     @asynccontextmanager
     async def runs(self) -> AsyncIterator[asyncio.Task[object]]:
@@ -223,6 +262,39 @@ def test_one_that_is_stopped_is_replaced_at_the_same_address_and_its_job_can_be_
             assert launcher.coordinator.address == address
 
     asyncio.run(check())
+
+
+def test_the_coordinator_of_a_launcher_that_takes_over_cannot_be_outdone_by_those_of_the_former_one() -> None:
+    """The former one, whose coordinators end in silence, still starts some."""
+
+    async def check() -> None:
+        files = files_in_memory()
+        former = Launcher("a", files)
+        async with former.runs() as serving:
+            assert epoch_in(files) == 1
+            former.coordinator.abandon("a test")
+            with pytest.raises(CoordinatorFailed, match="a test"):
+                await serving
+        port = former.coordinator.address.port
+        later = Launcher("b", files)
+        async with later.runs() as serving:
+            assert epoch_in(files) == EPOCHS_OF_A_LAUNCHER
+            assert later.coordinator.address.port == port
+            later.coordinator.request_stop(True, "the second one")
+            async with asyncio.timeout(60):
+                assert "the second one" in str(await serving)
+        last = Launcher("c", files)  # the former one has died before it could forget the job
+        async with last.runs() as serving, asyncio.timeout(60):
+            assert "the second one" in str(await serving)
+            assert last.coordinator.has_ended
+
+    asyncio.run(check())
+
+
+def epoch_in(files: JournalFiles) -> int:
+    data = Journal(files, JournalIdentity("job")).read()
+    assert data is not None
+    return decoded(data)[0].job.coordinator_epoch
 
 
 def test_a_journal_that_is_damaged_ends_the_job_with_the_reason() -> None:

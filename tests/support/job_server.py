@@ -5,9 +5,9 @@ The launcher, the agents, the guard and the workers are those of a real job; onl
 job has a keeper, a process forked from this one that is the launcher's parent. Orphans of the job become children of
 its keeper, so that whatever a job leaves behind is seen.
 
-    job server -> keeper -> launcher -> nursery -> fork server -> workers, and the coordinator
+    job server -> keeper -> launcher -> nursery -> fork server -> workers
                   one for each job      |          children of the launcher, as in any job
-                                        forks one of them whenever the launcher wants it
+                                        forks one whenever the launcher wants it
 
 The client sends one end of a new connection for each job, and the descriptors of its standard output and error. The
 keeper reads a line of JSON there, {"program", "arguments", "environment", "folder", "gone_s"}, and writes three, as
@@ -68,7 +68,7 @@ def _import_all() -> None:
     launcher = (
         "asyncio",
         "farandole.launch.job_runner",
-        "farandole.coordinator.coordinator_process",
+        "farandole.coordinator.coordinator_factory",
         "farandole.launch.control_commands",
         "farandole.horovod",
     )
@@ -196,7 +196,6 @@ def _launch(program: str, arguments: Sequence[str], nursery: socket.socket) -> i
     from farandole.agent.process import adopting_orphans
     from farandole.agent.spawner import make_spawner
     from farandole.launch import cli, horovodrun
-    from farandole.launch.supervised_coordinator import SupervisedCoordinator
 
     sys.argv = [program, *arguments]
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -217,11 +216,7 @@ def _launch(program: str, arguments: Sequence[str], nursery: socket.socket) -> i
         place = {"words": words, "options": list(self._command.options), "environment": self.environment}
         return fork(place, [descriptor])
 
-    def spawn(_: SupervisedCoordinator, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
-        return fork({"words": ["coordinator"]}, descriptors)
-
     ForkServer._begin = begin  # type: ignore[method-assign]
-    SupervisedCoordinator._spawn = spawn  # type: ignore[method-assign]
     if not any(word in ("--fork-server", "--no-fork-server") for word in arguments):
         agent.make_spawner = lambda use, *rest: make_spawner("on", *rest)  # the first workers as well
     return {"farandole": cli.main, "horovodrun": horovodrun.main}[program](arguments)
@@ -247,17 +242,7 @@ def _nurse(connection: socket.socket, launcher: int) -> NoReturn:
         place = json.loads(message)
         connection.send(str(os.getpid()).encode())
         connection.close()
-        if place["words"] == ["coordinator"]:
-            _end_quickly(_be_coordinator, descriptors)
         _end_quickly(_be_fork_server, place, descriptors[0])
-
-
-def _be_coordinator(descriptors: Sequence[int]) -> int:
-    from farandole.coordinator import coordinator_process
-
-    sys.argv = ["coordinator_process", *map(str, descriptors)]
-    coordinator_process.main()
-    return 0
 
 
 def _be_fork_server(place: Mapping[str, Any], descriptor: int) -> int:

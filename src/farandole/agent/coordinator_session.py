@@ -25,9 +25,17 @@ from farandole.wire.messages import (
     SessionOver,
     ToAgent,
     WorkerPrinted,
+    WorkerRanked,
+    WorkerSilent,
 )
 
-_AGAIN_S = 0.05  # between two attempts to reach the coordinator
+# Between two attempts to reach the coordinator. The next one is ready within milliseconds, unless its machine is gone.
+_SOONEST_S, _LATEST_S = 0.005, 0.5
+
+# An address that does not answer must not keep an agent from the one at which the next coordinator begins to listen. So
+# most attempts are short; some are not, for a slow network.
+_ATTEMPT_S = 1.0
+_PATIENT_EVERY = 4
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class CoordinatorSession:
         self._confirmed = 0
         self._output: list[Message] = []  # that waits for a connection
         self._output_bytes = 0
+        self._ranked: dict[tuple[str, bool], WorkerRanked] = {}  # for the labels of lines
         self.is_connected = True
         self.on_resumed: Callable[[Resumed], None] = lambda _: None
 
@@ -90,6 +99,11 @@ class CoordinatorSession:
         where there is no connection."""
         if is_counted(message):
             self._log.keep(message)
+        elif isinstance(message, WorkerRanked):
+            self._ranked[message.worker, message.is_expected] = message
+        elif isinstance(message, WorkerSilent):
+            for is_expected in (True, False):
+                self._ranked.pop((message.worker, is_expected), None)
         if self.is_connected:
             self._channel.send(message)
         elif isinstance(message, OutputMessage):
@@ -140,9 +154,12 @@ class CoordinatorSession:
         limit_s = how.patience_s if how.patience_s < float("inf") else None
         how.on_event(CoordinatorUnreachable(how.hello.agent, str(why), limit_s))
         reason: Exception = why
+        attempt = 0
         while (away_s := since_boot_s() - began_s) < how.patience_s:
+            attempt += 1
+            limit_s = HANDSHAKE_DEADLINE_S if attempt % _PATIENT_EVERY == 0 else _ATTEMPT_S
             try:
-                async with asyncio.timeout(min(HANDSHAKE_DEADLINE_S, how.patience_s - away_s)):
+                async with asyncio.timeout(min(limit_s, how.patience_s - away_s)):
                     channel = await how.dial()
                     try:
                         resumed = await self._introduce(channel, how.hello)
@@ -153,7 +170,8 @@ class CoordinatorSession:
                 raise
             except (ConnectionError, AuthenticationError, ProtocolError, TimeoutError) as error:
                 reason = error
-                await asyncio.sleep(_AGAIN_S)
+                away_s = since_boot_s() - began_s
+                await asyncio.sleep(min(max(away_s / 4, _SOONEST_S), _LATEST_S))
                 continue
             self._continue_on(channel, resumed)
             how.on_event(CoordinatorBack(how.hello.agent, since_boot_s() - began_s))
@@ -177,7 +195,7 @@ class CoordinatorSession:
         self._confirmed = self._log.handled  # it was told so
         for message in self._log.after(resumed.handled):
             channel.send(message)
-        for message in self._output:
+        for message in (*self._ranked.values(), *self._output):  # the launcher may be another one
             channel.send(message)
         self._output, self._output_bytes = [], 0
         self.on_resumed(resumed)

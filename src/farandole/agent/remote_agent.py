@@ -58,6 +58,7 @@ class JoinOptions:
     grace_s       seconds from the request to end until workers are killed; None: the job's
     interfaces    the network interfaces for tensors; empty: all, first the one that leads to the coordinator
     tls           the job's certificates, with which its TCP connections are encrypted; None: they are not
+    find          returns the addresses at which the coordinator may be reached now; None: they never change
     id            what tells this agent from another one of a host of the same name, such as a pod that is made anew
     """
 
@@ -71,6 +72,7 @@ class JoinOptions:
     interfaces: tuple[str, ...] = ()
     id: str = ""
     tls: Certificates | None = field(default=None, repr=False)
+    find: Callable[[], tuple[Address, ...]] | None = None
 
     @property
     def name(self) -> str:
@@ -211,9 +213,12 @@ class JoiningAgent:
     async def _dial_all(self) -> tuple[Channel[ToAgent], Address]:
         """Dial all addresses of the coordinator, each a little later than the one before, and return the first
         connection. Raises ConfigError when none of them will accept this agent later either."""
+        find, addresses = self._options.find, self._options.coordinators
+        if find is not None:
+            addresses = await asyncio.to_thread(find)  # a network file system may be slow
         dials = {
             asyncio.create_task(self._dial(each, delay_s=index * _NEXT_ADDRESS_S)): each
-            for index, each in enumerate(self._options.coordinators)
+            for index, each in enumerate(addresses)
         }
         failures: list[Exception] = []
         waiting = set(dials)

@@ -169,6 +169,18 @@ def begin_job(settings: CheckpointEnv) -> LockedStore:
         raise
 
 
+def continue_job(settings: CheckpointEnv) -> JobLock:
+    """Lock a place again for a job that goes on under another launcher.
+
+    Args:
+        settings: Those of LockedStore, as the job's workers have them.
+
+    Raises:
+        ConfigError: As begin_job.
+    """
+    return lock(open_store(settings.folder), settings.owner)
+
+
 def _begin_locked(settings: CheckpointEnv, taken: JobLock) -> LockedStore:
     folder = CheckpointFolder(taken.store)
     folder.remove_unpublished()
@@ -231,15 +243,15 @@ class JobLock:
             self._handle = None
 
 
-def lock(store: Store) -> JobLock:
-    """Create the place if necessary, and lock it. Raises ConfigError, with advice, when another job has it and when it
-    cannot be created or written to."""
+def lock(store: Store, owner: str = "") -> JobLock:
+    """Create the place if necessary, and lock it, as `owner` or as a new one. Raises ConfigError, with advice, when
+    another job has it and when it cannot be created or written to."""
     handle = None
     try:
         store.make()
         if isinstance(store, LocalStore):
             handle = _lock_file(store.path / _LOCK)
-        taken = JobLock(store, _read(store), secrets.token_hex(8), handle)
+        taken = JobLock(store, _read(store), owner or secrets.token_hex(8), handle)
         taken.count(0, 0)  # checks now whether files can be written here
     except BaseException as error:
         if handle is not None:

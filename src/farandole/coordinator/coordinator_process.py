@@ -1,6 +1,5 @@
-"""The coordinator as a process of its own: `python -m farandole.coordinator.coordinator_process LINK JOURNAL JOURNAL`,
-with the numbers of inherited descriptors. The launcher (launch/supervised_coordinator.py) starts it, and starts another
-one when it has died, which continues from the journal.
+"""The coordinator as a process of its own, forked by coordinator_factory.py. The launcher
+(launch/supervised_coordinator.py) wants it, and wants another one when it has died, which continues from the journal.
 """
 
 from __future__ import annotations
@@ -8,10 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 
 from farandole.coordinator.journal import (
     CoordinatorState,
@@ -43,7 +41,13 @@ from farandole.coordinator.server import Coordinator
 from farandole.errors import ConfigError
 from farandole.events import Event
 from farandole.membership import Address
+from farandole.wire.channel import HANDSHAKE_DEADLINE_S
 from farandole.wire.message_log import MessageLog
+from farandole.wire.sockets import listening_sockets
+
+EPOCHS_OF_A_LAUNCHER = 1_000_000
+"""The first coordinator of a launcher that takes over has the next multiple of this as its epoch. So the coordinators
+that an older launcher may still start, behind a broken network, never reach it, and agents refuse them."""
 
 
 class _RemoteStore:
@@ -89,24 +93,29 @@ class _Process:
         self._unsent: list[object] = []
         self._encoder = StateEncoder()
         self._store = _RemoteStore(link)
-        self._is_over = self._is_listening = False
+        self._is_over = self._is_listening = self._is_stopping = False
         self._tasks: set[asyncio.Task[bool]] = set()
 
     async def run(self) -> None:
         setup: CoordinatorSetup = await self._link.receive()
-        self._journal = Journal(self._journal_files, JournalIdentity(setup.job_id))
+        self._setup = setup
+        self._journal = Journal(self._journal_files, JournalIdentity(setup.job_id), is_durable=bool(setup.launcher))
         try:
-            restored = self._restore(setup.handled)
+            restored, is_moved = self._restore()
         except JournalError as damage:
             self._link.send(Listening((), 0, str(damage)))
             await self._link.drain()
             return
+        hosts: Sequence[str] = setup.hosts
+        port = setup.port
+        if restored is not None:
+            hosts, port = self._addresses(restored, is_moved)
         self._coordinator = Coordinator(
             setup.config,
             setup.token,
             job_id=setup.job_id,
-            hosts=setup.hosts if restored is None else [each.host for each in restored.addresses],
-            port=setup.port if restored is None else restored.addresses[0].port,
+            hosts=hosts,
+            port=port,
             on_event=self._on_event,
             origin=setup.origin,
             welcome=setup.welcome,
@@ -116,8 +125,9 @@ class _Process:
             store=self._store,
             journal=self._write,
             restored=restored,
+            returning_s=HANDSHAKE_DEADLINE_S if is_moved else 0.0,
         )
-        listening = asyncio.create_task(self._listen(self._coordinator.start()))
+        listening = asyncio.create_task(self._listen(self._start(is_moved)))
         obedience, beating = asyncio.create_task(self._obey()), asyncio.create_task(self._show_life())
         if not await listening:
             return
@@ -145,21 +155,48 @@ class _Process:
             self._link.send(Alive())
             await asyncio.sleep(ALIVE_EVERY_S)
 
-    def _restore(self, handled: int) -> CoordinatorState | None:
+    def _restore(self) -> tuple[CoordinatorState | None, bool]:
+        """Return the state from which to continue, and whether it is that of another launcher's coordinator. The frames
+        on a link are numbered from the start of its launcher."""
         data = self._journal.read()
         if data is None:
-            return None
-        state, self._frames = decoded(data)
-        self._frames.confirm(handled)
-        for frame in self._frames.after(handled):
+            return None, False
+        state, (frames, launcher) = decoded(data)
+        if launcher != self._setup.launcher:
+            epoch = (state.job.coordinator_epoch // EPOCHS_OF_A_LAUNCHER + 1) * EPOCHS_OF_A_LAUNCHER
+            return replace(state, job=replace(state.job, coordinator_epoch=epoch - 1)), True
+        self._frames = frames
+        self._frames.confirm(self._setup.handled)
+        for frame in self._frames.after(self._setup.handled):
             self._link.send(frame)
-        return state
+        return state, False
+
+    def _addresses(self, restored: CoordinatorState, is_moved: bool) -> tuple[Sequence[str], int]:
+        """Return the hosts and the port at which to listen: those of the former coordinator, or after a move those of
+        this machine, if possible with the same port."""
+        port = restored.addresses[0].port
+        if not is_moved:
+            return [each.host for each in restored.addresses], port
+        hosts = self._setup.hosts
+        if self._setup.port:
+            return hosts, self._setup.port
+        try:
+            for each in listening_sockets(hosts, port):
+                each.close()
+        except OSError:  # used by another program
+            port = 0
+        return hosts, port
+
+    async def _start(self, is_moved: bool) -> None:
+        await self._coordinator.start()
+        if is_moved:
+            self._coordinator.lose_own_agents("the launcher in which it ran has died")
 
     def _write(self, state: CoordinatorState) -> None:
         if state.job.ending is not None and state.job.ending.is_done and not self._is_over:
             self._is_over = True
             self._keep(Over())
-        self._journal.write(self._encoder.encode(state, self._frames))
+        self._journal.write(self._encoder.encode(state, (self._frames, self._setup.launcher)))
         self._send_unsent()
         self._link.send(FramesHandled(self._frames.handled))
 
@@ -183,19 +220,22 @@ class _Process:
 
     async def _obey(self) -> None:
         """Do what the launcher wants. When it is gone, the job ends at once: nobody would start its agents again, or
-        show what the workers print."""
+        show what the workers print. Where another launcher may take over, only this process ends: agents of other
+        machines see the end of their connections, and wait."""
         try:
             while True:
                 self._do(await self._link.receive())
         except ConnectionError:
-            if not self._is_listening:
-                os._exit(1)  # there are no agents yet
+            may_continue = bool(self._setup.launcher) and not self._is_stopping
+            if may_continue or not self._is_listening:  # else there are no agents yet
+                os._exit(1)
             self._coordinator.request_stop(now=True, reason="the launcher has ended")
 
     def _do(self, frame: object) -> None:
         match frame:
             case Call(method, arguments):
                 self._frames.handled += 1
+                self._is_stopping |= method == "request_stop"
                 getattr(self._coordinator, method)(*arguments)
             case Listen(hosts):
                 task = asyncio.create_task(self._listen(self._coordinator.listen(hosts)))
@@ -219,17 +259,15 @@ class _Process:
         return True
 
 
-def main() -> None:
-    """Run the coordinator. Signals to the process group are for the launcher, which tells it what to do."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    link, *journal = map(int, sys.argv[1:])
+def run_coordinator(link: int, journal: JournalFiles) -> None:
+    """Run the coordinator of the launcher at the other end of `link`, until the job has ended.
+
+    Args:
+        link: The descriptor of a connected socket.
+        journal: As in Journal.
+    """
 
     async def run() -> None:
-        await _Process(await Link.over(socket.socket(fileno=link)), (journal[0], journal[1])).run()
+        await _Process(await Link.over(socket.socket(fileno=link)), journal).run()
 
     asyncio.run(run())
-
-
-if __name__ == "__main__":
-    main()

@@ -135,10 +135,12 @@ class Journal:
 
     The files are held open by the launcher, too, and may have no name: a state outlives the process that has written
     it.
+
+    is_durable  each state survives a power failure, and is seen by other machines that share the files' folder
     """
 
-    def __init__(self, descriptors: JournalFiles, identity: JournalIdentity) -> None:
-        self._descriptors, self._identity = descriptors, identity
+    def __init__(self, descriptors: JournalFiles, identity: JournalIdentity, is_durable: bool = False) -> None:
+        self._descriptors, self._identity, self._is_durable = descriptors, identity, is_durable
         self._number = max((number for number, _, _ in self._states()), default=0)
 
     def write(self, data: bytes) -> None:
@@ -152,6 +154,8 @@ class Journal:
         written, length = os.pwritev(descriptor, [checksum, head, data], 0), len(checksum) + len(head) + len(data)
         if written < length:
             raise OSError(f"{written} of {length} bytes of the coordinator's journal were written")
+        if self._is_durable:
+            os.fdatasync(descriptor)
 
     def read(self) -> bytes | None:
         """Return the newest complete state; None: there is none, since the job begins.

@@ -25,8 +25,12 @@ ALIVE_EVERY_S = 0.1
 
 @dataclass(frozen=True)
 class CoordinatorSetup:
-    """The first frame to a coordinator: the arguments of Coordinator. `handled`: the number of counted frames of former
-    ones that the launcher has handled."""
+    """The first frame to a coordinator: the arguments of Coordinator.
+
+    handled    the number of counted frames of former ones that the launcher has handled
+    launcher   identifies this launcher, where another one may take over after it (launch/job_state.py); the journal
+               lies in a folder then. Empty: its death is the end of the job
+    """
 
     config: JobConfig
     token: bytes = field(repr=False)
@@ -38,6 +42,7 @@ class CoordinatorSetup:
     offers_joined: bool
     first_hosts: Mapping[str, int] = field(default_factory=dict)
     handled: int = 0
+    launcher: str = ""
 
 
 # Frames to the coordinator: a Call, which is counted, or one of the others.

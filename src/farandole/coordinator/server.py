@@ -133,6 +133,7 @@ class Coordinator:
     store      the job's store; None: it has its own
     journal    called with the state after each decision, before any message about the decision is sent
     restored   the state from which it continues; None: the job begins
+    returning_s  for so much longer agents of the former coordinator may be silent at first: they look for this one
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Coordinator:
         store: Store | None = None,
         journal: Callable[[CoordinatorState], None] | None = None,
         restored: CoordinatorState | None = None,
+        returning_s: float = 0.0,
     ) -> None:
         self._function = function
         self._config, self._token, self._job_id = config, token, job_id
@@ -181,7 +183,7 @@ class Coordinator:
         self._agent_hosts: set[str] = set()  # from which an agent has connected
         self._store = StoreServer(self._refused) if store is None else store
         self._attempt = 0
-        self._journal, self._restored = journal, restored
+        self._journal, self._restored, self._returning_s = journal, restored, returning_s
         self._returning: set[str] = set()  # agents of the former coordinator that have not come yet
         self._outgoing: list[tuple[Channel[AgentMessage], ToAgent]] = []  # to be sent once the journal has them
         self._conversations: set[asyncio.Task[None]] = set()
@@ -220,17 +222,17 @@ class Coordinator:
         for agent, session in state.sessions.items():
             self._sessions[agent] = session
             self._returning.add(agent)
-            self._record_silence(agent, session)
+            self._record_silence(agent, session, self._returning_s)
             if session.is_apart:
                 self._heartbeats.begin(agent)
         if self._job.ending is not None and self._job.ending.is_done:
             self._outcome.set_result(Outcome(self._job.ending.exit_code, self._job.ending.reason))
 
-    def _record_silence(self, agent: str, session: AgentSession) -> None:
-        """Count the silence of an agent from now. The launcher's own agents cannot be cut off from a coordinator that
-        is its child, and are silent while the launcher is stopped."""
+    def _record_silence(self, agent: str, session: AgentSession, after_s: float = 0.0) -> None:
+        """Count the silence of an agent from now, or later. The launcher's own agents cannot be cut off from a
+        coordinator on the same machine, and are silent while the launcher is stopped."""
         if session.is_apart or self._journal is None:
-            self._silence.record(agent, self._clock.now_s())
+            self._silence.record(agent, self._clock.now_s() + after_s)
 
     def _state(self) -> CoordinatorState:
         return CoordinatorState(
@@ -326,6 +328,11 @@ class Coordinator:
         if agent in self._sessions and not self.has_ended:
             self._lose(agent, reason, None if are_workers_gone else self._lease_end_s(agent))
             self._settle()
+
+    def lose_own_agents(self, reason: str) -> None:
+        """Handle that the launcher is gone of which some agents were a part; their guard has killed their workers."""
+        for agent in [agent for agent, session in self._sessions.items() if not session.is_apart]:
+            self.agent_gone(agent, reason)
 
     def agent_leaves(self, agent: str, reason: str) -> None:
         """Let the workers of one agent leave at the next boundary: it will be taken away."""

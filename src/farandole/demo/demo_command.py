@@ -69,8 +69,8 @@ def demo_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole demo",
         description="Three workers train, one of them is killed, and its replacement joins. At the end the records of "
-        "the workers prove that each sample was trained exactly once. It takes about half a minute. The data are scikit-learn's handwritten digits; without "
-        "scikit-learn, digits that torch draws.",
+        "the workers prove that each sample was trained exactly once. It takes about half a minute. The data are "
+        "scikit-learn's handwritten digits; without scikit-learn, digits that torch draws.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from farandole.engines.host_list import HostSlots
 from farandole.engines.slurm_allocation import own_name, own_slots
 from farandole.env import read_slurm_variables, read_token
 from farandole.errors import ConfigError
-from farandole.launch.job_files import read_job_file
+from farandole.launch.job_files import JobFile, read_job_file
 from farandole.launch.joining import read_token_file, tls_folder
 from farandole.launch.report import Loudness, Report
 from farandole.launch.run_parser import PREEMPTION_HELP, USAGE_ERROR, Parser
@@ -164,13 +165,14 @@ def _options(given: argparse.Namespace) -> JoinOptions:
     if slots < 1:
         raise ConfigError(f"--slots must be at least 1, got {slots}")
     host = HostSlots(name or os.uname().nodename, slots)
-    tls = tls_folder(given.tls)
+    tls, find = tls_folder(given.tls), None
     if given.job_file is not None:
         if given.token_file is not None:
             raise ConfigError("--job-file contains the token; leave out --token-file")
         file = read_job_file(given.job_file)
         addresses, token = file.addresses or (file.coordinator,), file.token
         tls = tls or file.tls
+        find = _finder(given.job_file, file)
     else:
         addresses, token = tuple(_address(each) for each in given.join.split(",")), _token(given)
     folder = None if given.folder is None else os.path.abspath(given.folder)
@@ -195,7 +197,23 @@ def _options(given: argparse.Namespace) -> JoinOptions:
         interfaces,
         id=given.id,
         tls=load_certificates(tls),
+        find=find,
     )
+
+
+def _finder(path: Path, first: JobFile) -> Callable[[], tuple[Address, ...]]:
+    """Return a function that reads the addresses in a job file again: another launcher may have taken the job over."""
+    path, known = path.absolute(), first  # the agent enters the job's folder
+
+    def find() -> tuple[Address, ...]:
+        nonlocal known
+        with contextlib.suppress(ConfigError):  # it is just being replaced, or the job has ended
+            file = read_job_file(path)
+            if file.job == first.job:
+                known = file
+        return known.addresses or (known.coordinator,)
+
+    return find
 
 
 def _token(given: argparse.Namespace) -> bytes:

@@ -41,9 +41,10 @@ from farandole.launch.joining import (
     joining,
     local_hosts,
     slurm_job_file,
+    state_job_file,
     tls_folder,
 )
-from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, run_parser, unused_options
+from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, STATE_PATIENCE_S, run_parser, unused_options
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ class RunOptions:
     pods              the pods from which agents join; None: pods are not watched
     preemption        where preemption notices are looked for
     slurm             the allocation whose nodes run the workers; None: they do not
+    state             the folder in which the job's state outlives the launcher; None: it does not
+    patience_s        how long agents of other machines keep their workers meanwhile
     requeues          whether the Slurm job is put back into the queue when its end is announced
     """
 
@@ -107,6 +110,8 @@ class RunOptions:
     preemption: Preemption = field(default_factory=Preemption)
     slurm: SlurmAllocation | None = None
     requeues: bool = False
+    state: Path | None = None
+    patience_s: float = STATE_PATIENCE_S
 
 
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
@@ -133,6 +138,7 @@ def split_command(arguments: Sequence[str], value_counts: Mapping[str, int]) -> 
 
 
 def _run_options(options: argparse.Namespace, command: Sequence[str], program: Program) -> RunOptions:
+    options.job_file = state_job_file(options) or options.job_file
     hosts = _hosts(options)
     slurm = allocation_of(read_slurm_variables(), options.slots) if options.slurm else None
     job_file = options.job_file
@@ -189,6 +195,8 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         interfaces=tuple(name for each in options.nics or () for name in each.split(",") if name),
         pods=_pods(options),
         preemption=parse_preemption(options.preemption),
+        state=options.state,
+        patience_s=STATE_PATIENCE_S if options.patience is None else options.patience,
     )
 
 

@@ -18,9 +18,11 @@ from farandole.launch.control_parser import COMMANDS as CONTROL
 from farandole.launch.run_parser import USAGE_ERROR, Parser
 
 if TYPE_CHECKING:
+    from farandole.coordinator.coordinator_factory import CoordinatorFactory
     from farandole.engines.discovery import HostDiscovery
     from farandole.engines.host_list import HostSlots
     from farandole.launch.job_files import EventFile
+    from farandole.launch.job_state import FolderState
     from farandole.launch.report import Report
 
 # What a shell makes of SIGINT, and of SIGPIPE.
@@ -150,12 +152,20 @@ def _main_parser() -> argparse.ArgumentParser:
 
 
 def _run(options: RunOptions) -> int:
+    from farandole.coordinator.coordinator_factory import forked_factory
+
+    with forked_factory() as factory:  # before there are threads: those of the report, and of the file of events
+        return _run_job(options, factory)
+
+
+def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
     import asyncio
 
     from farandole.engines.kubernetes_pods import PodWatch
     from farandole.engines.slurm_engine import SlurmEngine
     from farandole.engines.ssh_engine import SshEngine
-    from farandole.launch.job_runner import JobSetup, beginning, in_turn, run_job
+    from farandole.launch.checkpoint_place import beginning
+    from farandole.launch.job_runner import PATIENCE_S, JobSetup, in_turn, run_job
     from farandole.launch.output import output_options
     from farandole.launch.report import Loudness, Report
 
@@ -166,7 +176,11 @@ def _run(options: RunOptions) -> int:
         for note in options.notes:
             report.note(note)
         report.started(config, options.command)
-        with _event_file(options, report) as events, beginning(options.checkpoint) as begun:
+        with (
+            _event_file(options, report) as events,
+            _state(options) as state,
+            beginning(options.checkpoint, state) as begun,
+        ):
             for note in begun.notes:
                 report.note(note)
             on_event = in_turn(report.on_event, None if events is None else events.on_event, begun.watch)
@@ -196,6 +210,9 @@ def _run(options: RunOptions) -> int:
                         fork_server=options.fork_server,
                         watch=None if options.pods is None else PodWatch(options.pods, on_event),
                         preemption=options.preemption,
+                        factory=factory,
+                        state=state,
+                        patience_s=PATIENCE_S if state is None else options.patience_s,
                     )
                 )
             )
@@ -216,6 +233,16 @@ def _event_file(options: RunOptions, report: Report) -> AbstractContextManager[E
     from farandole.launch.job_files import EventFile
 
     return nullcontext() if options.events is None else EventFile(options.events, report.note)
+
+
+def _state(options: RunOptions) -> AbstractContextManager[FolderState | None]:
+    from farandole.launch.job_state import locked_state
+
+    if options.state is None:
+        return nullcontext()
+    has_token = options.joining is not None and options.joining.token_file
+    token = options.joining.token if options.joining is not None and has_token else None
+    return locked_state(options.state, options.command, options.config, token)
 
 
 def _hosts(options: RunOptions) -> tuple[HostSlots, ...] | HostDiscovery | None:

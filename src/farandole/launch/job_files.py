@@ -91,7 +91,7 @@ def shared(path: Path | None, file: JobFile) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError, ConfigError):
-            if read_job_file(path).job == file.job:  # else another job has replaced it
+            if read_job_file(path) == file:  # else another job, or another launcher of this one, has replaced it
                 path.unlink()
 
 

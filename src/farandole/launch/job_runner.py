@@ -16,9 +16,8 @@ from farandole.agent.host_resources import reserve_descriptors, share_cores, wor
 from farandole.agent.network_addresses import addresses_for, own_addresses, with_others
 from farandole.agent.preemption import Notice, watch_for_notices
 from farandole.agent.remote_agent import RemoteOutput, with_own_python
-from farandole.checkpoint.folder import JobLock, begin_job
-from farandole.checkpoint.store import LocalStore
 from farandole.config import ForkServerUse, JobConfig, Preemption
+from farandole.coordinator.coordinator_factory import CoordinatorFactory
 from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.engines.discovery import HostDiscovery, HostsOver, HostsSource
@@ -26,7 +25,7 @@ from farandole.engines.engine_interface import AgentOrder, Engine, HostReports, 
 from farandole.engines.fleet import Fleet
 from farandole.engines.host_list import HostSlots
 from farandole.engines.local_engine import HostsEngine, LocalEngine
-from farandole.env import CheckpointEnv, carried_environment, environment_of, inherited_environment
+from farandole.env import carried_environment, inherited_environment
 from farandole.events import (
     AgentsAwaited,
     Event,
@@ -34,11 +33,11 @@ from farandole.events import (
     HostDrained,
     HostUndrained,
     JobNotAnnounced,
-    StateLost,
     StopAsked,
 )
 from farandole.launch.ending_signals import ending_signals
 from farandole.launch.job_files import JobFile, announced, born, shared
+from farandole.launch.job_state import JobState
 from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
@@ -50,7 +49,10 @@ from farandole.wire.function_call import FunctionJob
 from farandole.wire.messages import Welcome
 
 _LOOPBACK = "127.0.0.1"
-_PATIENCE_S = 10.0  # of agents whose coordinator has died: the next one needs a fraction of a second
+PATIENCE_S = 10.0
+"""Seconds for which agents wait for the next coordinator of a living launcher, which needs a fraction of one."""
+
+_SUCCESSOR_LOOK_S = 1.0
 _FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
 
 
@@ -83,6 +85,9 @@ class JobSetup:
                        others; None: nowhere. One of this machine ends the job as SIGTERM does: the coordinator goes
                        with the machine, and a checkpoint is still possible
     reason_to_end      returns for an event why the job must end, with grace; empty: it need not
+    state              outlives this launcher; None: its end is the end of the job
+    patience_s         how long agents of other machines keep their workers when they have no coordinator
+    factory            forks the coordinators, and is closed at the end; None: one is started
     function           the call that travels to all agents, and the receiver of their workers' returns; of jobs of
                        farandole.run(), which need no folder of theirs
     """
@@ -107,6 +112,9 @@ class JobSetup:
     watch: HostWatch | None = None
     preemption: Preemption | None = None
     reason_to_end: Callable[[Event], str] | None = None
+    state: JobState | None = None
+    patience_s: float = PATIENCE_S
+    factory: CoordinatorFactory | None = None
     function: FunctionJob | None = None
 
 
@@ -119,9 +127,15 @@ async def run_job(setup: JobSetup) -> Outcome:
     needs.
     """
     try:
-        return await _JobRun(setup).run()
+        outcome = await _JobRun(setup).run()
+        if setup.state is not None:
+            setup.state.end(is_over=True)
+        return outcome
     except CoordinatorFailed as error:
         return Outcome(1, str(error))
+    finally:
+        if setup.state is not None:
+            setup.state.end(is_over=False)
 
 
 class _JobRun:
@@ -138,6 +152,8 @@ class _JobRun:
         self._tls = load_certificates(self._config.tls)
         self._job_id = secrets.token_hex(8)
         self._token = new_token() if setup.joining is None else setup.joining.token
+        if setup.state is not None:
+            self._job_id, self._token = setup.state.job_id, setup.state.token
 
     async def run(self) -> Outcome:
         """Run the job to its end."""
@@ -197,9 +213,12 @@ class _JobRun:
                     welcome,
                     self._is_of_engine,
                     self._first_hosts(),
+                    launcher="" if setup.state is None else setup.state.launcher,
                 ),
                 on_event=self._on_decision,
                 on_output=output,
+                factory=setup.factory,
+                journal=None if setup.state is None else setup.state.journal_files,
             )
         else:  # the calling program waits for the results: its end is the end of the job
             coordinator = Coordinator(
@@ -237,7 +256,7 @@ class _JobRun:
             fork_server=self._forks,
             max_restarts=self._config.max_restarts or 0,
             needs_folder=self._setup.function is None,
-            patience_s=0.0 if self._setup.function is not None else _PATIENCE_S,
+            patience_s=0.0 if self._setup.function is not None else self._setup.patience_s,
         )
 
     def _job_file(self) -> JobFile:
@@ -360,8 +379,18 @@ class _JobRun:
             yield self._follow_hosts()
         if setup.watch is not None:
             yield setup.watch.run(HostReports(self._coordinator.agent_leaves, self._coordinator.agent_gone))
+        if setup.state is not None and isinstance(self._coordinator, SupervisedCoordinator):
+            yield self._watch_for_successor(setup.state, self._coordinator)
         if setup.preemption is not None:
             yield watch_for_notices(setup.preemption, self._on_notice, setup.on_event)
+
+    async def _watch_for_successor(self, state: JobState, coordinator: SupervisedCoordinator) -> None:
+        """End in silence when another launcher has taken the job over: this one, or its network, was away."""
+        while not (successor := await asyncio.to_thread(state.successor)):
+            await asyncio.sleep(_SUCCESSOR_LOOK_S)
+        self._fleet.kill_workers()
+        coordinator.abandon(f"another launcher, {successor}, has taken this job over")
+        await asyncio.wait([self._serving])
 
     async def _follow_hosts(self) -> None:
         try:
@@ -412,96 +441,6 @@ def _ending_on_signals(
 
     with ending_signals(end):
         yield
-
-
-# The place of a job's checkpoints, from the side of the launcher: locked for as long as the job runs, and kept up to
-# date.
-
-
-_CLOSE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """The beginning of a job. Without checkpoints it begins anew, and nothing is recorded.
-
-    origin       the beginning of its numbers
-    environment  additional variables of its workers
-    notes        notes for the user
-    watch        called with all events
-    """
-
-    origin: Origin | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    watch: Callable[[Event], None] = lambda event: None
-
-
-@contextlib.contextmanager
-def beginning(settings: CheckpointEnv | None) -> Iterator[Beginning]:
-    """Lock the place for as long as the job runs. Raises the errors of begin_job()."""
-    if settings is None:
-        yield Beginning()
-        return
-    begun = begin_job(settings)
-    counting = _NumberRecorder(begun.lock, begun.origin)
-    try:
-        yield Beginning(begun.origin, environment_of(begun.settings), begun.notes, counting.watch)
-    finally:
-        counting.close()
-        begun.lock.close()
-
-
-class _NumberRecorder:
-    """Records each generation and each run id. A full disk must not end the job: the manifests count, too.
-
-    In a folder it writes at once. For an object store, which may take seconds, it writes in a thread, the newest
-    numbers only.
-    """
-
-    def __init__(self, lock: JobLock, origin: Origin) -> None:
-        self._lock = lock
-        self._run_id, self._generation = origin.run_id, origin.generation
-        self._changed = threading.Condition()
-        self._is_behind = self._is_closing = False
-        self._thread: threading.Thread | None = None
-        if not isinstance(lock.store, LocalStore):
-            self._thread = threading.Thread(target=self._run, name="farandole-counting", daemon=True)
-            self._thread.start()
-
-    def watch(self, event: Event) -> None:
-        with self._changed:
-            if isinstance(event, StateLost):
-                self._run_id = event.run_id
-            elif isinstance(event, GenerationStarted):
-                self._generation = event.number
-            else:
-                return
-            self._is_behind = True
-            self._changed.notify()
-        if self._thread is None:
-            self._write()
-
-    def close(self) -> None:
-        """Write the pending numbers, if that takes no longer than the time limit of a store, and stop."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_behind or self._is_closing)
-                if not self._is_behind:
-                    return
-                self._is_behind = False
-            self._write()
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):
-            self._lock.count(self._run_id, self._generation)
 
 
 # Listeners of the job's events ----------------------------------------------------------------------------------------

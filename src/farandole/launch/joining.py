@@ -40,6 +40,30 @@ def joining(token_file: Path | None, job_file: Path | None, discovery_script: st
     return Joining(token_of_job(token_file), str(token_file), job_file)
 
 
+def state_job_file(options: argparse.Namespace) -> Path | None:
+    """Return the job file of --state, checked together with the other options; None without --state. Raises
+    ConfigError."""
+    if options.state is None:
+        if options.patience is not None:
+            raise ConfigError("--patience needs --state DIR, with which another launcher may continue the job")
+        return None
+    if options.patience is not None and not 0 < options.patience < float("inf"):
+        raise ConfigError(f"--patience must be a number of seconds > 0, got {options.patience:g}")
+    for flag, value in (
+        ("--hosts", options.hosts),
+        ("--hostfile", options.hostfile),
+        ("--host-discovery-script", options.host_discovery_script),
+        ("--slurm", options.slurm or None),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"--state cannot be combined with {flag}: the agents that this command starts end with it; start "
+                "`farandole agent --job-file FILE` on the other machines"
+            )
+    folder: Path = options.state.absolute()
+    return folder / "job" if options.job_file is None else None
+
+
 def slurm_job_file(job: str) -> Path:
     """Return the job file of a Slurm job unless the user has named another one."""
     return Path(slurm_folder()) / f"slurm-{job}.job"

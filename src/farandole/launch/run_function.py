@@ -29,7 +29,8 @@ from farandole.env import CheckpointEnv, read_start_timeout_s, read_transport
 from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
 from farandole.launch.arguments import checkpoint_settings
-from farandole.launch.job_runner import Beginning, JobSetup, beginning, run_job
+from farandole.launch.checkpoint_place import Beginning, beginning
+from farandole.launch.job_runner import JobSetup, run_job
 from farandole.launch.joining import check_encryption, tls_folder
 from farandole.launch.output import OutputOptions, OutputSink, output_options
 from farandole.launch.report import Loudness, Report

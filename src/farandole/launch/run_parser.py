@@ -26,6 +26,9 @@ PREEMPTION_HELP = (
 )
 """The help text of --preemption, which several commands have."""
 
+STATE_PATIENCE_S = 600.0
+"""Seconds for which agents keep their workers without a launcher, unless --patience is given."""
+
 CHECKPOINT_DEFAULTS: tuple[str, int] = ("10m", 2)
 """Interval of checkpoints, and how many are kept."""
 
@@ -384,6 +387,21 @@ def _address(parser: argparse.ArgumentParser) -> None:
         "every address at which they may reach it)",
     )
     add("--port", type=int, default=0, help="default: a free port")
+    add(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="keep the state of the job in DIR, which only its owner can enter: when this command was killed, the same "
+        "command, on this machine or another one that has DIR, continues the job with the agents of other machines. "
+        "DIR/job is the --job-file unless another one is given",
+    )
+    add(
+        "--patience",
+        type=float,
+        metavar="S",
+        help="with --state: how many seconds agents of other machines keep their workers while this command does not "
+        f"run (default: {STATE_PATIENCE_S:g})",
+    )
     add(
         "--token-file",
         type=Path,

@@ -7,17 +7,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from farandole.coordinator.coordinator_factory import CoordinatorFactory, FactoryLost, ForkedCoordinator
 from farandole.coordinator.failure_detection import JobClock, Silence
 from farandole.coordinator.job import format_exit
-from farandole.coordinator.journal import files_in_memory
+from farandole.coordinator.journal import JournalFiles, files_in_memory
 from farandole.coordinator.launcher_link import (
     AdmitToStore,
     Call,
@@ -48,6 +46,7 @@ _RESTARTS = 5
 _WITHIN_S = 10.0
 
 _START_S = 60.0  # from its start until its event loop runs
+_REPORTED_S = 1.0  # from the end of its link until its factory has reported the end of its process
 _HUNG_WITHIN_S = 60.0
 
 
@@ -89,7 +88,11 @@ class HangWatch:
 
 
 class SupervisedCoordinator:
-    """Used as a Coordinator: `await start()`, then `await run()`; everything else on their event loop."""
+    """Used as a Coordinator: `await start()`, then `await run()`; everything else on their event loop.
+
+    journal  the files of a journal that outlives the launcher; None: it has its own, in memory
+    factory  forks the coordinators; it is closed at the end. None: one is started when it is needed, as after its death
+    """
 
     def __init__(
         self,
@@ -97,13 +100,18 @@ class SupervisedCoordinator:
         *,
         on_event: Callable[[Event], None],
         on_output: Callable[[str, OutputMessage | None], None],
+        factory: CoordinatorFactory | None = None,
+        journal: JournalFiles | None = None,
     ) -> None:
+        self._factory = factory
+        self._given_journal = journal
+        self._abandoned = ""  # why it is
         self._setup, self._on_event, self._on_output = setup, on_event, on_output
         self._store = StoreServer(on_event)
         self._calls: MessageLog[Call] = MessageLog()
         self._addresses: tuple[Address, ...] = ()
         self._is_over = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedCoordinator | None = None
         self._link: Link | None = None
         self._listening: asyncio.Future[Listening] | None = None
         self._restarts: list[float] = []
@@ -116,7 +124,7 @@ class SupervisedCoordinator:
 
     async def start(self) -> None:
         """Start the coordinator. Raises ConfigError when it cannot listen, and CoordinatorFailed."""
-        self.journal_files = files_in_memory()
+        self.journal_files = self._given_journal or files_in_memory()
         self._listening = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve())
         try:
@@ -198,6 +206,12 @@ class SupervisedCoordinator:
         """As in Coordinator."""
         self._call("agent_leaves", agent, reason)
 
+    def abandon(self, reason: str) -> None:
+        """End in silence: another launcher has taken the job over. run() raises CoordinatorFailed."""
+        self._abandoned = reason
+        if self._process is not None:
+            self._process.kill()
+
     def _call(self, method: str, *arguments: Any) -> None:
         call = Call(method, arguments)
         self._calls.keep(call)
@@ -212,9 +226,15 @@ class SupervisedCoordinator:
     async def _serve(self) -> Outcome:
         """Run one coordinator after the other, until one has seen the job to its end."""
         while True:
-            ended = await self._run_one()
+            try:
+                ended = await self._run_one()
+            except FactoryLost as lost:
+                self._note_death(0, f"could not be started: {lost}")
+                continue
+            if self._abandoned:
+                raise CoordinatorFailed(self._abandoned)
             if ended is None:
-                self._note_death()
+                await self._note_end()
             elif ended.outcome is None:
                 raise RuntimeError(f"the coordinator has ended by an internal error:\n{ended.error}")
             else:
@@ -223,8 +243,13 @@ class SupervisedCoordinator:
     async def _run_one(self) -> Ended | None:
         """Run one coordinator to its end. None: it has died."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._spawn((theirs.fileno(), *self.journal_files))
+        try:
+            self._process = await self._fork(theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         link = await Link.over(ours)
         life = HangWatch(self._hang_deadline_s())
         watching = asyncio.create_task(self._watch(self._process, life))
@@ -252,7 +277,7 @@ class SupervisedCoordinator:
         self._hung = [each for each in self._hung if each > now_s() - _HUNG_WITHIN_S]
         return hang_deadline_s(self._setup.config.detection_budget_s) * 2.0 ** len(self._hung)
 
-    async def _watch(self, process: subprocess.Popen[bytes], life: HangWatch) -> None:
+    async def _watch(self, process: ForkedCoordinator, life: HangWatch) -> None:
         """Kill a coordinator that hangs, which ends its link."""
         try:
             async with asyncio.timeout(_START_S):
@@ -265,11 +290,17 @@ class SupervisedCoordinator:
                 await asyncio.sleep(life.look_every_s)
             self._how = f"did not respond for {life.deadline_s:g} s, and was killed"
         self._hung.append(now_s())
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
 
-    def _spawn(self, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "farandole.coordinator.coordinator_process", *map(str, descriptors)]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+    async def _fork(self, link: int) -> ForkedCoordinator:
+        """Return another coordinator, from another factory if this one is lost. Raises FactoryLost."""
+        if self._factory is not None:
+            try:
+                return await self._factory.fork_coordinator(link, self.journal_files)
+            except FactoryLost:
+                self._factory.close()
+        self._factory = CoordinatorFactory.executed()
+        return await self._factory.fork_coordinator(link, self.journal_files)
 
     def _begin_with(self, link: Link, listening: Listening) -> None:
         if listening.problem:
@@ -323,23 +354,35 @@ class SupervisedCoordinator:
         else:
             link.send(StoreOpened(self._store.address.port))
 
-    def _note_death(self) -> None:
-        """Report that a coordinator has died. Raises CoordinatorFailed when that has happened too often."""
+    async def _note_end(self) -> None:
+        """Report the end of the newest coordinator. Raises CoordinatorFailed as _note_death does."""
         assert self._process is not None
-        how = format_exit(self._process.wait())
-        how = self._how or how
+        await asyncio.wait([self._process.ended], timeout=_REPORTED_S)
+        code = self._process.ended.result() if self._process.ended.done() else None
+        how = self._how or ("has ended" if code is None else format_exit(code))
         if self._problem:
             how += f": {self._problem}"
+        self._note_death(self._process.pid, how)
+
+    def _note_death(self, pid: int, how: str) -> None:
+        """Report that a coordinator has died. Raises CoordinatorFailed when that has happened too often."""
         self._restarts = [each for each in self._restarts if each > now_s() - _WITHIN_S]
         self._restarts.append(now_s())
         if len(self._restarts) > _RESTARTS:
             raise CoordinatorFailed(
-                f"the coordinator (pid {self._process.pid}) {how}; it is the {len(self._restarts)}th one within "
-                f"{_WITHIN_S:g} s, so the job ends. Start it again; it continues from its last checkpoint, if it has "
-                "one (--checkpoint)"
+                f"the coordinator (pid {pid}) {how}; it is the {len(self._restarts)}th one within "
+                f"{_WITHIN_S:g} s, so {self._what_now()}"
             )
         self._reserve()
-        self._on_event(CoordinatorRestarted(self._process.pid, how))
+        self._on_event(CoordinatorRestarted(pid, how))
+
+    def _what_now(self) -> str:
+        if self._setup.launcher:
+            return (
+                "this launcher ends. Start it again: the agents of other machines wait for it, and the job continues "
+                "(--state)"
+            )
+        return "the job ends. Start it again; it continues from its last checkpoint, if it has one (--checkpoint)"
 
     def _reserve(self) -> None:
         """Keep the ports from connections and listeners of other programs until the next coordinator listens there. A
@@ -351,16 +394,18 @@ class SupervisedCoordinator:
 
     async def _close(self) -> None:
         assert self._serving is not None
+        if self._setup.launcher and not self._is_over and not self._abandoned:
+            # A launcher that ends, unlike one that is killed, ends the job.
+            self._call("request_stop", True, "the launcher has ended")
         self._serving.cancel()
         await asyncio.gather(self._serving, return_exceptions=True)
         self._store.close()
-        if self._process is not None and self._process.poll() is None:
-            try:
-                await asyncio.to_thread(self._process.wait, 1.0)
-            except subprocess.TimeoutExpired:
-                os.kill(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        for descriptor in self.journal_files:
+        if self._process is not None:
+            await asyncio.wait([self._process.ended], timeout=_REPORTED_S)
+            self._process.kill()
+        if self._factory is not None:
+            self._factory.close()
+        for descriptor in () if self._given_journal else self.journal_files:
             os.close(descriptor)
         for reserved in self._reserved.values():
             reserved.close()

@@ -19,6 +19,7 @@ from farandole.launch.torchrun_parser import Node, TorchrunOptions, parse_torchr
 from farandole.wire.authentication import checked_token
 
 if TYPE_CHECKING:
+    from farandole.coordinator.coordinator_factory import CoordinatorFactory
     from farandole.coordinator.server import Outcome
     from farandole.launch.report import Report
 
@@ -30,13 +31,22 @@ def torchrun_command(arguments: Sequence[str]) -> int:
     """Run the job and return the exit code: 0, 1 for a failure, 130 for a job that was stopped. Raises SystemExit as
     argparse does."""
     options = parse_torchrun(arguments)
+    if options.node is not None and options.node.is_first is False:
+        return _reported(options, None)
+    from farandole.coordinator.coordinator_factory import forked_factory
+
+    with forked_factory() as factory:  # before there are threads
+        return _reported(options, factory)
+
+
+def _reported(options: TorchrunOptions, factory: CoordinatorFactory | None) -> int:
     from farandole.launch.report import Loudness, Report
 
     report = Report(sys.stderr, Loudness[options.loudness])
     try:
         for note in options.notes:
             report.note(note)
-        return _run_or_join(options, report)
+        return _run_or_join(options, report, factory)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except ConfigError as error:
@@ -46,14 +56,14 @@ def torchrun_command(arguments: Sequence[str]) -> int:
         report.close()
 
 
-def _run_or_join(options: TorchrunOptions, report: Report) -> int:
+def _run_or_join(options: TorchrunOptions, report: Report, factory: CoordinatorFactory | None) -> int:
     node = options.node
     if node is None:
-        return _run(options, report)
+        return _run(options, report, factory)
     if not _runs_coordinator(node):
         return _join(options, node, report)
     try:
-        return _run(options, report)
+        return _run(options, report, factory)
     except ConfigError as error:
         # Of several nodes on one machine that began at the same time, the others have found the address free, too.
         cause = error.__cause__
@@ -80,7 +90,7 @@ def job_config(options: TorchrunOptions) -> JobConfig:
     )
 
 
-def _run(options: TorchrunOptions, report: Report) -> int:
+def _run(options: TorchrunOptions, report: Report, factory: CoordinatorFactory | None) -> int:
     import asyncio
 
     from farandole.engines.host_list import HostSlots
@@ -115,6 +125,7 @@ def _run(options: TorchrunOptions, report: Report) -> int:
                 sink=sink,
                 error_folder="" if folder is None else str(folder),
                 order_of_hosts=_order_of_hosts(options, node),
+                factory=factory,
             )
         )
 

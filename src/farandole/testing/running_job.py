@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from farandole.coordinator.coordinator_factory import COORDINATOR_NAME, FACTORY_NAME
+
 _POLL_S = 0.002
 _STOP_S = 20.0
 
@@ -135,3 +137,28 @@ def all_training(size: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
         return all_writing(size)(latest) and all(record["has_applied"] for record in latest.values())
 
     return condition
+
+
+def coordinator_below(launcher: int) -> int | None:
+    """Return the process of a launcher's coordinator, without a question to it; None: there is none now."""
+    found = (pid for factory in factories_below(launcher) for pid in _children(factory))
+    return next((pid for pid in found if _name(pid) == COORDINATOR_NAME), None)
+
+
+def factories_below(launcher: int) -> list[int]:
+    """Return the processes that fork a launcher's coordinators: one, unless it has just been replaced."""
+    return [pid for pid in _children(launcher) if _name(pid) == FACTORY_NAME]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # a thread, or the process, has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""

@@ -110,6 +110,10 @@ def test_the_defaults_are_those_of_the_job(flag: str) -> None:
         ("-np 2 --config-file no-such-file sh", "no-such-file"),
         ("-np 2 --kubernetes app=train sh", "--kubernetes needs --token-file FILE"),
         ("-np 2 --kubernetes-namespace lab sh", "--kubernetes-namespace needs --kubernetes LABELS"),
+        ("-np 2 --state s -H localhost:2 sh", "--state cannot be combined with --hosts: the agents that this command"),
+        ("-np 2 --state s --host-discovery-script ./h sh", "--state cannot be combined with --host-discovery-script"),
+        ("-np 2 --state s --patience 0 sh", "--patience must be a number of seconds > 0, got 0"),
+        ("-np 2 --patience 60 sh", "--patience needs --state DIR"),
         ("-np 2 --preemption ibm sh", "--preemption must be one of auto, aws, gcp, azure, none, got 'ibm'"),
     ],
 )

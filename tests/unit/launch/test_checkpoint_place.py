@@ -11,7 +11,7 @@ from farandole.checkpoint.manifest import FORMAT, Manifest
 from farandole.env import CheckpointEnv, read_checkpoint_env
 from farandole.errors import ConfigError
 from farandole.events import GenerationStarted, StateLost
-from farandole.launch.job_runner import beginning
+from farandole.launch.checkpoint_place import beginning
 from farandole.membership import Origin
 
 

@@ -1,0 +1,184 @@
+"""The state of a job in a folder: who may continue it, and what is wrong with one that cannot be continued."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from farandole.config import JobConfig
+from farandole.coordinator.journal import Journal, JournalIdentity
+from farandole.env import CheckpointEnv
+from farandole.errors import ConfigError
+from farandole.launch import job_state
+from farandole.launch.checkpoint_place import beginning
+from farandole.launch.job_state import FolderState
+
+COMMAND, CONFIG = ("python", "train.py"), JobConfig(3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_state, "_RELEASED_S", 0.1)
+
+
+def opened(
+    folder: Path, *, command: tuple[str, ...] = COMMAND, config: JobConfig = CONFIG, token: bytes | None = None
+) -> FolderState:
+    return FolderState(folder, command, config, token)
+
+
+def begun(folder: Path, *states: bytes, checkpoint: CheckpointEnv | None = None) -> FolderState:
+    """A launcher that has begun, and whose coordinator has written these states."""
+    state = opened(folder)
+    state.begin(checkpoint)
+    journal = Journal(state.journal_files, JournalIdentity(state.job_id), is_durable=True)
+    for each in states:
+        journal.write(each)
+    return state
+
+
+def killed(folder: Path, *states: bytes, checkpoint: CheckpointEnv | None = None) -> FolderState:
+    """One that has died since: its locks are gone."""
+    state = begun(folder, *states, checkpoint=checkpoint)
+    state.close()
+    return state
+
+
+def change(folder: Path, **fields: object) -> None:
+    job = msgspec.json.decode((folder / "job.json").read_bytes())
+    (folder / "job.json").write_bytes(msgspec.json.encode({**job, **fields}))
+
+
+def test_the_next_launcher_has_the_job_its_token_and_the_newest_state_in_files_of_its_own(folder: Path) -> None:
+    former = killed(folder, b"one", b"two")
+    state = opened(folder)
+    assert state.is_continued
+    assert (state.job_id, state.token) == (former.job_id, former.token)
+    state.begin(None)
+    assert Journal(state.journal_files, JournalIdentity(state.job_id)).read() == b"two"
+    assert sorted(each.name for each in folder.iterdir()) == ["job.json", "journal-2-0", "journal-2-1", "lock"]
+
+
+def test_nobody_else_can_read_it(folder: Path) -> None:
+    begun(folder, b"one")
+    assert folder.stat().st_mode & 0o077 == 0
+    assert all(each.stat().st_mode & 0o077 == 0 for each in folder.iterdir())
+    folder.chmod(0o750)
+    with pytest.raises(ConfigError, match=r"must be a folder of this user that nobody else can enter .*: chmod 700"):
+        opened(folder)
+
+
+def test_a_second_launcher_is_told_who_has_the_job(folder: Path) -> None:
+    begun(folder, b"one")
+    expected = rf"another launcher \(process {os.getpid()} on {os.uname().nodename}\) has locked it; end that job"
+    with pytest.raises(ConfigError, match=expected):
+        opened(folder)
+
+
+def test_a_coordinator_that_outlives_its_launcher_keeps_the_next_one_from_its_journal(folder: Path) -> None:
+    former = begun(folder, b"one")
+    of_coordinator = os.dup(former.journal_files[0])
+    former.close()
+    try:
+        with pytest.raises(ConfigError, match=r"the coordinator of the former launcher .* has locked it"):
+            opened(folder)
+    finally:
+        os.close(of_coordinator)
+    assert opened(folder).is_continued
+
+
+def test_a_launcher_sees_that_another_one_has_taken_over_and_leaves_the_job_to_it(folder: Path) -> None:
+    former = killed(folder, b"one")  # or its network file system has released its lock
+    assert former.successor() == ""
+    state = opened(folder)
+    state.begin(None)
+    assert former.successor() == f"process {os.getpid()} on {os.uname().nodename}"
+    former.end(is_over=True)
+    assert (folder / "job.json").exists()
+
+
+def test_a_job_that_is_over_or_has_never_begun_is_forgotten(folder: Path) -> None:
+    state = begun(folder, b"one")
+    state.end(is_over=False)
+    assert (folder / "job.json").exists()
+    state.end(is_over=True)
+    assert [each.name for each in folder.iterdir()] == ["lock"]
+    state.close()
+    state = begun(folder)  # the coordinator could not listen
+    state.end(is_over=False)
+    state.close()
+    assert not opened(folder, command=("another",)).is_continued
+
+
+def test_a_launcher_that_died_before_the_job_began_leaves_its_number_and_token_to_the_next_one(folder: Path) -> None:
+    former = killed(folder)
+    state = opened(folder)
+    assert not state.is_continued
+    assert (state.job_id, state.token) == (former.job_id, former.token)
+
+
+def test_another_command_does_not_continue_the_job(folder: Path) -> None:
+    killed(folder, b"one")
+    with pytest.raises(ConfigError, match=r"its job runs python train.py, not python other.py; give the same command"):
+        opened(folder, command=("python", "other.py"))
+    with pytest.raises(ConfigError, match=r"with other options \(num_proc 3, not 4\); give the same options"):
+        opened(folder, config=JobConfig(4))
+    with pytest.raises(ConfigError, match="its job has another token; give the same --token-file"):
+        opened(folder, token=b"another" * 8)
+    assert opened(folder, config=replace(CONFIG, tls="/other/place")).is_continued  # on another machine
+
+
+def test_another_version_does_not_continue_the_job(folder: Path) -> None:
+    killed(folder, b"one")
+    change(folder, version="0.0.1 (protocol 1)", token=7)  # and with other fields
+    with pytest.raises(ConfigError, match=r"begun by Farandole 0.0.1 \(protocol 1\), and this is .*: continue with"):
+        opened(folder)
+
+
+def test_a_journal_of_another_job_or_without_a_complete_state_is_an_error(folder: Path) -> None:
+    killed(folder, b"one", b"two")
+    change(folder, job_id="another")
+    with pytest.raises(ConfigError, match=r"the coordinator's journal is of job .*, not of another; to begin the job"):
+        opened(folder)
+    for index in (0, 1):
+        os.truncate(folder / f"journal-1-{index}", 20)
+    with pytest.raises(ConfigError, match=r"damaged: neither of its files, of 20 and 20 bytes, .*; to begin the job"):
+        opened(folder)
+    (folder / "journal-1-1").unlink()
+    with pytest.raises(ConfigError, match="journal-1-1 is missing; to begin the job anew, remove"):
+        opened(folder)
+    (folder / "job.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"job.json is damaged \(1 bytes\); to begin the job anew, remove"):
+        opened(folder)
+
+
+# With checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_goes_on_keeps_its_run_id_and_the_owner_of_its_checkpoints(folder: Path, tmp_path: Path) -> None:
+    settings = CheckpointEnv(str(tmp_path / "checkpoints"))
+    with beginning(settings, first := opened(folder)) as beginning_of_job:
+        Journal(first.journal_files, JournalIdentity(first.job_id)).write(b"one")
+        first.close()
+    with beginning(settings, opened(folder)) as later:
+        assert later.environment == beginning_of_job.environment
+        assert later.notes == (f"continuing job {first.job_id}, whose launcher has died",)
+
+
+def test_the_place_of_checkpoints_must_be_the_same(folder: Path, tmp_path: Path) -> None:
+    killed(folder, b"one")
+    settings = CheckpointEnv(str(tmp_path / "checkpoints"))
+    with (
+        pytest.raises(ConfigError, match="was begun without it, not with --checkpoint"),
+        beginning(settings, opened(folder)),
+    ):
+        pass
