@@ -37,6 +37,8 @@ class JobFile(msgspec.Struct, frozen=True):
     started_s    seconds since 1970
     addresses    all addresses of the coordinator; empty in a file that is for this machine alone
     tls          the folder of the job's certificates on the launcher's machine; empty: connections are not encrypted
+    processes    the namespace in which `pid` counts (man 7 pid_namespaces): containers may share the folder of these
+                 files; empty where there is no such thing
     """
 
     job: str
@@ -48,6 +50,7 @@ class JobFile(msgspec.Struct, frozen=True):
     started_s: float
     addresses: tuple[Address, ...] = ()
     tls: str = ""
+    processes: str = ""
 
 
 @contextlib.contextmanager
@@ -56,7 +59,17 @@ def announced(
 ) -> Iterator[str]:
     """Let commands find this process's job inside the block. Yields the reason if they cannot, which does not prevent
     the job from running. Removes the files of launchers that were killed."""
-    file = JobFile(job, os.getpid(), born(os.getpid()), coordinator, token, tuple(command), wall_time_s(), tls=tls)
+    file = JobFile(
+        job,
+        os.getpid(),
+        born(os.getpid()),
+        coordinator,
+        token,
+        tuple(command),
+        wall_time_s(),
+        tls=tls,
+        processes=own_namespace(),
+    )
     path: Path | None = None
     problem = ""
     try:
@@ -131,6 +144,8 @@ def running(folder: Path | None = None) -> list[JobFile]:
             file = msgspec.json.decode(path.read_bytes(), type=JobFile)
         except (OSError, msgspec.MsgspecError):
             continue  # gone meanwhile, or of another version: not to be removed here
+        if file.processes != own_namespace():
+            continue  # of another container, where its process has another number
         if is_alive(file):
             found.append(file)
         else:
@@ -156,6 +171,14 @@ def born(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return None
+
+
+def own_namespace() -> str:
+    """Return a name for the namespace of process numbers in which this process is; empty where there is none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -13,16 +13,17 @@ import pytest
 
 from farandole.env import read_runtime_folder
 from farandole.errors import ConfigError
-from farandole.launch.job_files import JobFile, announced, born, read_job_file, running, shared
+from farandole.launch.job_files import JobFile, announced, born, own_namespace, read_job_file, running, shared
 from farandole.membership import Address
 
 ADDRESS = Address("127.0.0.1", 4711)
 
 
-def put(folder: Path, job: str, pid: int, born_: int | None) -> Path:
+def put(folder: Path, job: str, pid: int, born_: int | None, processes: str | None = None) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{job}.job"
-    file = JobFile(job, pid, born_, ADDRESS, b"token", ("train.py",), 1.0)
+    namespace = own_namespace() if processes is None else processes
+    file = JobFile(job, pid, born_, ADDRESS, b"token", ("train.py",), 1.0, processes=namespace)
     path.write_bytes(msgspec.json.encode(file))
     path.chmod(0o600)
     return path
@@ -52,6 +53,14 @@ def test_files_of_launchers_that_are_gone_are_removed(tmp_path: Path) -> None:
     assert [file.job for file in running(folder)] == ["here"]
     assert not gone.exists()
     assert not reused.exists()
+
+
+def test_files_of_launchers_in_other_containers_are_passed_over_and_left_alone(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    other = put(tmp_path / "jobs", "other", child.pid, 1, processes="pid:[1]")
+    assert running(tmp_path / "jobs") == []
+    assert other.exists()
 
 
 def test_what_is_no_job_file_is_passed_over_and_left_alone(tmp_path: Path) -> None:
