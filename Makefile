@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-hosts test-engines test-gpu chaos gallery chaos-report chaos-lost soak schedules fuzz mutate matrix check format bench paths docs dist clean
+.PHONY: help demo test test-hosts test-engines test-page test-gpu chaos gallery chaos-report chaos-lost soak schedules fuzz mutate matrix check format bench paths docs dist clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -12,9 +12,9 @@ help:  ## what there is
 demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 	@$(BIN)/python examples/digits/demo.py
 
-test: $(READY)  ## all tests but the long chaos runs and those of the engines; LANES=3 files at a time
+test: $(READY)  ## all tests but the long chaos runs and those of the engines and of the browser; LANES=3 files at a time
 	@echo "Running the tests, with real processes and real kills; this takes some ten minutes ..."
-	@$(BIN)/python -m pytest -n $${LANES:-3} --dist loadfile --no-loadscope-reorder --ignore tests/engines
+	@$(BIN)/python -m pytest -n $${LANES:-3} --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser
 
 test-hosts: $(READY)  ## of the engines' tests those that this machine has the programs for: sshd, Slurm, mpirun; installs nothing
 	@echo "Running the tests of hosts that are started by ssh, Slurm or mpirun, as far as these are installed ..."
@@ -32,6 +32,17 @@ test-engines: $(READY)  ## the engines' tests; installs what they need: packages
 	@echo "Installing the packages of the engines into .venv-engines ..."
 	@.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/requirements.txt
 	@PATH="$(CURDIR)/.venv-engines/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" .venv-engines/bin/python -m pytest tests/engines tests/unit/engines
+
+test-page: $(READY)  ## the page in Chromium and in Prometheus; installs both from Debian, as root, and packages of PyPI, in .venv-browser
+	@missing=$$(for each in chromium prometheus; do command -v $$each >/dev/null || echo $$each; done); \
+	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing $$(echo $$missing) ..."; apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -yqq --no-install-recommends $$missing fonts-dejavu-core >/dev/null; \
+	elif [ -n "$$missing" ]; then echo "Not installed, so that tests are skipped: $$(echo $$missing)"; fi
+	@test -x .venv-browser/bin/python || $(BIN)/python -m venv .venv-browser
+	@echo $(CURDIR)/.venv/lib/python*/site-packages > "$$(echo .venv-browser/lib/python*/site-packages)/farandole-dev.pth"
+	@.venv-browser/bin/python -m pip install --quiet --disable-pip-version-check -r tests/browser/requirements.txt
+	@PATH="$(CURDIR)/.venv-browser/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" PAGE_PICTURES="$(PICTURES)" .venv-browser/bin/python -m pytest -s tests/browser tests/unit/page
 
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
@@ -89,7 +100,7 @@ dist: $(READY)  ## wheel and sdist, checked as for a release: twine, an installa
 	@$(BIN)/python -m tests.release.run
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv .venv-engines .venv-dist .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	@rm -rf .venv .venv-browser .venv-engines .venv-dist .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose

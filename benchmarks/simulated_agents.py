@@ -11,9 +11,10 @@ import random
 import sys
 
 from farandole.agent.agent import STATUS_EVERY_S
+from farandole.agent.worker_telemetry import TELEMETRY_EVERY_S
 from farandole.liveness.heartbeats import Heartbeats, heartbeat_period_s
 from farandole.machine import installed_software, now_s
-from farandole.membership import LONGEST_BETWEEN_S, Address, Phase, WorkerStatus
+from farandole.membership import LONGEST_BETWEEN_S, Address, Phase, WorkerStatus, WorkerTelemetry
 from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
@@ -124,9 +125,9 @@ class SimulatedAgent:
 
     async def _beat(self) -> None:
         await asyncio.sleep(self._fleet.random.uniform(0.0, self._every_s))
-        reported, reported_s, looked_s = -1, 0.0, 0.0
+        reported, reported_s, looked_s, measured_s = -1, 0.0, 0.0, 0.0
         while True:
-            statuses = None
+            statuses = telemetry = None
             if now_s() - looked_s >= STATUS_EVERY_S:
                 looked_s = now_s()
                 self._steps += self._fleet.is_training
@@ -134,8 +135,17 @@ class SimulatedAgent:
                     reported, reported_s = self._steps, looked_s
                     status = WorkerStatus(self._steps, 1, self._steps, Phase.USER)
                     statuses = dict.fromkeys(self._workers, status)
-            self._channel.send(Heartbeat(self._heartbeats.next(now_s()), self._heartbeats.received, statuses))
+            if now_s() - measured_s >= TELEMETRY_EVERY_S:
+                measured_s = now_s()
+                telemetry = {worker: self._measurement() for worker in self._workers}
+            sequence = self._heartbeats.next(now_s())
+            self._channel.send(Heartbeat(sequence, self._heartbeats.received, statuses, telemetry))
             await asyncio.sleep(self._every_s)
+
+    def _measurement(self) -> WorkerTelemetry:
+        step_s = self._fleet.random.uniform(0.3, 0.5)
+        values = {"loss": self._fleet.random.random(), "lr": 1e-3}
+        return WorkerTelemetry(step_s, step_s / 5, 0, 12 * self._steps, 1_000_000, 1 << 30, 100.0, 0.9, values)
 
     def _obey(self, message: ToAgent) -> None:
         match message:

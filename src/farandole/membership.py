@@ -156,3 +156,29 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     generation: int
     step: int
     phase: Phase
+
+
+class WorkerTelemetry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The measurements of a worker, for the page and for metrics. Decisions never depend on them.
+
+    Attributes:
+        step_s: Mean seconds of the last steps, those of about a second; 0: unknown.
+        waiting_s: Seconds of these in which the main thread waited for other workers. The worker with the least of
+            them is the one for which the others wait.
+        epoch, trained, samples: The worker's epoch; the samples of it that were trained, by all workers together, each
+            of them once; the samples that it has: 0 if that is unknown.
+        resident_bytes: Memory of its process, without that of its loader processes.
+        cpu_s: Processor time of its process since its start.
+        cores: Processor cores that the process has used since the measurement before.
+        values: The newest numbers of `state.log()`, by name.
+    """
+
+    step_s: float = 0.0
+    waiting_s: float = 0.0
+    epoch: int = 0
+    trained: int = 0
+    samples: int = 0
+    resident_bytes: int = 0
+    cpu_s: float = 0.0
+    cores: float = 0.0
+    values: dict[str, float] = {}

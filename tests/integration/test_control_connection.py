@@ -9,14 +9,24 @@ from collections.abc import AsyncIterator
 import pytest
 
 from farandole.config import JobConfig
+from farandole.coordinator.command_server import EVENTS_KEPT
 from farandole.coordinator.server import Coordinator
 from farandole.errors import AuthenticationError
-from farandole.events import ConnectionRefused
+from farandole.events import ConnectionRefused, HostUndrained
 from farandole.launch import control_commands
 from farandole.launch.control_commands import Client, NoAnswer
 from farandole.wire.authentication import new_token
-from farandole.wire.channel import TO_CLIENT, connect
-from farandole.wire.control import AskScale, AskStatus, ClientHello, Declined
+from farandole.wire.channel import TO_CLIENT, Channel, connect
+from farandole.wire.control import (
+    AskScale,
+    AskStatus,
+    ClientHello,
+    Declined,
+    EventRecord,
+    Status,
+    Subscribe,
+    ToClient,
+)
 from farandole.wire.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
@@ -113,5 +123,52 @@ def test_who_waits_in_vain_is_told_so_and_the_job_goes_on() -> None:
                 await client.wait_until(lambda status: False, 0.0)
             assert not coordinator.has_ended
             client.close()
+
+    run(body())
+
+
+async def events_of(client: Channel[ToClient], number: int) -> list[EventRecord]:
+    found: list[EventRecord] = []
+    while len(found) < number:
+        message = await client.receive()
+        assert isinstance(message, EventRecord)
+        found.append(message)
+    return found
+
+
+def test_a_subscriber_gets_the_kept_events_then_each_new_one_and_answers_in_between() -> None:
+    async def body() -> None:
+        async with serving() as (coordinator, _):
+            for number in range(EVENTS_KEPT + 5):
+                coordinator.remember(HostUndrained(f"host{number}"))
+            address = coordinator.address
+            channels = [await connect(address.host, address.port, TOKEN, "job", TO_CLIENT) for _ in range(2)]
+            for channel in channels:
+                channel.send(ClientHello(PROTOCOL_VERSION))
+            first, second = channels
+            first.send(Subscribe())
+            kept = await events_of(first, EVENTS_KEPT)
+            assert [each.number for each in kept] == list(range(6, EVENTS_KEPT + 6))
+            assert kept[0].fields == {"event": "HostUndrained", "host": "host5"}
+            second.send(Subscribe(epoch=1, after=kept[-3].number))
+            assert [each.number for each in await events_of(second, 2)] == [EVENTS_KEPT + 4, EVENTS_KEPT + 5]
+            coordinator.remember(HostUndrained("x" * 20_000))
+            for channel in channels:
+                (new,) = await events_of(channel, 1)
+                assert (new.number, new.epoch, new.level) == (EVENTS_KEPT + 6, 1, "info")
+                assert len(str(new.fields["host"])) < 10_000
+            second.send(AskStatus())
+            status = await second.receive()
+            assert isinstance(status, Status)
+            assert [each.line for each in status.events][-2] == f"host host{EVENTS_KEPT + 4} may be used again"
+            second.abort()
+            coordinator.remember(HostUndrained("last"))
+            assert (await events_of(first, 1))[0].fields["host"] == "last"
+            third = await connect(address.host, address.port, TOKEN, "job", TO_CLIENT)
+            third.send(ClientHello(PROTOCOL_VERSION))
+            third.send(Subscribe(epoch=2, after=EVENTS_KEPT))  # of another coordinator: all are new
+            assert len(await events_of(third, EVENTS_KEPT)) == EVENTS_KEPT
+            for channel in (first, third):
+                channel.close()
 
     run(body())

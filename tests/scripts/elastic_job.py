@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--stubborn", action="store_true", help="loader workers ignore all signals that can be ignored")
     parser.add_argument("--device", default="cpu", help="slot: that of the worker's slot")
     parser.add_argument("--mean-each-step", action="store_true", help="a collective of the user's own")
+    parser.add_argument("--log", action="store_true", help="show the loss on the job's page")
     parser.add_argument("--records")
     options = parser.parse_args()
 
@@ -103,6 +104,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x.to(device)), y.to(device))
                 loss.backward()
+                if options.log:
+                    state.log(loss=loss, lr=scheduler.get_last_lr()[0])
                 if optimizer.step():
                     records.after_step(state)
                     state.seen += 1

@@ -6,7 +6,10 @@ import json
 import subprocess
 import sys
 
+import msgspec
+
 from farandole import events
+from farandole.wire.control import EventRecord
 
 SAMPLES = [
     events.AgentJoined("a", "node1", 1),
@@ -104,3 +107,9 @@ def test_the_main_thread_is_the_last_one_that_faulthandler_writes() -> None:
     blocks = written.rstrip().split("\n\n")
     assert len(blocks) == 4
     assert "of_the_main_thread" in blocks[-1]
+
+
+def test_every_event_reaches_a_subscriber_unchanged() -> None:
+    for event in SAMPLES:
+        record = EventRecord(1, 2, 0.5, event.level, event.line(), event.fields())
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=EventRecord) == record

@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "agent": set(),
     "engines": {"agent"},
     "demo": {"launch", "ledger", "testing"},  # a test that people watch
-    "launch": {"agent", "coordinator", "demo", "engines", "horovod", "ledger", "checkpoint"},
+    "page": set(),
+    "launch": {"agent", "coordinator", "demo", "engines", "horovod", "ledger", "checkpoint", "page"},
     "horovod": {  # other names
         "collectives",
         "state",
@@ -47,7 +48,7 @@ MAY_IMPORT = {
         "launch",
     },
 }
-WITHOUT_TORCH = {BASE, "agent", "coordinator", "engines", "launch", "ledger", "ray", "spark"}
+WITHOUT_TORCH = {BASE, "agent", "coordinator", "engines", "launch", "ledger", "page", "ray", "spark"}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 # The folder, and the file that runs in each `import torch`, for which that folder takes too long to import.
@@ -61,6 +62,8 @@ READERS_OF_THE_DATE = {
     "launch/job_runner.py",
     "launch/output.py",
     "launch/torchrun_output.py",
+    "page/job_feed.py",
+    "page/page_server.py",
     "worker/host_update_listeners.py",  # an argument of Horovod's callbacks
 }
 """For display, unless a reason is given: the date of a machine may step, and those of two machines differ."""

@@ -27,6 +27,7 @@ from farandole.agent.network_addresses import data_hosts
 from farandole.agent.process import StoppedWatch, WorkerProcess, reap_group
 from farandole.agent.spawner import Spawner, make_spawner
 from farandole.agent.worker_server import StatusPages, WorkerServer, wait_for_stacks
+from farandole.agent.worker_telemetry import TELEMETRY_EVERY_S, TelemetryMeter
 from farandole.config import ForkServerUse
 from farandole.env import WorkerEnv, environment_of, horovod_environment, torchrun_environment
 from farandole.errors import AuthenticationError, ProtocolError
@@ -35,7 +36,7 @@ from farandole.liveness.exit_notice import is_main_thread_ending
 from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
 from farandole.liveness.status_reporting import DUMP_SIGNAL
 from farandole.machine import now_s, since_boot_s, wall_time_s
-from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus
+from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry
 from farandole.wire.authentication import Role, derive_data_key, derive_key
 from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.encryption import Certificates
@@ -170,7 +171,8 @@ class Agent:
         self._heartbeats = Heartbeats(since_boot_s())
         self._heartbeat_every_s = heartbeat_period_s(config.detection_budget_s)
         self._reported: dict[str, WorkerStatus] = {}
-        self._reported_s = self._look_at_statuses_s = now_s()
+        self._reported_s = self._look_at_statuses_s = self._measure_s = now_s()
+        self._meter = TelemetryMeter()
         self._datagrams = (
             HeartbeatSocket(config.token, config.heartbeat_id, self._record_heartbeat)
             if config.heartbeat_port
@@ -471,7 +473,7 @@ class Agent:
         while True:
             sequence, statuses = self._heartbeats.next(since_boot_s()), self._changed_statuses()
             received = self._heartbeats.received if self._config.is_apart else None
-            self._session.send(Heartbeat(sequence, received, statuses))
+            self._session.send(Heartbeat(sequence, received, statuses, self._telemetry()))
             self._session.confirm()
             if self._datagrams is not None:
                 self._datagrams.send(sequence, self._heartbeats.received)
@@ -526,6 +528,14 @@ class Agent:
             return None
         self._reported, self._reported_s = seen, time_s
         return seen
+
+    def _telemetry(self) -> dict[str, WorkerTelemetry] | None:
+        """Return the measurements of the workers if it is time to send them."""
+        time_s = now_s()
+        if time_s < self._measure_s:
+            return None
+        self._measure_s = time_s + TELEMETRY_EVERY_S - _TIMER_TOLERANCE_S
+        return self._meter.measure(self._pages.each(), self._processes.callers(), time_s)
 
     def _report_meetings(self) -> None:
         """Report the workers of which it has become known since the last call whether they have met the others."""
@@ -635,6 +645,10 @@ class WorkerProcesses:
     def pids(self) -> dict[str, int]:
         """Return the processes that run and have not been asked to end, by worker."""
         return {name: process.pid for name, process in self._running.items() if name not in self._grace_s}
+
+    def callers(self) -> dict[str, int]:
+        """Return the processes that called init(), and of other workers those that were started, by worker."""
+        return {name: self._callers.get(name, process.pid) for name, process in self._running.items()}
 
     def stopped(self) -> dict[str, bool]:
         """Return, for the same workers, whether a signal has stopped the process, or the one below it that called

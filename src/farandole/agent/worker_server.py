@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -315,6 +315,10 @@ class StatusPages:
 
     def get(self, worker: str) -> StatusPage | None:
         return self._pages.get(worker)
+
+    def each(self) -> Iterator[tuple[str, StatusPage]]:
+        """Yield the pages with their workers."""
+        yield from self._pages.items()
 
     def look(self) -> dict[str, WorkerStatus]:
         """Return the statuses of the workers that have reported one."""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from farandole.coordinator import capacity
 from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
 from farandole.coordinator.job import AgentRecord, Job, Worker, counted, listed
+from farandole.membership import WorkerTelemetry
 from farandole.wire.control import (
     Accepted,
     AskDrain,
@@ -129,11 +130,17 @@ def _is(number: int) -> str:
 FOR_EVER = -1.0
 
 
-def status_of(job: Job, now_s: float, steps: Mapping[str, int] = MappingProxyType({})) -> Status:
+def status_of(
+    job: Job,
+    now_s: float,
+    steps: Mapping[str, int] = MappingProxyType({}),
+    telemetry: Mapping[str, WorkerTelemetry] = MappingProxyType({}),
+) -> Status:
     """Return the status of the job at `now_s`, by the coordinator's clock. It has no events, which the job does not
     keep.
 
-    steps  by worker: the last seen number of decided steps
+    steps      by worker: the last seen number of decided steps
+    telemetry  by worker: its last measurements
     """
     generation = job.generation
     members = job.survivors()
@@ -151,8 +158,11 @@ def status_of(job: Job, now_s: float, steps: Mapping[str, int] = MappingProxyTyp
         spares=job.spares,
         min_np=job.config.min_np,
         max_np=job.config.max_np,
-        members=tuple(_worker(job, worker, ranks[worker.name], steps.get(worker.name)) for worker in members),
-        newcomers=tuple(_worker(job, worker, None, None) for worker in others),
+        members=tuple(
+            _worker(job, worker, ranks[worker.name], steps.get(worker.name), telemetry.get(worker.name))
+            for worker in members
+        ),
+        newcomers=tuple(_worker(job, worker, None, None, telemetry.get(worker.name)) for worker in others),
         hosts=tuple(_hosts(job, now_s)),
         backoffs=tuple(_slots_in_backoff(job, now_s)),
         regroups=job.resets,
@@ -175,10 +185,13 @@ def _step(job: Job, of_members: list[int]) -> int | None:
     return max((*of_members, *(progress.step for progress in job.published.values())), default=None)
 
 
-def _worker(job: Job, worker: Worker, rank: int | None, step: int | None) -> WorkerSummary:
+def _worker(
+    job: Job, worker: Worker, rank: int | None, step: int | None, telemetry: WorkerTelemetry | None
+) -> WorkerSummary:
     state = _member_state(job, worker) if rank is not None else _newcomer_state(worker)
     left = capacity.restarts_left(job, worker.slot)
-    return WorkerSummary(worker.name, rank, job.host_of(worker), worker.slot.index, worker.pid, state, left, step)
+    host, slot = job.host_of(worker), worker.slot.index
+    return WorkerSummary(worker.name, rank, host, slot, worker.pid, state, left, step, telemetry)
 
 
 def _member_state(job: Job, worker: Worker) -> str:

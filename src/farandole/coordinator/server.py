@@ -7,9 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,7 +16,7 @@ import msgspec
 
 from farandole.config import JobConfig
 from farandole.coordinator.admission import why_not_admitted
-from farandole.coordinator.control_requests import judge, status_of
+from farandole.coordinator.command_server import Clients
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.failure_detection import HangDetector, JobClock, Silence
 from farandole.coordinator.heartbeat_port import HeartbeatPort
@@ -34,7 +32,7 @@ from farandole.coordinator.inputs import (
     StopRequested,
     Tick,
 )
-from farandole.coordinator.job import Action, EndJob, Job, Log, SendAgent, new_job
+from farandole.coordinator.job import Action, EndJob, Log, SendAgent, new_job
 from farandole.coordinator.journal import AgentSession, CoordinatorState
 from farandole.coordinator.store_server import Store, StoreServer
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
@@ -52,22 +50,12 @@ from farandole.wire.channel import (
     Channel,
     accept,
 )
-from farandole.wire.control import (
-    AskDrain,
-    AskScale,
-    AskStatus,
-    AskUndrain,
-    ClientHello,
-    ClientMessage,
-    PastEvent,
-    Status,
-)
+from farandole.wire.control import ClientHello, ClientMessage, Status
 from farandole.wire.encryption import Certificates, load_certificates
 from farandole.wire.function_call import FunctionJob, send_call
 from farandole.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
 from farandole.wire.message_log import MessageLog, is_counted
 from farandole.wire.messages import (
-    PROTOCOL_VERSION,
     AgentDied,
     AgentHello,
     AgentLeaving,
@@ -163,8 +151,8 @@ class Coordinator:
         self._hosts, self._port = tuple(hosts), port
         self._budget = FailureBudget()
         self._listener = Listener(self._on_connection, self._budget)
-        self._refused = RefusalReports(on_event)
-        self._on_event = on_event
+        self._on_event = self._remembering(on_event)
+        self._refused = RefusalReports(self._on_event)
         self._job = new_job(config, job_id, origin=origin, first_hosts=first_hosts)
         self._clock = JobClock(clock, tolerance_s=config.detection_budget_s / 4)
         self._silence = Silence(config.detection_budget_s)
@@ -178,6 +166,7 @@ class Coordinator:
         self._sessions: dict[str, AgentSession] = {}  # of the agents that are connected or were until just now
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps)
+        self._telemetry = self._commands.telemetry
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: Strangers[asyncio.Task[None]] = Strangers(self._make_room, self._budget)
         self._agent_hosts: set[str] = set()  # from which an agent has connected
@@ -343,6 +332,17 @@ class Coordinator:
         """Ask for `size` workers."""
         self._decide(ScaleRequested(size))
 
+    def remember(self, event: Event) -> None:
+        """Keep an event of the launcher or of an agent of its process, for commands that want the job's events."""
+        self._commands.remember(event)
+
+    def _remembering(self, on_event: Callable[[Event], None]) -> Callable[[Event], None]:
+        def remember(event: Event) -> None:
+            self._commands.remember(event)
+            on_event(event)
+
+        return remember
+
     # Deciding ---------------------------------------------------------------------------------------------
 
     def _report(self, happened: Input) -> None:
@@ -392,7 +392,6 @@ class Coordinator:
         if isinstance(action, SendAgent):
             self._send(action.agent, action.message)
         elif isinstance(action, Log):
-            self._commands.remember(action.event)
             self._on_event(action.event)
         elif isinstance(action, EndJob) and not self._outcome.done():
             self._outcome.set_result(Outcome(action.exit_code, action.reason))
@@ -484,6 +483,7 @@ class Coordinator:
         self._report_steps()
         self._silence.forget(agent)
         self._hang_detector.forget(agent)
+        self._telemetry.pop(agent, None)
         self._heartbeats.forget(agent)
         self._sessions.pop(agent, None)
         self._returning.discard(agent)
@@ -694,6 +694,8 @@ class Coordinator:
         elif isinstance(message, Heartbeat):
             if message.workers is not None:
                 self._hang_detector.record(agent, message.workers, self._clock.now_s())
+            if message.telemetry is not None:
+                self._telemetry[agent] = message.telemetry
         else:
             if isinstance(message, WorkerExited | WorkerDying):
                 self._report_steps()
@@ -723,59 +725,6 @@ async def _receive_hello(
     if not isinstance(message, AgentHello | GuardHello | ClientHello):
         raise ProtocolError(f"it sent {type(message).__name__} before AgentHello")
     return message
-
-
-# The user's commands: status, scale, drain ----------------------------------------------------------------------------
-
-EVENTS_KEPT = 20
-
-
-class Clients:
-    """Answers each request from the current job; one request after the other on each connection.
-
-    job     returns the current job         decide  applies an input to the job
-    now_s   the job's clock                 steps   by worker, the last seen number of decided steps
-    """
-
-    def __init__(
-        self,
-        job: Callable[[], Job],
-        decide: Callable[[Input], None],
-        now_s: Callable[[], float],
-        steps: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._job, self._decide, self._now_s, self._steps = job, decide, now_s, steps
-        self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
-
-    def remember(self, event: Event) -> None:
-        """Keep the event for the list of events in later answers to the status command."""
-        self._events.append((self._now_s(), event.line()))
-
-    def status(self) -> Status:
-        """Return the status of the job now."""
-        now_s = self._now_s()
-        events = tuple(PastEvent(max(0.0, now_s - at_s), line) for at_s, line in self._events)
-        status = status_of(self._job(), now_s, self._steps())
-        return msgspec.structs.replace(status, events=events, coordinator_pid=os.getpid())
-
-    async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
-        """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the
-        command violates the protocol."""
-        if hello.version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the command uses version {hello.version} of the protocol, this job version {PROTOCOL_VERSION}"
-            )
-        while True:
-            match await channel.receive():
-                case AskStatus():
-                    channel.send(self.status())
-                case AskScale() | AskDrain() | AskUndrain() as asked:
-                    answer, happened = judge(self._job(), asked)
-                    if happened is not None:
-                        self._decide(happened)
-                    channel.send(answer)
-                case ClientHello():
-                    raise ProtocolError("the command sent ClientHello twice")
 
 
 # The heartbeats of agents on other machines: over their connections, and as datagrams beside them ---------------------

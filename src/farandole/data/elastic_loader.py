@@ -134,6 +134,11 @@ class ElasticLoader(ABC):
         self._restart()
         return False
 
+    @property
+    def epoch_samples(self) -> int:
+        """Number of samples of the current epoch; 0: it is not known in advance."""
+        return 0
+
     def _leave(self) -> bool:
         """End the loop over the batches. False: workers have regrouped, and it may continue."""
         if not self.hooks.leave_batches():

@@ -195,6 +195,11 @@ class DataLoader(ElasticLoader):
         return self._layout.global_batches(self.cursor)
 
     @property
+    def epoch_samples(self) -> int:
+        """Number of samples of the current epoch."""
+        return self._layout.end
+
+    @property
     def fraction(self) -> float:
         """Trained fraction of the current epoch, from 0 to 1."""
         return min(1.0, self.cursor / self._layout.end)

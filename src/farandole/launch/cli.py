@@ -88,6 +88,10 @@ def _command(arguments: Sequence[str]) -> int:
         from farandole.demo.demo_command import demo_command
 
         return demo_command(arguments[1:])
+    if arguments and arguments[0] == "page":
+        from farandole.launch.page_command import page_command
+
+        return page_command(arguments[1:])
     if arguments and arguments[0] in CONTROL:
         from farandole.launch.control_commands import control_command
 
@@ -96,6 +100,9 @@ def _command(arguments: Sequence[str]) -> int:
     parser.parse_args(arguments)
     parser.print_help()
     return USAGE_ERROR
+
+
+_OTHERS = ("page", "agent", "slurm", "kubernetes", "ledger", "doctor", "certificates", "demo")
 
 
 def run_program(arguments: Sequence[str] | None, program: Program) -> int:
@@ -111,7 +118,7 @@ def _main_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole",
         usage="farandole run [options] command ...\n       farandole torchrun [options] script.py ...\n"
-        "       farandole status|jobs|scale|drain|undrain [options]\n"
+        "       farandole status|jobs|scale|drain|undrain|page [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
         "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR\n"
         "       farandole doctor [options]\n       farandole certificates DIR\n       farandole demo",
@@ -119,7 +126,8 @@ def _main_parser() -> argparse.ArgumentParser:
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
         "  torchrun    train with torchrun's command line; see 'farandole torchrun --help'\n"
         + "".join(f"  {name:<12}{text}; see 'farandole {name} --help'\n" for name, text in CONTROL.items())
-        + "  agent       offer this machine's slots to a job of another machine; see 'farandole agent --help'\n"
+        + "  page        serve the live page of a job, and its metrics; see 'farandole page --help'\n"
+        "  agent       offer this machine's slots to a job of another machine; see 'farandole agent --help'\n"
         "  kubernetes  print the objects of a job on Kubernetes; see 'farandole kubernetes manifest --help'\n"
         "  slurm       add nodes to a job, or remove them; see 'farandole slurm --help'\n"
         "  ledger      prove that each sample was trained once; see 'farandole ledger --help'\n"
@@ -133,18 +141,7 @@ def _main_parser() -> argparse.ArgumentParser:
     parser.add_argument("-v", "--version", action="version", version=f"farandole {__version__}")
     parser.add_argument(
         "command",
-        choices=[
-            "run",
-            "torchrun",
-            *CONTROL,
-            "agent",
-            "slurm",
-            "kubernetes",
-            "ledger",
-            "doctor",
-            "certificates",
-            "demo",
-        ],
+        choices=["run", "torchrun", *CONTROL, *_OTHERS],
         nargs="?",
         help=argparse.SUPPRESS,
     )
@@ -167,6 +164,7 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
     from farandole.launch.checkpoint_place import beginning
     from farandole.launch.job_runner import PATIENCE_S, JobSetup, in_turn, run_job
     from farandole.launch.output import output_options
+    from farandole.launch.page_address import PageProcess
     from farandole.launch.report import Loudness, Report
 
     config = options.config
@@ -175,7 +173,10 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
         output = output_options(config, options.output_directory, options.prefix_timestamp)
         for note in options.notes:
             report.note(note)
+        page = None if options.page is None else PageProcess(options.page)
         report.started(config, options.command)
+        if page is not None:
+            report.note(page.notice)
         with (
             _event_file(options, report) as events,
             _state(options) as state,
@@ -213,6 +214,7 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
                         factory=factory,
                         state=state,
                         patience_s=PATIENCE_S if state is None else options.patience_s,
+                        page=page,
                     )
                 )
             )

@@ -75,7 +75,7 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
             return _jobs(as_json=False)
         if command == "scale" and not options.yes:
             require_consent(options.job_file, f"scale it to {options.size} workers")
-        return asyncio.run(_ask(command, options, _chosen(options)))
+        return asyncio.run(_ask(command, options, chosen_job(options)))
     except ConfigError as error:
         return _print_error(command, error, USAGE_ERROR)
     except (NoAnswer, NoConsent, AuthenticationError, ProtocolError) as error:
@@ -142,7 +142,7 @@ def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, 
     return AskUndrain(options.host), None
 
 
-def _chosen(options: argparse.Namespace) -> Contact:
+def chosen_job(options: argparse.Namespace) -> Contact:
     """Return the chosen job. Raises ConfigError when the choice is not clear."""
     if options.job_file:
         if options.job or options.address or options.token_file:

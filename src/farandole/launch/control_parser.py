@@ -42,12 +42,7 @@ def control_parser(command: str) -> argparse.ArgumentParser:
         )
     if command == "jobs":
         return parser
-    add = parser.add_argument_group("selection of the job (not needed if only one runs)").add_argument
-    add("--job", metavar="ID", help="a job of this user on this machine, by the beginning of its name")
-    add("--job-file", type=Path, metavar="FILE", help="the file of `farandole run --job-file FILE`, on any machine")
-    add("--address", metavar="HOST:PORT", help="address of the coordinator of a job on another machine")
-    add("--token-file", type=Path, metavar="FILE", help="a copy of the token file of that job")
-    add("--tls", type=Path, metavar="DIR", help="a copy of that job's folder of certificates, if it has one")
+    add_job_selection(parser)
     if command in ("scale", "drain"):
         group = parser.add_argument_group("when to return (default: when the request is accepted)")
         group.add_argument("--wait", action="store_true", help="when the request is completed")
@@ -59,6 +54,16 @@ def control_parser(command: str) -> argparse.ArgumentParser:
             help="with --wait: maximum seconds to wait; the job completes the request later (default: %(default)g)",
         )
     return parser
+
+
+def add_job_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the options that select a running job."""
+    add = parser.add_argument_group("selection of the job (not needed if only one runs)").add_argument
+    add("--job", metavar="ID", help="a job of this user on this machine, by the beginning of its name")
+    add("--job-file", type=Path, metavar="FILE", help="the file of `farandole run --job-file FILE`, on any machine")
+    add("--address", metavar="HOST:PORT", help="address of the coordinator of a job on another machine")
+    add("--token-file", type=Path, metavar="FILE", help="a copy of the token file of that job")
+    add("--tls", type=Path, metavar="DIR", help="a copy of that job's folder of certificates, if it has one")
 
 
 def _seconds(text: str) -> float:

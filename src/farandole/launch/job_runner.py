@@ -40,6 +40,7 @@ from farandole.launch.job_files import JobFile, announced, born, shared
 from farandole.launch.job_state import JobState
 from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
+from farandole.launch.page_address import PageProcess
 from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.machine import wall_time_s
 from farandole.membership import Address, Origin
@@ -88,6 +89,7 @@ class JobSetup:
     state              outlives this launcher; None: its end is the end of the job
     patience_s         how long agents of other machines keep their workers when they have no coordinator
     factory            forks the coordinators, and is closed at the end; None: one is started
+    page               serves the live page of the job; None: none is served
     function           the call that travels to all agents, and the receiver of their workers' returns; of jobs of
                        farandole.run(), which need no folder of theirs
     """
@@ -115,6 +117,7 @@ class JobSetup:
     state: JobState | None = None
     patience_s: float = PATIENCE_S
     factory: CoordinatorFactory | None = None
+    page: PageProcess | None = None
     function: FunctionJob | None = None
 
 
@@ -143,9 +146,10 @@ class _JobRun:
 
     def __init__(self, setup: JobSetup) -> None:
         self._setup, self._config = setup, setup.config
+        self._remember: Callable[[Event], None] = lambda event: None  # the coordinator's, once there is one
         self._is_of_engine = setup.engine is not None and id(setup.hosts) == id(setup.engine)
         self._source = HostsSource(
-            setup.config, setup.hosts, setup.engine is not None, setup.on_event, are_all_others=self._is_of_engine
+            setup.config, setup.hosts, setup.engine is not None, self._on_event, are_all_others=self._is_of_engine
         )
         self._command = with_own_python(setup.command)
         self._forks: ForkServerUse = setup.fork_server if setup.config.may_start_workers_again else "off"
@@ -164,23 +168,25 @@ class _JobRun:
         self._sink = OutputSink(setup.output) if setup.sink is None else setup.sink
         try:
             self._coordinator = await self._start_coordinator()
+            self._remember = self._coordinator.remember
             if joining is not None:
                 address, file = str(self._coordinator.address), str(joining.job_file or "")
-                setup.on_event(AgentsAwaited(address, joining.token_file, file))
+                self._on_event(AgentsAwaited(address, joining.token_file, file))
             self._environment = {**inherited_environment(), **setup.extra_environment}
             if here:
                 slots = workers_at_most(self._config, here)
-                self._environment = share_cores(self._environment, slots, setup.on_event)
+                self._environment = share_cores(self._environment, slots, self._on_event)
             self._fleet = self._make_fleet()
             with (
                 shared(None if joining is None else joining.job_file, self._job_file()),
-                _ending_on_signals(self._coordinator, self._fleet, setup.on_event, self._config.grace_s),
+                contextlib.nullcontext() if setup.page is None else setup.page.serve(self._job_file()),
+                _ending_on_signals(self._coordinator, self._fleet, self._on_event, self._config.grace_s),
                 announced(
                     self._job_id, self._coordinator.address, self._token, self._command, tls=self._config.tls
                 ) as problem,
             ):
                 if problem:
-                    setup.on_event(JobNotAnnounced(problem))
+                    self._on_event(JobNotAnnounced(problem))
                 if setup.order_of_hosts is not None:
                     self._coordinator.offer(setup.order_of_hosts, may_change=False)
                 return await self._serve()
@@ -294,7 +300,7 @@ class _JobRun:
             HostsEngine(local, self._setup.engine, self._source.others, self._addresses_for_others),
             self._order_for,
             on_gone=self._coordinator.agent_gone,
-            on_event=self._setup.on_event,
+            on_event=self._on_event,
             is_over=lambda: self._coordinator.has_ended,
             must_succeed=self._source.are_fixed or self._is_of_engine,
         )
@@ -336,7 +342,7 @@ class _JobRun:
             tls=self._tls,
         )
         call = b"" if setup.function is None else setup.function.call
-        return Agent(agent_config, self._sink, setup.on_event, call=call)
+        return Agent(agent_config, self._sink, self._on_event, call=call)
 
     def _data_hosts(self) -> tuple[str, ...]:
         """Return the addresses for tensors of this machine's workers; empty: as the agent chooses."""
@@ -382,7 +388,7 @@ class _JobRun:
         if setup.state is not None and isinstance(self._coordinator, SupervisedCoordinator):
             yield self._watch_for_successor(setup.state, self._coordinator)
         if setup.preemption is not None:
-            yield watch_for_notices(setup.preemption, self._on_notice, setup.on_event)
+            yield watch_for_notices(setup.preemption, self._on_notice, self._on_event)
 
     async def _watch_for_successor(self, state: JobState, coordinator: SupervisedCoordinator) -> None:
         """End in silence when another launcher has taken the job over: this one, or its network, was away."""
@@ -403,6 +409,11 @@ class _JobRun:
         if self._is_of_engine or not self._config.takes_agents:  # else the job uses all slots that its agents offer
             self._coordinator.offer({each.name: each.slots for each in hosts}, may_change=not self._source.are_fixed)
         self._fleet.follow(hosts)
+
+    def _on_event(self, event: Event) -> None:
+        """Report an event of this process, which the coordinator keeps together with its own."""
+        self._setup.on_event(event)
+        self._remember(event)
 
     def _on_decision(self, event: Event) -> None:
         setup = self._setup

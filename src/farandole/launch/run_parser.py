@@ -364,6 +364,14 @@ def _output(parser: argparse.ArgumentParser) -> None:
         help="append every event of the job to FILE, one JSON object per line",
     )
     group.add_argument(
+        "--page",
+        nargs="?",
+        const="",
+        metavar="HOST:PORT",
+        help="serve the live page of the job, and metrics for Prometheus; --page=HOST:PORT: at that address (default: "
+        "127.0.0.1:8470, or the next port that is free); needs the extra farandole[page]",
+    )
+    group.add_argument(
         "--sample-ledger",
         type=Path,
         metavar="DIR",

@@ -206,6 +206,10 @@ class SupervisedCoordinator:
         """As in Coordinator."""
         self._call("agent_leaves", agent, reason)
 
+    def remember(self, event: Event) -> None:
+        """As in Coordinator."""
+        self._call("remember", event)
+
     def abandon(self, reason: str) -> None:
         """End in silence: another launcher has taken the job over. run() raises CoordinatorFailed."""
         self._abandoned = reason
@@ -374,7 +378,9 @@ class SupervisedCoordinator:
                 f"{_WITHIN_S:g} s, so {self._what_now()}"
             )
         self._reserve()
-        self._on_event(CoordinatorRestarted(pid, how))
+        restarted = CoordinatorRestarted(pid, how)
+        self._on_event(restarted)
+        self.remember(restarted)  # the next coordinator does not know of it
 
     def _what_now(self) -> str:
         if self._setup.launcher:

@@ -13,9 +13,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
 
 from farandole.liveness import exit_notice
+from farandole.machine import now_ns
 from farandole.membership import Meeting, Phase, WorkerStatus
 
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
@@ -58,10 +63,25 @@ def set_phase(phase: Phase) -> Phase:
     return before
 
 
-def set_step(generation: int, step: int) -> None:
-    """Set the number of decided steps, and the generation."""
+def set_step(generation: int, step: int, epoch: int = 0, trained: int = 0, samples: int = 0) -> None:
+    """Set the number of decided steps, and the generation; with a loader also its epoch, and how many of the samples of
+    this epoch were trained (`samples` 0: their number is unknown)."""
     if _page is not None:
-        _page.set_step(generation, step)
+        _page.set_step(generation, step, epoch, trained, samples)
+        if _values.is_due:
+            _page.write_values(_values.take())
+
+
+def log_values(values: Mapping[str, object]) -> None:
+    """Set numbers of the user's, to be shown beside the status; each replaces the former one of its name.
+
+    An entry of a dictionary each. They are converted, which may wait for a device, and written to the page at most
+    twice a second: here, or with the next step.
+    """
+    _values.newest.update(values)
+    _values.is_new = True
+    if _page is not None and _values.is_due:
+        _page.write_values(_values.take())
 
 
 def report_progress() -> None:
@@ -107,6 +127,40 @@ class WaitingForPeers(InPhase):
         self._phase = Phase.WAITING
 
 
+VALUES_EVERY_NS = 500_000_000
+"""The shortest time between two conversions of the user's numbers."""
+
+MOST_VALUES = 50
+"""The number of names that are shown; later ones are not."""
+
+
+class _Values:
+    """The user's newest numbers, by name; scalar tensors are converted when they are taken."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, object] = {}
+        self.is_new = False
+        self._next_ns = 0
+
+    @property
+    def is_due(self) -> bool:
+        """True when there are new numbers, and the former ones were taken long enough ago."""
+        return self.is_new and now_ns() >= self._next_ns
+
+    def take(self) -> dict[str, float]:
+        """Return them. A number that cannot be converted any more, such as a tensor of a lost device, is left out."""
+        self.is_new = False
+        taken = {}
+        for name, value in list(self.newest.items())[:MOST_VALUES]:
+            with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+                taken[name] = self.newest[name] = float(value)  # type: ignore[arg-type]
+        self._next_ns = now_ns() + VALUES_EVERY_NS
+        return taken
+
+
+_values = _Values()
+
+
 def _is_of_autograd() -> bool:
     """Return whether this thread was not made by Python.
 
@@ -140,6 +194,12 @@ if hasattr(os, "register_at_fork"):  # a loader process must not report for its 
 #     32    can dump     whether DUMP_SIGNAL makes the process write the stacks of its threads
 #     40    meeting      a Meeting; does not change the count
 #     64    a mutex      held by the main thread for as long as it lives (liveness/exit_notice.py)
+#     256   measurements, which do not change the count: words as above
+#           times        two: when the newest step was set, and for how long the main thread has waited for others, in
+#                        nanoseconds of the machine's monotonic clock
+#           epoch        epoch, trained samples of it, all samples of it
+#           values       odd while the user's numbers are being written; their bytes
+#     320   numbers of the user's, MessagePack of a dictionary
 #     4096  stacks       text, up to the first zero byte
 
 
@@ -148,6 +208,23 @@ PAGE_BYTES = STACKS_AT + 252 * 1024
 MUTEX_AT = 64
 _WORDS = 6
 _COUNT, _GENERATION, _STEP, _PHASE, _CAN_DUMP, _MEETING = range(_WORDS)
+
+_MEASURED_AT, _VALUES_AT = 256, 320
+_MEASURED_WORDS = 7
+_STEP_NS, _WAITED_NS, _EPOCH, _TRAINED, _SAMPLES, _VALUES_VERSION, _VALUES_BYTES = range(_MEASURED_WORDS)
+_VALUES_DECODER = msgspec.msgpack.Decoder(dict[str, float])
+
+
+class Measured(NamedTuple):
+    """The measurements on a page: counters, of which the agent takes differences."""
+
+    generation: int
+    step: int
+    step_ns: int
+    waited_ns: int
+    epoch: int
+    trained: int
+    samples: int
 
 
 class StatusPage:
@@ -168,6 +245,8 @@ class StatusPage:
             os.close(self._descriptor)
             raise
         self._words = memoryview(self.memory)[: 8 * _WORDS].cast("q")
+        self._measured = _measured_words(self.memory)
+        self._values_version, self._values = 0, dict[str, float]()
 
     @property
     def path(self) -> str:
@@ -186,6 +265,23 @@ class StatusPage:
             return WorkerStatus(count, generation, step, Phase(phase)) if count else None
         except ValueError:
             return None
+
+    def measured(self) -> Measured:
+        """Return the measurements. A store between two of these reads makes one of them newer than the others."""
+        measured, words = self._measured, self._words
+        return Measured(words[_GENERATION], words[_STEP], *measured[: _SAMPLES + 1])
+
+    def values(self) -> dict[str, float]:
+        """Return the user's numbers, as they were last written whole. What a worker writes is not trusted."""
+        measured = self._measured
+        version, length = measured[_VALUES_VERSION], measured[_VALUES_BYTES]
+        if version != self._values_version and version % 2 == 0 and 0 <= length <= STACKS_AT - _VALUES_AT:
+            data = self.memory[_VALUES_AT : _VALUES_AT + length]
+            if measured[_VALUES_VERSION] == version:
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+                    self._values = _VALUES_DECODER.decode(data)
+                self._values_version = version
+        return self._values
 
     def meeting(self) -> Meeting:
         """Return whether the worker has met the others, as far as it has reported that."""
@@ -216,17 +312,38 @@ class OwnStatusPage:
             raise FileNotFoundError(f"{file} is another file than the page that was there")
         self.memory = mmap.mmap(self.descriptor, PAGE_BYTES)
         self._words = memoryview(self.memory)[: 8 * _WORDS].cast("q")
+        self._measured = _measured_words(self.memory)
+        self._waits_since_ns = 0  # 0: the main thread does not wait
         os.lseek(self.descriptor, STACKS_AT, os.SEEK_SET)
 
     def set_phase(self, phase: int) -> None:
         words = self._words
         words[_PHASE] = phase
         words[_COUNT] += 1
+        if phase == Phase.WAITING:
+            self._waits_since_ns = now_ns()
+        elif self._waits_since_ns:
+            self._measured[_WAITED_NS] += now_ns() - self._waits_since_ns
+            self._waits_since_ns = 0
 
-    def set_step(self, generation: int, step: int) -> None:
-        words = self._words
+    def set_step(self, generation: int, step: int, epoch: int = 0, trained: int = 0, samples: int = 0) -> None:
+        words, measured = self._words, self._measured
+        measured[_STEP_NS] = now_ns()
+        measured[_EPOCH], measured[_TRAINED], measured[_SAMPLES] = epoch, trained, samples
         words[_GENERATION], words[_STEP] = generation, step
         words[_COUNT] += 1
+
+    def write_values(self, values: Mapping[str, float]) -> None:
+        """Write the user's numbers: as many of them, from the first on, as there is room for."""
+        data = msgspec.msgpack.encode(values)
+        while len(data) > STACKS_AT - _VALUES_AT:
+            values = dict(list(values.items())[: len(values) // 2])
+            data = msgspec.msgpack.encode(values)
+        measured = self._measured
+        measured[_VALUES_VERSION] += 1
+        measured[_VALUES_BYTES] = len(data)
+        self.memory[_VALUES_AT : _VALUES_AT + len(data)] = data
+        measured[_VALUES_VERSION] += 1
 
     def report_progress(self) -> None:
         self._words[_COUNT] += 1
@@ -236,6 +353,10 @@ class OwnStatusPage:
 
     def enable_dump(self) -> None:
         self._words[_CAN_DUMP] = 1
+
+
+def _measured_words(memory: mmap.mmap) -> memoryview[int]:
+    return memoryview(memory)[_MEASURED_AT : _MEASURED_AT + 8 * _MEASURED_WORDS].cast("q")
 
 
 _ADD_SEALS = 1033

@@ -11,21 +11,33 @@ import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import msgspec
 
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import HostsUpdatedInterrupt
+from farandole.liveness import status_reporting
 from farandole.membership import Progress
-from farandole.state import loop_hooks
+from farandole.state import loop_hooks, step
 from farandole.state.deep_copy import deep_copy
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.metadata import pack_metadata
 from farandole.state.packing import Packed
 
 logger = logging.getLogger("farandole")
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return a value of State.log() that float() accepts later, without the graph of a tensor."""
+    if isinstance(value, float | int):
+        return value
+    if getattr(value, "numel", lambda: 0)() == 1:
+        return value.detach()
+    if hasattr(value, "__float__") and not hasattr(value, "numel"):
+        return value
+    raise TypeError(f"state.log({name}=...): a number or a tensor with one element, got {type(value).__name__}")
 
 
 class State:
@@ -154,6 +166,24 @@ class State:
             True on the worker that has written it.
         """
         return save_once(write, path, self._how_far())
+
+    def log(self, **values: float | SupportsFloat) -> None:
+        """Show numbers of this worker on the job's page, and in its metrics: `state.log(loss=loss, lr=0.1)`.
+
+        A call costs an entry of a dictionary each: at most twice a second the newest ones are converted, and sent. A
+        tensor on a device is waited for only then. The page shows the mean over the workers that log a name. Numbers
+        are no part of the state. Those of a rehearsal, whose step does not count, are dropped.
+
+        Args:
+            **values: Numbers, or tensors with one element. Each replaces the former one of its name; at most 50 names
+                are shown.
+
+        Raises:
+            TypeError: A value is neither a number nor a tensor with one element.
+        """
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        if not step.is_rehearsal():
+            status_reporting.log_values(numbers)
 
     def _how_far(self) -> Progress:
         """Return the progress that save_once() compares, equal on all ranks. A state without a count is never older

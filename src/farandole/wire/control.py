@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from farandole.membership import WorkerTelemetry
 from farandole.wire.messages import Message
 
 # Command -> coordinator -----------------------------------------------------------------------------------------------
@@ -46,7 +47,20 @@ class AskUndrain(Message, frozen=True):
     host: str
 
 
-ClientMessage: TypeAlias = ClientHello | AskStatus | AskScale | AskDrain | AskUndrain
+class Subscribe(Message, frozen=True):
+    """Request the events of the job: those that the coordinator still keeps, the oldest first, and then each new one.
+
+    Answer: any number of EventRecord. Other requests on the same connection are answered as usual, in between.
+
+    Attributes:
+        epoch, after: The newest event that the client has; those before it are not sent again. Zeros: it has none.
+    """
+
+    epoch: int = 0
+    after: int = 0
+
+
+ClientMessage: TypeAlias = ClientHello | AskStatus | AskScale | AskDrain | AskUndrain | Subscribe
 
 
 # Coordinator -> command -----------------------------------------------------------------------------------------------
@@ -77,6 +91,7 @@ class WorkerSummary(msgspec.Struct, frozen=True):
             admission) or "ends".
         restarts_left: The number of times that it may still be replaced.
         step: Decided steps of a member (commits under the commit rule), at most some seconds old; None: unknown.
+        telemetry: Its measurements, at most some seconds old; None: there are none.
     """
 
     worker: str
@@ -87,6 +102,7 @@ class WorkerSummary(msgspec.Struct, frozen=True):
     state: str
     restarts_left: int
     step: int | None = None
+    telemetry: WorkerTelemetry | None = None
 
 
 class HostStatus(msgspec.Struct, frozen=True):
@@ -183,7 +199,26 @@ class Status(Message, frozen=True):
     coordinator_epoch: int = 1
 
 
-ToClient: TypeAlias = Status | Accepted | Declined
+class EventRecord(Message, frozen=True):
+    """An event of the job (events.py), for a client that has sent Subscribe.
+
+    Attributes:
+        epoch, number: The number of the event, counted from 1 by each coordinator, whose epoch is `epoch`.
+        ago_s: Its age in seconds when this message was sent.
+        level: "info" or "warning".
+        line: Its text for people.
+        fields: Its name, as "event", and its values, as in the file of --events. Long texts are cut.
+    """
+
+    epoch: int
+    number: int
+    ago_s: float
+    level: str
+    line: str
+    fields: dict[str, str | int | float | bool | tuple[str, ...] | None]
+
+
+ToClient: TypeAlias = Status | Accepted | Declined | EventRecord
 
 
 def is_scaled(status: Status, size: int) -> bool:

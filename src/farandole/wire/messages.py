@@ -12,9 +12,18 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from farandole.config import ForkServerUse
-from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress, Shortfall, WorkerStatus
+from farandole.membership import (
+    DataAddress,
+    GenerationId,
+    Peer,
+    Placement,
+    Progress,
+    Shortfall,
+    WorkerStatus,
+    WorkerTelemetry,
+)
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -413,11 +422,13 @@ class Heartbeat(Message, frozen=True):
         received: The newest CoordinatorHeartbeat that it received; None when it gets none.
         workers: The status of all its workers that report one. In a few heartbeats a second at most, when that has
             changed, and every few seconds when it has not; None: in another heartbeat.
+        telemetry: The measurements of all its workers, about once a second; None: in another heartbeat.
     """
 
     sequence: int
     received: int | None = None
     workers: dict[str, WorkerStatus] | None = None
+    telemetry: dict[str, WorkerTelemetry] | None = None
 
 
 class WorkerPrinted(Message, frozen=True):

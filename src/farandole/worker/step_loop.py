@@ -330,7 +330,12 @@ class StepLoop:
         state.capture(is_whole=not is_known)
         self._is_behind_batches = False
         self._watch.hash_due(self._checkpoints is not None and self._checkpoints.begin_if_due())
-        status_reporting.set_step(world.current().id.number, state.step)
+        number, loader = world.current().id.number, state.loader
+        if loader is None:
+            status_reporting.set_step(number, state.step)
+        else:
+            trained, samples = loader.cursor, getattr(loader, "epoch_samples", 0)
+            status_reporting.set_step(number, state.step, loader.epoch, min(trained, samples or trained), samples)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
 

@@ -1,0 +1,219 @@
+"""What the page of a job costs: its process, and the coordinator's, with open pages and a scrape each second.
+
+python -m benchmarks.page_cost --workers 64 --pages 20
+
+The coordinator is a real one in this process; another process plays agents and workers (simulated_agents.py), a third
+one is `farandole page`, a fourth one reads its feeds as browsers do. CPU time of one core, in percent:
+
+coordinator   of the coordinator's process
+page          of the page's process
+soon          milliseconds from an event until the last one of the pages has it
+step time     of a real job of two workers, in turns with open pages and without
+log           nanoseconds of a call of state.log(), at its mean
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from benchmarks.coordinator_server import SLOTS, Watch
+from farandole.config import JobConfig
+from farandole.coordinator.server import Coordinator
+from farandole.events import GenerationStarted, HostUndrained
+from farandole.liveness import status_reporting
+from farandole.liveness.status_reporting import OwnStatusPage, StatusPage
+from farandole.wire.authentication import new_token
+from farandole.wire.messages import Welcome
+
+_DEADLINE_S = 300.0
+_EVENTS = 20
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> None:
+    """Run one job, and print the costs without a page, with one that nobody has opened, and with open ones."""
+    watch, token, hosts = Watch(), new_token(), -(-options.workers // SLOTS)
+    token_file = folder / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_bytes(token)
+    config = JobConfig(hosts * SLOTS, takes_agents=True, start_timeout_s=_DEADLINE_S)
+    welcome = Welcome("job", ("true",), ".", {}, config.detection_budget_s, config.grace_s, is_elastic=True)
+    coordinator = Coordinator(config, token, job_id="job", on_event=watch.on_event, welcome=welcome)
+    await coordinator.start()
+    run = asyncio.create_task(coordinator.run())
+    address = str(coordinator.address)
+    words = [str(coordinator.address.port), token.hex(), str(hosts), str(SLOTS), "1"]
+    async with contextlib.AsyncExitStack() as processes:
+        await _started(processes, "benchmarks.simulated_agents", *words)
+        await watch.until(GenerationStarted, 1)
+        await asyncio.sleep(3.0)
+        print("pages  coordinator %  page %")
+        await _print_cost("none", None, options.seconds)
+        selection = ("--address", address, "--token-file", str(token_file))
+        page = await _started(processes, "farandole", "page", "--listen", "127.0.0.1:0", *selection)
+        assert page.stdout is not None
+        found = re.search(r"http://\S+?/", (await page.stdout.readline()).decode())
+        assert found is not None
+        await asyncio.sleep(2.0)
+        await _print_cost("0", page.pid, options.seconds)
+        readers = await _started(processes, "benchmarks.page_cost", "--read", found[0], "--pages", str(options.pages))
+        assert readers.stdout is not None
+        await readers.stdout.readline()
+        await asyncio.sleep(2.0)
+        await _print_cost(str(options.pages), page.pid, options.seconds)
+        late_ms = []
+        for number in range(_EVENTS):
+            began_s = time.time()
+            coordinator.remember(HostUndrained(f"host{number}"))
+            late_ms.append(1e3 * (float(await readers.stdout.readline()) - began_s))
+            await asyncio.sleep(0.2)
+        print(f"soon: median {statistics.median(late_ms):.1f} ms, longest {max(late_ms):.1f} ms")
+        run.cancel()
+
+
+async def _started(processes: contextlib.AsyncExitStack, module: str, *words: str) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+
+    async def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    processes.push_async_callback(end)
+    return process
+
+
+async def _print_cost(pages: str, pid: int | None, seconds: float) -> None:
+    page = None if pid is None else psutil.Process(pid)
+    before, page_before, began_s = time.process_time(), _cpu_s(page), time.monotonic()
+    await asyncio.sleep(seconds)
+    took_s = time.monotonic() - began_s
+    own, its = (time.process_time() - before) / took_s, (_cpu_s(page) - page_before) / took_s
+    print(f"{pages:>5} {100 * own:14.2f} {100 * its:7.2f}", flush=True)
+
+
+def _cpu_s(process: psutil.Process | None) -> float:
+    return 0.0 if process is None else sum(process.cpu_times()[:2])
+
+
+async def _read(url: str, pages: int) -> None:
+    """Follow the feed as so many browsers, and ask for metrics each second. Prints "ready", then for each event the
+    time at which the last one of the pages has it."""
+    import aiohttp
+
+    seen: dict[str, int] = {}
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as client:
+
+        async def follow(opened: asyncio.Event) -> None:
+            async with client.get(f"{url}feed") as feed:
+                kind = b""
+                while line := await feed.content.readline():
+                    opened.set()
+                    if line.startswith(b"event: "):
+                        kind = line
+                    elif line.startswith(b"data: ") and kind == b"event: event\n":
+                        number = json.loads(line[6:])["event"]["id"]
+                        seen[number] = seen.get(number, 0) + 1
+                        if seen[number] == pages:
+                            print(time.time(), flush=True)
+
+        opened = [asyncio.Event() for _ in range(pages)]
+        following = [asyncio.create_task(follow(each)) for each in opened]
+        for each in opened:
+            await each.wait()
+        print("ready", flush=True)
+        while True:
+            async with client.get(f"{url}metrics") as metrics:
+                await metrics.read()
+            await asyncio.sleep(1.0)
+            for task in following:
+                if task.done():
+                    task.result()
+
+
+def measure_steps(options: argparse.Namespace, folder: Path) -> None:
+    """Print the step time of a real job of two workers while pages are open, relative to that while none is."""
+    steps, log = folder / "steps", folder / "log"
+    train = ["-m", "benchmarks.strangers", "--train", str(steps), "--model", "mlp"]
+    command = [sys.executable, "-m", "farandole", "run", "-np", "2", "--page=127.0.0.1:0", sys.executable, *train]
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as job:
+        try:
+            while not steps.exists() or steps.stat().st_size < 1000:
+                if job.poll() is not None:
+                    raise RuntimeError(log.read_text())
+                time.sleep(0.1)
+            found = re.search(r"page: (\S+)", log.read_text())
+            assert found is not None
+            pairs = [(_step_s(steps, options, ""), _step_s(steps, options, found[1])) for _ in range(options.pairs)]
+        finally:
+            job.terminate()
+    low, middle, high = statistics.quantiles([seen / unseen for unseen, seen in pairs], n=4)
+    print(
+        f"step time with {options.pages} pages / with none: {middle:.4f} [{low:.4f}, {high:.4f}] of {len(pairs)} pairs"
+    )
+
+
+def _step_s(steps: Path, options: argparse.Namespace, url: str) -> float:
+    """Return the median step time of a turn, in which the pages at the address are read; empty: none is."""
+    command = [sys.executable, "-m", "benchmarks.page_cost", "--read", url, "--pages", str(options.pages)]
+    with contextlib.ExitStack() as reading:
+        if url:
+            readers = reading.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            reading.callback(readers.kill)
+            assert readers.stdout is not None
+            readers.stdout.readline()
+        time.sleep(1.0)
+        began_s = time.monotonic()
+        time.sleep(options.turn)
+        ended_s = time.monotonic()
+    records = [tuple(map(float, line.split())) for line in steps.read_text().splitlines() if line.count(" ") == 1]
+    return statistics.median(took_s for at_s, took_s in records if began_s < at_s < ended_s)
+
+
+def measure_log(calls: int = 200_000) -> None:
+    """Print the cost of a call of state.log()."""
+    from farandole.elastic import State
+
+    page = StatusPage()
+    status_reporting._page = OwnStatusPage(page.path)
+    state = State(bcast_object=lambda each: each, get_rank=lambda: 0)
+    began_s = time.perf_counter()
+    for number in range(calls):
+        state.log(loss=0.5, step=number)
+    print(f"log: {1e9 * (time.perf_counter() - began_s) / calls:.0f} ns for a call with two numbers")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--pages", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--pairs", type=int, default=10, help="turns with and without pages")
+    parser.add_argument("--turn", type=float, default=5.0, metavar="SECONDS")
+    parser.add_argument("--read", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.read:
+        asyncio.run(_read(options.read, options.pages))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(measure(options, Path(folder)))
+        measure_steps(options, Path(folder))
+    measure_log()
+
+
+if __name__ == "__main__":
+    main()
