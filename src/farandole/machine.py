@@ -117,6 +117,11 @@ wall_time_s = time.time
 """Return seconds since 1970, for display."""
 
 
+def local_time(wall_s: float) -> str:
+    """Return the local time of day at `wall_s` seconds since 1970, as hours:minutes:seconds."""
+    return time.strftime("%H:%M:%S", time.localtime(wall_s))
+
+
 def since_boot_s() -> float:
     """Return now_s() plus the time for which the machine was suspended, where the system counts that: for leases."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)

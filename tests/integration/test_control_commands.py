@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def test_a_job_is_scaled_and_a_host_drained_and_no_step_is_redone(tmp_path: Path
         text = said("status")
         assert "localhost  2      0        drained" in text
         assert "host localhost is drained: requested by a user" in text
+        assert re.search(r"\d\d:\d\d:\d\d  host localhost is drained: requested by a user", said("events"))
         assert "may be used again" in said("undrain", "localhost")
         back = running.wait_until(all_training(3), 60)
         assert back[0]["pid"] == left[0]["pid"]
@@ -96,9 +98,15 @@ def test_the_status_is_shown_again_and_again_also_by_the_next_coordinator_until_
             coordinators = (json.loads(line)["coordinator_pid"] for line in watching.stdout)
             assert next(pid for pid in coordinators if pid != first["coordinator_pid"])
             assert next(coordinators)
+            following = subprocess.Popen([*command[:3], "events", "-f", "--json"], stdout=subprocess.PIPE, text=True)
+            assert following.stdout is not None
+            seen = [json.loads(following.stdout.readline())["event"]]
             finish(running)
             watching.stdout.read()  # to its end; a job may end within the 0.1 s
             assert (watching.stderr.read(), watching.wait(20)) == ("the job has ended\n", 0)
+            seen += [json.loads(line)["event"] for line in following.stdout]
+            following.stdout.close()
+            assert (following.wait(20), seen[-1]) == (0, "JobEnds")
 
 
 def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:

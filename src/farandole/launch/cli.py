@@ -118,7 +118,7 @@ def _main_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole",
         usage="farandole run [options] command ...\n       farandole torchrun [options] script.py ...\n"
-        "       farandole status|jobs|scale|drain|undrain|page [options]\n"
+        "       farandole status|top|events|jobs|scale|drain|undrain|page [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
         "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR\n"
         "       farandole doctor [options]\n       farandole certificates DIR\n       farandole demo",

@@ -1,12 +1,14 @@
-"""`farandole status`, `jobs`, `scale`, `drain` and `undrain`: requests to a running job, and the answers as text."""
+"""`farandole status`, `top`, `events`, `jobs`, `scale`, `drain` and `undrain`: requests to a running job, and the
+answers as text."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import json
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +21,7 @@ from farandole.launch.control_parser import control_parser
 from farandole.launch.job_files import JobFile, is_alive, read_job_file, running
 from farandole.launch.joining import read_token_file, tls_folder
 from farandole.launch.run_parser import USAGE_ERROR
-from farandole.machine import now_s, wall_time_s
+from farandole.machine import local_time, now_s, wall_time_s
 from farandole.membership import Address
 from farandole.wire.channel import TO_CLIENT, Channel, connect
 from farandole.wire.control import (
@@ -30,8 +32,10 @@ from farandole.wire.control import (
     AskUndrain,
     ClientHello,
     ClientMessage,
+    EventRecord,
     HostStatus,
     Status,
+    Subscribe,
     ToClient,
     WorkerSummary,
     is_drained,
@@ -87,8 +91,8 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
     if job.local is not None:
         client.is_over = partial(_is_over, job.local)
     try:
-        if command == "status":
-            await _show(client, options.json, options.watch)
+        if command in ("status", "top", "events"):
+            await {"status": _show_status, "top": _show_top, "events": _print_events}[command](client, options)
             return DONE
         request, is_done = _request(command, options)
         answer = await client.ask(request)
@@ -106,6 +110,28 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
 
 def _is_over(local: JobFile) -> bool:
     return not is_alive(local)
+
+
+async def _show_status(client: Client, options: argparse.Namespace) -> None:
+    await _show(client, options.json, options.watch)
+
+
+async def _show_top(client: Client, options: argparse.Namespace) -> None:
+    await _show(client, as_json=False, every_s=options.every)
+
+
+async def _print_events(client: Client, options: argparse.Namespace) -> None:
+    """Print a line for each event: the local time and its text, or JSON as in the file of --events."""
+    try:
+        async for event in client.events(options.follow):
+            time_s = wall_time_s() - event.ago_s
+            if options.json:
+                text = json.dumps({"time": round(time_s, 3), "level": event.level, **event.fields})
+            else:
+                text = f"{local_time(time_s)}  {event.line}"
+            print(text, flush=True)
+    except JobEnded as error:
+        print(error, file=sys.stderr)
 
 
 async def _show(client: Client, as_json: bool, every_s: float | None) -> None:
@@ -301,6 +327,29 @@ class Client:
             raise NoAnswer(f"the coordinator answered {type(answer).__name__} to a request for the status")
         return answer
 
+    async def events(self, follow: bool) -> AsyncIterator[EventRecord]:
+        """Yield the events that the coordinator still has, the oldest first; with `follow` then each new one, also
+        those of the next coordinator, until the one that ends the job. Raises JobEnded where that one was missed."""
+        epoch = number = 0
+        while True:
+            try:
+                self._channel.send(Subscribe(epoch, number))
+                self._channel.send(AskStatus())  # its answer comes after all events that there are
+                while True:
+                    async with asyncio.timeout(None if follow else ANSWER_S):
+                        message = await self._channel.receive()
+                    if isinstance(message, EventRecord):
+                        epoch, number = message.epoch, message.number
+                        yield message
+                        if message.fields["event"] == "JobEnds":
+                            return
+                    elif not follow:
+                        return
+            except ConnectionError:
+                await self._return()
+            except TimeoutError:
+                raise NoAnswer(f"the coordinator did not answer within {ANSWER_S:g} s") from None
+
     async def wait_until(self, condition: Callable[[Status], bool], timeout_s: float) -> Status:
         """Return the first status that fulfils the condition. Raises NoAnswer after `timeout_s` seconds, or when the
         job ends."""
@@ -352,6 +401,7 @@ def _headline(status: Status) -> str:
         parts.append(f"change to generation {status.change} under way")
     if status.step is not None:
         parts.append(f"step {status.step}")
+    parts += _epoch(status.members)
     most = "" if status.max_np is None else f", at most {status.max_np}"
     parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}{most})")
     if status.spares:
@@ -362,14 +412,40 @@ def _headline(status: Status) -> str:
     return ", ".join(parts)
 
 
+def _epoch(members: Sequence[WorkerSummary]) -> list[str]:
+    """Return how much of the epoch was trained, as the furthest worker tells it; empty where no loader does."""
+    seen = [each.telemetry for each in members if each.telemetry is not None and each.telemetry.samples]
+    if not seen:
+        return []
+    newest = max(seen, key=lambda each: (each.epoch, each.trained))
+    share = newest.trained / newest.samples
+    return [f"epoch {newest.epoch} ({newest.trained:,} of {newest.samples:,} samples, {share:.0%})"]
+
+
 def _workers(workers: Sequence[WorkerSummary]) -> list[str]:
-    rows = [("rank", "worker", "host", "slot", "pid", "state", "step", "restarts left")]
+    is_measured = any(each.telemetry is not None for each in workers)
+    rows: list[tuple[str, ...]] = [("rank", "worker", "host", "slot", "pid", "state", "step", "restarts left")]
+    if is_measured:
+        rows[0] = (*rows[0], "step time", "of it waiting", "memory", "cores")
     for each in workers:
         rank = "-" if each.rank is None else str(each.rank)
         pid = str(each.pid) if each.pid else "-"
         step = "-" if each.step is None else str(each.step)
-        rows.append((rank, each.worker, each.host, str(each.slot), pid, each.state, step, str(each.restarts_left)))
+        row = (rank, each.worker, each.host, str(each.slot), pid, each.state, step, str(each.restarts_left))
+        rows.append((*row, *(_measured(each) if is_measured else ())))
     return _table(rows)
+
+
+def _measured(worker: WorkerSummary) -> tuple[str, ...]:
+    telemetry = worker.telemetry
+    if telemetry is None:
+        return ("-",) * 4
+    step = waiting = memory = cores = "-"
+    if telemetry.step_s:
+        step, waiting = f"{1000 * telemetry.step_s:.1f} ms", f"{telemetry.waiting_s / telemetry.step_s:.0%}"
+    if telemetry.resident_bytes:
+        memory, cores = f"{telemetry.resident_bytes / 1e6:,.0f} MB", f"{telemetry.cores:.2f}"
+    return step, waiting, memory, cores
 
 
 def _hosts(hosts: Iterable[HostStatus]) -> list[str]:

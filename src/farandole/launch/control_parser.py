@@ -1,4 +1,4 @@
-"""The options of `farandole status`, `jobs`, `scale`, `drain` and `undrain`, which load no asyncio."""
+"""The options of `farandole status`, `top`, `events`, `jobs`, `scale`, `drain` and `undrain`, which load no asyncio."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from farandole.launch.run_parser import Parser
 
 COMMANDS = {
     "status": "show the status of a running job, or list the running jobs",
+    "top": "show the status of a running job again and again",
+    "events": "print the events of a running job",
     "jobs": "list the jobs of this user on this machine",
     "scale": "change the number of a job's workers",
     "drain": "remove a host's workers at the next boundary, without a lost step",
@@ -29,7 +31,7 @@ def control_parser(command: str) -> argparse.ArgumentParser:
         )
     elif command in ("drain", "undrain"):
         parser.add_argument("host", metavar="HOST", help="name of the host, as `farandole status` shows it")
-    if command in ("status", "jobs"):
+    if command in ("status", "jobs", "events"):
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
     if command == "status":
         parser.add_argument(
@@ -39,6 +41,18 @@ def control_parser(command: str) -> argparse.ArgumentParser:
             const=1.0,
             metavar="S",
             help="show it again every S seconds, until the job has ended (S: 1 unless given, at least 0.1)",
+        )
+    if command == "top":
+        parser.add_argument(
+            "--every",
+            type=_seconds,
+            default=1.0,
+            metavar="S",
+            help="seconds between two looks, at least 0.1 (default: %(default)g)",
+        )
+    if command == "events":
+        parser.add_argument(
+            "-f", "--follow", action="store_true", help="print new ones as they happen, until the job has ended"
         )
     if command == "jobs":
         return parser

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from farandole.errors import ConfigError
-from farandole.launch.job_files import JobFile
+
+if TYPE_CHECKING:
+    from farandole.launch.job_files import JobFile
 
 DEFAULT_PORT = 8470
 _PORTS_TRIED = 30

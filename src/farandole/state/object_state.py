@@ -172,7 +172,8 @@ class State:
 
         A call costs an entry of a dictionary each: at most twice a second the newest ones are converted, and sent. A
         tensor on a device is waited for only then. The page shows the mean over the workers that log a name. Numbers
-        are no part of the state. Those of a rehearsal, whose step does not count, are dropped.
+        are no part of the state. Those of a rehearsal, whose step does not count, are dropped. A value of the state
+        that is named `log` replaces this method.
 
         Args:
             **values: Numbers, or tensors with one element. Each replaces the former one of its name; at most 50 names

@@ -137,7 +137,7 @@ class StepState(TorchState):
         self.after_step = list(after_step)
         self._names = list(tracked)
         for name, value in tracked.items():
-            if hasattr(self, name):
+            if hasattr(self, name) and name != "log":  # a value of that name is older than the method, and replaces it
                 raise ConfigError(f"TorchState: the name {name!r} is reserved; give the value another name")
             setattr(self, name, value)
         self.rehearse, self.has_rehearsed = rehearse, not rehearse

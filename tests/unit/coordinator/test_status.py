@@ -6,6 +6,7 @@ import msgspec
 
 from farandole.coordinator.control_requests import FOR_EVER, status_of
 from farandole.launch.control_commands import format_status
+from farandole.membership import WorkerTelemetry
 from farandole.wire.control import HostStatus, PastEvent, Status
 from tests.support.told_job import ToldJob
 
@@ -86,6 +87,15 @@ def test_steps_are_those_that_agents_see() -> None:
     now = status_of(ToldJob(2).training().job, 0.0, {"w0": 7, "w1": 8, "gone": 99})
     assert [worker.step for worker in now.members] == [7, 8]
     assert now.step == 8
+
+
+def test_measurements_are_shown_where_there_are_some() -> None:
+    job = ToldJob(2).training().job
+    assert "step time" not in "\n".join(format_status(status_of(job, 0.0)))
+    measured = WorkerTelemetry(0.02, 0.005, epoch=3, trained=500, samples=2000, resident_bytes=321_000_000, cores=0.9)
+    text = "\n".join(format_status(status_of(job, 0.0, {}, {"w0": measured})))
+    for words in ("epoch 3 (500 of 2,000 samples, 25%)", "20.0 ms", "25%", "321 MB", "0.90"):
+        assert words in text, words
 
 
 def test_slots_that_are_missing_are_shown() -> None:
