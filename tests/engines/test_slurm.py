@@ -151,7 +151,7 @@ class BatchFile:
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster, self.folder, self.records = cluster, folder, folder / "records"
         self.records.mkdir()
-        (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", PAGE.read_text(), re.DOTALL)
+        (script,) = re.findall(r"```sh\n(#!/bin/bash\n.*?)```", PAGE.read_text(), re.DOTALL)
         (folder / "train.sbatch").write_text(script)
         words = ["--epochs", "100000", "--stop", str(folder / "stop"), "--records", str(self.records)]
         (folder / "train.py").write_text(
