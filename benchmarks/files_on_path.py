@@ -42,9 +42,13 @@ def write():
     sys.setprofile(None)
     with open(os.path.join(os.path.dirname(__file__), "calls-%d.json" % os.getpid()), "w") as file:
         json.dump(calls, file)
+def exit_forked(code, exit=os._exit):
+    write()
+    exit(code)
 threading.setprofile(note)
 sys.setprofile(note)
 atexit.register(write)
+os._exit = exit_forked
 """
 
 
@@ -81,7 +85,7 @@ def _measure() -> dict[str, set[str]]:
     killed_ns = int(marks.pop(min(pid for pid in marks if "killed" in marks[pid]))["killed"])
     survivor = min(marks)
     said = marks[survivor]
-    launcher, coordinator = sorted(set(calls) - set(marks))  # in the order in which they were started
+    launcher, *_, coordinator = sorted(set(calls) - set(marks))  # in the order in which they were started
 
     def files(pid: int, begin_ns: int, end_ns: int) -> set[str]:
         return {file for ns, file in calls[pid] if begin_ns <= ns <= end_ns}
