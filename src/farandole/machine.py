@@ -104,6 +104,18 @@ def may_spin(local_size: int) -> bool:
     return usable_cores() >= local_size
 
 
+@functools.cache
+def network_stack() -> str:
+    """Return an identifier of this process's network stack; empty where the system has none.
+
+    Processes with the same one reach each other at loopback addresses. It is made of the kernel's boot and of the
+    process's network namespace: namespaces(7).
+    """
+    with contextlib.suppress(OSError):  # not Linux, or hidden by a sandbox
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{(_PROC / 'ns/net').stat().st_ino}"
+    return ""
+
+
 # Clocks ---------------------------------------------------------------------------------------------------------------
 
 

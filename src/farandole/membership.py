@@ -41,9 +41,11 @@ class DataAddress(Address, frozen=True, array_like=True):
 
     Attributes:
         others: Further numeric addresses of its machine, with the same port. Not every peer reaches all of them.
+        network: The network stack that has these addresses (machine.network_stack()); empty: unknown.
     """
 
     others: tuple[str, ...] = ()
+    network: str = ""
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,28 @@ def test_hosts_that_reach_each_other_in_a_second_network_only_find_that_out(tmp_
     with on_hosts(tmp_path, [1, 1], prepare=connect_otherwise) as (_lab, running):
         finish(running)
     check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=2)
+
+
+def test_workers_of_one_machine_meet_though_its_networks_have_changed_since_one_of_them_started(tmp_path: Path) -> None:
+    """As the networks of containers come and go. Each worker is replaced by one that knows other addresses."""
+    address = "10.199.0.1"
+    with on_hosts(tmp_path, [2]) as (lab, running):
+        host = lab.hosts[0]
+        first, second = running.latest()[0]["pid"], running.latest()[1]["pid"]
+        lab.network.add_address(host.index, address)
+        host.signal(first)
+        running.wait_until(lambda now: all_training(2)(now) and first not in pids(now), 60)
+        (third,) = pids(running.latest()) - {second}
+        lab.network.remove_address(host.index, address)
+        host.signal(second)
+        running.wait_until(lambda now: all_training(2)(now) and second not in pids(now), 60)
+        assert third in pids(running.latest())
+        finish(running)
+    check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=2)
+
+
+def pids(latest: dict[int, dict[str, Any]]) -> set[int]:
+    return {each["pid"] for each in latest.values()}
 
 
 def test_a_slow_link_and_one_that_loses_packets_are_not_broken(tmp_path: Path) -> None:

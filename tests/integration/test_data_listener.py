@@ -335,7 +335,7 @@ def connect(listener: DataListener, address: DataAddress) -> str:
     began_s = time.monotonic()
     with (
         selectors.DefaultSelector() as selector,
-        contextlib.closing(Dialer(selector, address, introduction, KEY, address.hosts)) as dialer,
+        contextlib.closing(Dialer(selector, address, introduction, KEY, address)) as dialer,
         contextlib.closing(Acceptor(selector, listener, introduction, KEY)) as acceptor,
     ):
         while not (dialer.is_done and acceptor.is_done):

@@ -1,7 +1,8 @@
 """Connections to a peer: dial it at the addresses of its machine until one connection is proved.
 
 A machine may have several networks, and a peer reaches it on some of them only; which ones, no configuration tells for
-sure. So all addresses are tried, and the one that worked is tried first from then on.
+sure, and networks come and go while a job runs. So all addresses are tried, and the one that worked is tried first from
+then on.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Dialer:
     """Dials a peer repeatedly until a connection is proved.
 
     A peer that was building an older generation, or was called by too many strangers, may have disconnected the first
-    attempts. `introduction` names both workers. `own_hosts` are the addresses of this
-    worker. With `tls` the connection is encrypted. The events of `selector` carry the function to call.
+    attempts. `introduction` names both workers. `own` is the address of this worker.
+    With `tls` the connection is encrypted. The events of `selector` carry the function to call.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class Dialer:
         address: DataAddress,
         introduction: Introduction,
         key: bytes,
-        own_hosts: tuple[str, ...] = (),
+        own: DataAddress | None = None,
         tls: Certificates | None = None,
     ) -> None:
         self._hosts = address.hosts
         self._waiting = [
             _Attempt(selector, Address(host, address.port), introduction, key, tls, self._use)
-            for host in hosts_to_try(address.hosts, own_hosts)
+            for host in hosts_to_try(address, own)
         ]
         self._begun: list[_Attempt] = []
         self._begun_s = now_s()  # the time of the newest one
@@ -246,21 +247,27 @@ _reached: dict[tuple[str, ...], str] = {}
 """By the addresses of a machine: the one that was last connected. Of this process."""
 
 
-def hosts_to_try(hosts: tuple[str, ...], own_hosts: tuple[str, ...]) -> tuple[str, ...]:
+def hosts_to_try(peer: DataAddress, own: DataAddress | None) -> tuple[str, ...]:
     """Return the addresses of a peer's machine in the order in which they are tried.
 
     On another machine, loopback addresses and those that this machine has as well (many have a bridge for containers
-    with the same address) would lead back here.
+    with the same address) would lead back here. They are left out where it is known to be another one, and come last
+    where that is not known. On this machine they come first: a network that only the peer has may be gone by now.
 
     Args:
-        hosts: All addresses of the peer's machine.
-        own_hosts: All addresses of this one.
+        peer: The address of the peer.
+        own: The address of this worker; None: unknown.
     """
-    elsewhere = tuple(host for host in hosts if host not in own_hosts and not ipaddress.ip_address(host).is_loopback)
-    usable = hosts if hosts == own_hosts or not elsewhere else elsewhere
-    return tuple(sorted(usable, key=lambda host: host != _reached.get(hosts)))  # a stable order
+    own = own or DataAddress("", 0)
+    elsewhere = [host for host in peer.hosts if host not in own.hosts and not ipaddress.ip_address(host).is_loopback]
+    shared = [host for host in peer.hosts if host not in elsewhere]
+    usable = [*elsewhere, *shared]
+    if peer.network and own.network:
+        is_here = peer.network == own.network
+        usable = [*shared, *elsewhere] if is_here else elsewhere or shared
+    return tuple(sorted(usable, key=lambda host: host != _reached.get(peer.hosts)))  # a stable order
 
 
-def address_in_use(address: DataAddress, own_hosts: tuple[str, ...]) -> Address:
+def address_in_use(peer: DataAddress, own: DataAddress | None) -> Address:
     """Return the address at which the peer was last connected, or is tried first."""
-    return Address(hosts_to_try(address.hosts, own_hosts)[0], address.port)
+    return Address(hosts_to_try(peer, own)[0], peer.port)

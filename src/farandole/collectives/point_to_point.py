@@ -224,8 +224,8 @@ class PointToPoint:
         ours = Introduction(self._id, self._endpoints[self.rank].worker, to.worker, CHANNEL)
         deadline_s = now_s() + _CONNECT_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
-            own_hosts, tls = self._listener.address.hosts, self._listener.tls
-            dialer = Dialer(selector, to.address, ours, self._key, own_hosts, tls)
+            own, tls = self._listener.address, self._listener.tls
+            dialer = Dialer(selector, to.address, ours, self._key, own, tls)
             try:
                 while not dialer.is_done:
                     self._raise_if_ended("connect")

@@ -17,7 +17,7 @@ from farandole.collectives.encrypted_socket import DataSocket, EncryptedSocket, 
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.transport import Transport
 from farandole.errors import AuthenticationError, GenerationEnded, PeerLost, ProtocolError
-from farandole.machine import close_at_fork, may_spin, now_s
+from farandole.machine import close_at_fork, may_spin, network_stack, now_s
 from farandole.membership import DataAddress, Peer
 from farandole.wire.authentication import (
     Introduction,
@@ -143,7 +143,7 @@ class RingBuilder:
             selector = cleanup.enter_context(selectors.DefaultSelector())
             self._open_wake(selector, cleanup)
             listener = self._listener
-            dialer = Dialer(selector, start.next.address, ours, start.data_key, listener.address.hosts, listener.tls)
+            dialer = Dialer(selector, start.next.address, ours, start.data_key, listener.address, listener.tls)
             cleanup.callback(dialer.close)
             cleanup.enter_context(self._listener.at_work())
             acceptor = Acceptor(selector, self._listener, theirs, start.data_key)
@@ -403,7 +403,7 @@ class DataListener:
             with contextlib.suppress(OSError):  # the address is gone, or another process has this port there
                 self.socks.append(_listening_socket(host, port))
                 used.append(host)
-        self.address = DataAddress(first, port, tuple(used))
+        self.address = DataAddress(first, port, tuple(used), network_stack())
         self.budget = FailureBudget()
         """Of the callers that were no peers, for a thread that accepts while others train."""
         self.callers: list[Caller] = []

@@ -408,9 +408,7 @@ class WorkerJob:
             aborts=self._aborts,
             on_way=lambda number, way: self.link.send(Connected(number, way)),
         )
-        self._link_probe = LinkProbe(
-            env.detection_budget_s, self._connections, self.link.send, self._listener.address.hosts
-        )
+        self._link_probe = LinkProbe(env.detection_budget_s, self._connections, self.link.send, self._listener.address)
         self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s
         self.link.on_probe = self._link_probe.probe
         self.link.open(env, self._listener.address)

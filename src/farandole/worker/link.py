@@ -312,7 +312,7 @@ class LinkProbe:
                  long each time, since they may just be slow
     connections  called often; returns None between generations
     report       sends to the coordinator
-    own_hosts    the addresses of this worker
+    own          the address of this worker; None: unknown
     """
 
     def __init__(
@@ -320,10 +320,10 @@ class LinkProbe:
         budget_s: float,
         connections: Callable[[], Connections | None],
         report: Callable[[Probed], None],
-        own_hosts: tuple[str, ...] = (),
+        own: DataAddress | None = None,
     ) -> None:
         self._budget_s, self._connections, self._report = budget_s, connections, report
-        self._own_hosts = own_hosts
+        self._own = own
         self.look_every_s = min(1.0, budget_s / 16)
         self._still_since_s: float | None = None
         self._pause_s = self._due_s = 0.0
@@ -365,7 +365,7 @@ class LinkProbe:
 
     def _probe(self, now: Connections) -> None:
         try:
-            address_of = {peer.worker: address_in_use(peer.address, self._own_hosts) for peer in now.peers}
+            address_of = {peer.worker: address_in_use(peer.address, self._own) for peer in now.peers}
             found = find_answering(set(address_of.values()), min(self._budget_s / 4, LONGEST_PROBE_S))
             names = {worker for worker, address in address_of.items() if address in found}
             others = address_of.keys() - names

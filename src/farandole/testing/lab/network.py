@@ -105,6 +105,11 @@ class Network:
         ip(self._hosts[index], f"address add {address}/32 dev eth0")
         ip(self._pid, f"route replace {address} dev host{index} scope link src {self._router}")
 
+    def remove_address(self, index: int, address: str) -> None:
+        """Take a second address from a running host."""
+        ip(self._hosts[index], f"address delete {address}/32 dev eth0")
+        ip(self._pid, f"route delete {address} dev host{index}")
+
     def disconnect(self, index: int) -> None:
         """Remove the cable of a host, with its settings; dropped packets are still dropped."""
         # It may have disappeared with the host's namespace already.
