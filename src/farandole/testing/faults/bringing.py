@@ -44,6 +44,7 @@ _SIGNALS = {
     "leave": signal.SIGTERM,
 }
 _SLOW_MS = 3000.0  # a step, while the job waits for workers that the next fault takes
+_SLOW_AT_END_MS = 8000.0  # the same near the end: on a busy machine a newcomer's imports take half a minute
 _BEFORE_END = 3  # steps in which workers can still join
 _NEAR_END = 40  # steps
 
@@ -70,7 +71,7 @@ class Pace:
             ms = max(ms, _SLOW_MS / max(1, step - now))
         to_end = self._steps - _BEFORE_END - now
         if to_end < _NEAR_END and not (step is not None and can_happen):
-            ms = max(ms, _SLOW_MS / max(1, to_end))
+            ms = max(ms, _SLOW_AT_END_MS / max(1, to_end))
         self._set_pace(ms)
 
     def _set_pace(self, ms: float) -> None:
