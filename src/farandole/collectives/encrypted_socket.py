@@ -41,7 +41,7 @@ class EncryptedSocket:
 
     def __init__(self, raw: socket.socket, certificates: Certificates, role: Role) -> None:
         self.raw = raw
-        self._stream = EncryptedStream(certificates, role)
+        self._stream = EncryptedStream(certificates.context(role), role)
         self._unsent = memoryview(b"")  # encrypted
         self._accepted = 0  # the bytes of the application in it
         self._peeked = bytearray()

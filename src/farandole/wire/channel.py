@@ -330,7 +330,7 @@ async def _channel(
         return Channel(reader, writer, session, decoder)
     from farandole.wire.encryption import EncryptedStream, EncryptionFailed
 
-    stream = EncryptedStream(tls, end.role)
+    stream = EncryptedStream(tls.context(end.role), end.role)
     unproved = _UnprovedEncrypted(connected, stream)
     try:
         await unproved.encrypt()

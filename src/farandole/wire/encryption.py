@@ -11,12 +11,15 @@ The stream works in memory, not on the socket: a read of the socket takes many r
 
 from __future__ import annotations
 
+import logging
 import ssl
 import stat
+import threading
 from pathlib import Path
 from typing import cast
 
 from farandole.errors import ConfigError
+from farandole.machine import now_s
 from farandole.wire.authentication import Role
 from farandole.wire.user_secret import may_others_read
 
@@ -24,7 +27,11 @@ AUTHORITY, CERTIFICATE, KEY = "ca.pem", "certificate.pem", "key.pem"
 """The files of a folder of certificates. The authority's key, ca-key.pem, is needed for new certificates only."""
 
 _ALERTS_OF_THE_OTHER_SIDE = ("UNKNOWN_CA", "CERTIFICATE_EXPIRED", "BAD_CERTIFICATE", "CERTIFICATE_UNKNOWN")
+_LOOK_EVERY_S = 1.0  # at the files, at most: strangers' connections must not cost a reader of files
 _EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_HAS_EXPIRED, X509_V_ERR_CERT_NOT_YET_VALID (OpenSSL, x509_vfy.h)
+
+
+logger = logging.getLogger("farandole")
 
 
 class EncryptionFailed(ConnectionError):
@@ -34,53 +41,104 @@ class EncryptionFailed(ConnectionError):
 class Certificates:
     """The certificates of a job, loaded from a folder and verified. For any number of connections and threads.
 
+    A job may outlive its certificate: new connections use the files as they are then. While these are unsuitable, as
+    between two of the writes that replace them, the former ones are used.
+
     Raises ConfigError for a missing or unsuitable file, for a private key that others can read, and for a certificate
     that has expired or that the folder's authority has not signed.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        _check_folder(Path(folder))
-        for name in (AUTHORITY, CERTIFICATE, KEY):
-            _check_file(Path(folder) / name, is_secret=name == KEY)
-        self._contexts = {role: self._context(role) for role in Role}
-        self._check_against_itself()
+        self._lock = threading.Lock()
+        self._next_look_s = now_s() + _LOOK_EVERY_S
+        self._refused: _Stamps | None = None  # the files that could not be used, for one warning
+        self._stamps, self._contexts = _load(Path(folder))
 
     def context(self, role: Role) -> ssl.SSLContext:
         """Return the settings for the end of a connection with this role."""
+        if now_s() >= self._next_look_s:
+            with self._lock:
+                self._renew()
         return self._contexts[role]
 
-    def _context(self, role: Role) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if role is Role.LISTENER else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        if role is Role.LISTENER:
-            context.num_tickets = 0  # nothing is resumed, and a ticket would wake the dialer without data
-        folder = Path(self.folder)
+    def _renew(self) -> None:
+        """Load the files anew if they have changed."""
+        if now_s() < self._next_look_s:
+            return  # another thread has done so meanwhile
+        self._next_look_s = now_s() + _LOOK_EVERY_S
+        stamps = _stamps(Path(self.folder))
+        if stamps == self._stamps:
+            return
         try:
-            context.load_verify_locations(folder / AUTHORITY)
-            context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
-        except (ssl.SSLError, ValueError) as error:
-            raise ConfigError(
-                f"--tls {self.folder}: {AUTHORITY}, {CERTIFICATE} or {KEY} is not valid, or the key is not that of the "
-                f"certificate ({_reason(error)}); make new ones with: farandole certificates {self.folder}"
-            ) from None
-        return context
+            self._stamps, self._contexts = _load(Path(self.folder))
+        except ConfigError as error:
+            if stamps != self._refused:
+                logger.warning("the former certificates are used, since the new ones are not suitable: %s", error)
+            self._refused = stamps
+        else:
+            logger.info("new connections use the new certificates in %s", self.folder)
 
-    def _check_against_itself(self) -> None:
-        """Connect two ends in memory, each of which verifies the other's certificate."""
-        dialer, listener = EncryptedStream(self, Role.DIALER), EncryptedStream(self, Role.LISTENER)
+
+_Stamps = tuple[tuple[int, int, int] | None, ...]
+_Contexts = dict[Role, ssl.SSLContext]
+
+
+def _stamps(folder: Path) -> _Stamps:
+    """Return what changes when one of the files is replaced or written."""
+    stamps = list[tuple[int, int, int] | None]()
+    for name in (AUTHORITY, CERTIFICATE, KEY):
         try:
-            while not (dialer.handshake() and listener.handshake()):
-                listener.feed(dialer.outgoing())
-                listener.handshake()
-                dialer.feed(listener.outgoing())
-        except EncryptionFailed as error:
-            raise ConfigError(
-                f"--tls {self.folder}: its certificate cannot be used: {error}; make a new one with: "
-                f"farandole certificates {self.folder}"
-            ) from None
+            status = (folder / name).stat()
+        except OSError:
+            stamps.append(None)
+        else:
+            stamps.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(stamps)
+
+
+def _load(folder: Path) -> tuple[_Stamps, _Contexts]:
+    """Load the files, and verify that two ends which use them can connect. Raises ConfigError."""
+    stamps = _stamps(folder)  # first: what is written meanwhile is loaded at the next look
+    _check_folder(folder)
+    for name in (AUTHORITY, CERTIFICATE, KEY):
+        _check_file(folder / name, is_secret=name == KEY)
+    contexts = {role: _context(folder, role) for role in Role}
+    _check_against_itself(folder, contexts)
+    return stamps, contexts
+
+
+def _context(folder: Path, role: Role) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if role is Role.LISTENER else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if role is Role.LISTENER:
+        context.num_tickets = 0  # nothing is resumed, and a ticket would wake the dialer without data
+    try:
+        context.load_verify_locations(folder / AUTHORITY)
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--tls {folder}: {AUTHORITY}, {CERTIFICATE} or {KEY} is not valid, or the key is not that of the "
+            f"certificate ({_reason(error)}); make new ones with: farandole certificates {folder}"
+        ) from None
+    return context
+
+
+def _check_against_itself(folder: Path, contexts: _Contexts) -> None:
+    """Connect two ends in memory, each of which verifies the other's certificate."""
+    dialer, listener = (EncryptedStream(contexts[role], role) for role in (Role.DIALER, Role.LISTENER))
+    try:
+        while not (dialer.handshake() and listener.handshake()):
+            listener.feed(dialer.outgoing())
+            listener.handshake()
+            dialer.feed(listener.outgoing())
+    except EncryptionFailed as error:
+        raise ConfigError(
+            f"--tls {folder}: its certificate cannot be used: {error}; make a new one with: "
+            f"farandole certificates {folder}"
+        ) from None
 
 
 def load_certificates(folder: str | None) -> Certificates | None:
@@ -121,10 +179,9 @@ class EncryptedStream:
     """One end of a TLS connection, without a socket: bytes of the network in and out, bytes of the application in and
     out. For one thread at a time. Methods raise EncryptionFailed; the connection must be closed then."""
 
-    def __init__(self, certificates: Certificates, role: Role) -> None:
+    def __init__(self, context: ssl.SSLContext, role: Role) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._is_listener = role is Role.LISTENER
-        context = certificates.context(role)
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=self._is_listener)
         self._is_open = False
 
