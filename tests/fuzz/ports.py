@@ -19,8 +19,9 @@ from farandole.events import Event
 from farandole.launch.control_commands import Client
 from farandole.machine import now_s
 from farandole.membership import Address, GenerationId
-from farandole.wire.authentication import DialerHandshake, Introduction, Purpose, new_token
+from farandole.wire.authentication import DialerHandshake, Introduction, Purpose, Role, new_token
 from farandole.wire.channel import encode, frame
+from farandole.wire.encryption import EncryptedStream, load_certificates
 from farandole.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from tests.fuzz.decoders import HELLO_TO_STORE, store_requests
 from tests.fuzz.inputs import mutated, pieces, valid_messages
@@ -29,17 +30,21 @@ DEADLINE_S = 60.0
 
 
 class Ports:
-    """All listeners of a job, in this process; `close()` them. Raises AssertionError where one does not serve."""
+    """All listeners of a job, in this process; `close()` them. Raises AssertionError where one does not serve.
 
-    def __init__(self, seed: int) -> None:
+    tls  a folder of certificates: those of TCP but the store's use TLS
+    """
+
+    def __init__(self, seed: int, tls: str | None = None) -> None:
         self._random = random.Random(seed)
+        self._certificates = load_certificates(tls)
         self._token = new_token()
         self.events: list[Event] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fuzzed listeners")
         self._thread.start()
         self._call(self._open)
-        self._listener = DataListener()
+        self._listener = DataListener(tls=self._certificates)
         self._generation = GenerationId(1, 1, 1, "n")
         self._incoming = Incoming(
             self._listener, self._generation, "w0", {"w1": 1}, bytes(32), lambda _: None, lambda _: None
@@ -49,7 +54,12 @@ class Ports:
 
     async def _open(self) -> None:
         # A budget below a second has a port for datagrams.
-        config = JobConfig(num_proc=1, detection_budget_s=0.5, takes_agents=True)
+        config = JobConfig(
+            num_proc=1,
+            detection_budget_s=0.5,
+            takes_agents=True,
+            tls=self._certificates.folder if self._certificates else "",
+        )
         welcome = Welcome("job", ("true",), "/", {}, 0.5, 1.0, is_elastic=True)
         self._coordinator = Coordinator(config, self._token, job_id="job", on_event=self.events.append, welcome=welcome)
         await self._coordinator.start()
@@ -86,6 +96,17 @@ class Ports:
             (lambda: _tcp(self._listener.address), [to_worker, *frames]),
             (lambda: _udp(address), [bytes(48), introduction]),
         ]
+        if (certificates := self._certificates) is not None:
+            tls = certificates.context(Role.DIALER)
+            first_bytes = EncryptedStream(tls, Role.DIALER)
+            first_bytes.handshake()
+            hello = first_bytes.outgoing()
+            doors += [
+                (lambda: _tcp(address), [hello]),
+                (lambda: _tcp(self._listener.address), [hello]),
+                (lambda: tls.wrap_socket(_tcp(address)), [to_coordinator, *frames]),
+                (lambda: tls.wrap_socket(_tcp(self._listener.address)), [to_worker, *frames]),
+            ]
         kept: list[socket.socket] = []
         for number in range(inputs):
             dial, valid = doors[number % len(doors)]
@@ -107,7 +128,7 @@ class Ports:
         self._be_a_peer()
 
     async def _be_a_command(self) -> None:
-        client = await Client.dial(self._coordinator.address, self._token, "job")
+        client = await Client.dial(self._coordinator.address, self._token, "job", self._certificates)
         assert (await client.status()).job == "job"
         client.close()
 
@@ -123,7 +144,7 @@ class Ports:
     def _be_a_peer(self) -> None:
         ours = Introduction(self._generation, "w1", "w0", CHANNEL)
         with selectors.DefaultSelector() as selector:
-            dialer = Dialer(selector, self._listener.address, ours, bytes(32))
+            dialer = Dialer(selector, self._listener.address, ours, bytes(32), tls=self._certificates)
             deadline_s = now_s() + DEADLINE_S
             while not dialer.is_done:
                 assert now_s() < deadline_s, f"the data listener does not serve: {dialer.failure}"

@@ -4,8 +4,11 @@ to what decodes it. It ends with the first input that raises anything but the er
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
+from pathlib import Path
 
+from farandole.launch.certificates_command import make_certificates
 from tests.fuzz.decoders import Decoding, bounded_memory
 from tests.fuzz.ports import Ports
 
@@ -34,12 +37,15 @@ def fuzz(seed: int, inputs: int) -> dict[str, int]:
         refused = decoding.run(inputs - inputs // 100)
     finally:
         decoding.close()
-    ports = Ports(seed)
-    try:
-        ports.fuzz(inputs // 100)
-        ports.check()
-    finally:
-        ports.close()
+    with tempfile.TemporaryDirectory() as folder:
+        make_certificates(Path(folder))
+        for tls in (None, folder):
+            ports = Ports(seed, tls)
+            try:
+                ports.fuzz(inputs // 200)
+                ports.check()
+            finally:
+                ports.close()
     return refused
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from farandole.wire.channel import AGENT_MESSAGES, WORKER_MESSAGES, decode
 from tests.fuzz.decoders import Decoding, bounded_memory
 from tests.fuzz.ports import Ports
 from tests.fuzz.run import MOST_MEMORY
+from tests.support.certificates import made
 
 SEED = int(os.environ.get("FUZZ_SEED", random.randrange(10**9)))
 
@@ -36,8 +38,9 @@ def test_whatever_arrives_is_refused_with_the_error_for_bad_data() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
-def test_every_port_serves_as_before_after_garbage() -> None:
-    ports = Ports(SEED)
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_every_port_serves_as_before_after_garbage(tmp_path: Path, has_tls: bool) -> None:
+    ports = Ports(SEED, made(tmp_path / "tls") if has_tls else None)
     try:
         with bounded_memory(MOST_MEMORY):
             ports.fuzz(600)
