@@ -16,7 +16,7 @@ import pytest
 
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
-from tests.engines.contract import LONG_S
+from tests.engines.contract import LONG_S, check_contract
 from tests.support.jobs import ELASTIC_JOB, SCRIPTS, check_job, processes_with
 
 SAMPLES = 600
@@ -91,6 +91,81 @@ def test_agents_under_mpirun_train_an_elastic_job(mpirun: tuple[str, ...], tmp_p
     assert not file.exists()
     check_job(Proof(records), SAMPLES)
     assert processes_with(str(file)) == []
+
+
+# Each host's agent has an mpirun of its own, since mpirun ends all processes when one was killed. A shell plays the
+# scheduler: it waits for the job, and starts the agent again unless the job needs the host no longer.
+HOST = """
+while [ ! -e "$1" ]; do sleep 0.1; done
+until "${@:4}" "$0" -m farandole agent --job-file "$1" --host "$2" --left-exit-code 0 >>"$3" 2>&1
+do [ -e "$1" ] || exit 0; done
+"""
+
+
+class MpiHosts:
+    """Hosts, by their names, for the contract of engines."""
+
+    program = (sys.executable, "-m", "farandole", "run")
+    environment = None
+
+    def __init__(self, folder: Path, mpirun: tuple[str, ...]) -> None:
+        self._file, self._output, self._mpirun = folder / "job", folder / "agents", mpirun
+        self._hosts: list[subprocess.Popen[bytes]] = []
+
+    def flags(self, hosts: int) -> list[str]:
+        for _ in range(hosts):
+            self.add_host()
+        return ["-np", str(hosts), "--max-np", "9", "--local-slots", "0", "--job-file", str(self._file)]
+
+    def add_host(self) -> None:
+        places = [sys.executable, str(self._file), f"mpi-{len(self._hosts)}", str(self._output)]
+        command = ["bash", "-c", HOST, *places, *self._mpirun, "-np", "1"]
+        self._hosts.append(subprocess.Popen(command, start_new_session=True))
+
+    def kill_worker(self, host: str, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def kill_agent(self, host: str) -> None:
+        os.kill(self._agent_of(host), signal.SIGKILL)
+
+    def cut_off(self, host: str) -> bool:
+        return False
+
+    def give_notice(self, host: str) -> bool:
+        os.kill(self._agent_of(host), signal.SIGTERM)
+        return True
+
+    def control_flags(self) -> list[str]:
+        return ["--job-file", str(self._file)]
+
+    def leftovers(self) -> list[int]:
+        for host in self._hosts:
+            host.wait(LONG_S)
+        return processes_with(str(self._file))
+
+    def close(self) -> None:
+        for host in self._hosts:
+            if host.poll() is None:
+                os.killpg(host.pid, signal.SIGTERM)
+                host.wait(LONG_S)
+
+    def _agent_of(self, host: str) -> int:
+        """Return the process id of the agent, not of what has started it, nor of what it has started."""
+        words = f"{sys.executable}\0-m\0farandole\0agent\0--job-file\0{self._file}\0--host\0{host}\0"
+        (pid,) = [pid for pid in processes_with(words) if Path(f"/proc/{pid}/cmdline").read_text().startswith(words)]
+        return pid
+
+
+@pytest.mark.timeout(240)
+def test_agents_under_mpirun_meet_the_contract_of_engines(mpirun: tuple[str, ...], tmp_path: Path) -> None:
+    hosts = MpiHosts(tmp_path, mpirun)
+    try:
+        figures = check_contract(hosts, tmp_path)
+    finally:
+        hosts.close()
+    print(figures)
+    assert figures.redone_by_drain == figures.redone_by_notice == 0, figures
+    assert figures.agent_killed_ms < 1000, figures
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

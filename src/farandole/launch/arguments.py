@@ -291,6 +291,8 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
     follows_horovod = program.is_horovodrun
     fewest, most, restarts = JobConfig.min_np, options.max_num_proc, JobConfig.restarts
     follows_hosts = has_script or options.kubernetes is not None
+    # How many slots this machine has is known, so that all others are those of machines that join.
+    grows_by_joining = options.local_slots is not None and most is not None and most > num_proc
     if not follows_horovod and follows_hosts and most is None:
         most = num_proc  # A job that follows its hosts has no other limit.
     if options.slurm and options.num_proc is not None and most is None:
@@ -318,7 +320,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         on_failure=options.on_failure or ("host" if options.cooldown_range else "slot"),
         cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
         reset_limit=options.reset_limit,
-        fills_slots=follows_hosts or options.slurm or (follows_horovod and is_elastic),
+        fills_slots=follows_hosts or grows_by_joining or options.slurm or (follows_horovod and is_elastic),
         waits_for_newcomers=follows_horovod and is_elastic,
         takes_agents=options.token_file is not None or options.job_file is not None or options.slurm,
         max_restarts=options.max_restarts,

@@ -62,6 +62,23 @@ def test_a_job_of_pods_fills_their_slots_and_has_none_of_its_own(tmp_path: Path)
     assert options.config.max_np == 8
 
 
+@pytest.mark.parametrize(
+    ("flags", "grows"),
+    [
+        (("--local-slots", "0", "--max-np", "8"), True),
+        (("--local-slots", "2", "--max-np", "8"), True),
+        (("--local-slots", "0"), False),
+        (("--local-slots", "0", "--max-np", "4"), False),
+        (("--max-np", "8"), False),  # this machine offers all of them
+    ],
+)
+def test_a_job_uses_the_slots_that_join_where_it_may_have_more_workers_than_at_the_start(
+    tmp_path: Path, flags: tuple[str, ...], grows: bool
+) -> None:
+    options = parse_run(["-np", "4", "--token-file", str(tmp_path / "token"), *flags, "sh"])
+    assert options.config.fills_slots is grows
+
+
 def test_preemption_is_watched_only_on_request() -> None:
     assert parse_run(["-np", "2", "sh"]).preemption == Preemption("none")
     assert parse_run(["-np", "2", "--preemption", "auto", "sh"]).preemption == Preemption("auto")
