@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.jobs import processes_with
+from farandole.horovod import alias_path
+from tests.engines.contract import check_contract
+from tests.support.jobs import SCRIPTS, processes_with
+from tests.support.spark_cluster import SparkCluster
 
 pytest.importorskip("pyspark", reason="it needs pyspark: make test-engines, or pip install 'farandole[spark]'")
 
@@ -96,3 +101,59 @@ def test_functions_run_in_tasks_and_survive_the_end_of_one(tmp_path: Path) -> No
     assert "ROWS True" in done.stdout
     assert processes_with("\0--host\0spark-task-") == []
     assert processes_with("HOROVOD_HOSTNAME=spark-task-") == []
+
+
+class SparkTasks:
+    """Tasks, each on an executor of its own, for the contract of engines. A task waits until Spark has a core for it,
+    and its host has the name of the task."""
+
+    program = (sys.executable, str(SCRIPTS / "spark_run.py"))
+
+    def __init__(self, cluster: SparkCluster) -> None:
+        self._cluster, self.environment = cluster, cluster.environment
+
+    def flags(self, hosts: int) -> list[str]:
+        for _ in range(hosts):
+            self.add_host()
+        return ["-np", str(hosts), "--max-np", "9"]
+
+    def add_host(self) -> None:
+        self._cluster.add()
+
+    def kill_worker(self, host: str, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def kill_agent(self, host: str) -> None:
+        agent_of(host).kill()
+
+    def cut_off(self, host: str) -> bool:
+        self._cluster.kill_host(inside=agent_of(host).pid)
+        return True
+
+    def give_notice(self, host: str) -> bool:
+        agent_of(host).terminate()
+        return True
+
+    def control_flags(self) -> list[str]:
+        return []
+
+    def leftovers(self) -> list[int]:
+        return [*processes_with("\0--host\0spark-task-"), *processes_with("HOROVOD_HOSTNAME=spark-task-")]
+
+
+def agent_of(host: str) -> psutil.Process:
+    """Return the process of the agent of this host."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "agent" in words and host in words and "farandole" in words:
+            return process
+    raise AssertionError(f"{host} has no agent")
+
+
+def test_tasks_meet_the_contract_of_engines(tmp_path: Path) -> None:
+    found_by = os.pathsep.join(filter(None, [str(alias_path()), os.environ.get("PYTHONPATH")]))
+    with SparkCluster(found_by) as cluster:
+        figures = check_contract(SparkTasks(cluster), tmp_path)
+    print(figures)
+    assert figures.redone_by_drain == figures.redone_by_notice == 0, figures
+    assert figures.agent_killed_ms < 1000, figures

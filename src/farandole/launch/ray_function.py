@@ -93,6 +93,7 @@ def run(
         num_proc=num_proc,
         min_np=num_proc if min_num_proc is None else min_num_proc,
         max_np=max_num_proc,
+        fills_slots=max_num_proc is not None and max_num_proc > num_proc,
         reset_limit=reset_limit,
         on_failure="host" if cooldown_range else "slot",
         cooldown_range_s=cooldown_range,

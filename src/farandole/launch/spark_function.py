@@ -147,6 +147,7 @@ def run_elastic(
         num_proc=workers,
         min_np=workers if fewest is None else fewest,
         max_np=workers if most is None else most,
+        fills_slots=True,  # a task of each further executor is a slot
         reset_limit=reset_limit,
         start_timeout_s=start_timeout or _START_TIMEOUT_S,
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
