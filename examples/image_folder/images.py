@@ -18,10 +18,10 @@ TESTED = 5  # of the images that are made, each fifth one is for the evaluation
 def make_digits(folder: Path) -> None:
     """Write scikit-learn's 1,797 handwritten digits as image files: folder/train/3/0012.ppm. All workers may call this
     at once: each writes to a folder of its own, and the first that has finished gives it the name."""
-    from sklearn.datasets import load_digits
-
     if folder.exists():
         return
+    from sklearn.datasets import load_digits
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     data = load_digits()

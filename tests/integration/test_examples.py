@@ -138,7 +138,8 @@ def test_a_script_of_horovod_runs_without_a_change() -> None:
 
 
 def test_an_elastic_script_of_horovod_goes_on_without_a_killed_worker_and_with_a_new_one(tmp_path: Path) -> None:
-    printed = run_with_a_kill_and_a_join(tmp_path, "horovod/elastic.py", "--epochs", "2", flags=("--horovod",))
+    words = ("--epochs", "2", "--batches-per-commit", "2")
+    printed = run_with_a_kill_and_a_join(tmp_path, "horovod/elastic.py", *words, flags=("--horovod",))
     check_ledger(tmp_path, epochs=2)
     (accuracy,) = re.findall(r"epoch 2: accuracy (\S+)%, 2 workers", printed)
     assert float(accuracy) > 50
