@@ -41,6 +41,8 @@ UNITS = {
     r"timeout|cooldown|elapsed|grace": r"[Ss]econd|timedelta",
     r"_mb$": r"megabyte|MB",
     r"bytes": r"byte",
+    r"mbit": r"[Mm]egabits per second",
+    r"batch_size$|shard_sizes": r"[Ss]amples|As in DataLoader",
     r"^checkpoint_every$": r"30s|minutes|--checkpoint-every",
 }
 """Parameters that have a unit, by their names, and how their descriptions give it."""
