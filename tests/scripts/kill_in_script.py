@@ -1,8 +1,8 @@
 """Runs a script as it is, and lets a worker of the job be killed in it: kill_in_script.py MARK CALL SCRIPT ARGUMENTS
 
 The first worker that computes its CALLth cross entropy kills itself, once in the job: MARK is a file that is there from
-then on. A worker that trains on in the generation after that takes half a second for each batch, so that the
-replacement joins long before the end.
+then on. The worker that goes on alone takes longer for each batch, up to two seconds, so that the replacement joins
+before the end of the training, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch.nn.functional as F
 import farandole as fd
 
 MARK, CALL = Path(sys.argv[1]), int(sys.argv[2])
-AFTER_THE_KILL = 2  # the number of the generation
+ALONE = 2  # the number of the generation after the kill
 
-compute, calls = F.cross_entropy, 0
+compute, calls, calls_alone = F.cross_entropy, 0, 0
 
 
 def cross_entropy(*arguments: Any, **keywords: Any) -> torch.Tensor:
-    global calls
+    global calls, calls_alone
     calls += torch.is_grad_enabled()
     if calls == CALL and not MARK.exists():
         try:
@@ -36,8 +36,9 @@ def cross_entropy(*arguments: Any, **keywords: Any) -> torch.Tensor:
             pass
         else:
             os.kill(os.getpid(), signal.SIGKILL)
-    if fd.is_initialized() and fd.generation() == AFTER_THE_KILL:
-        time.sleep(0.5)
+    if fd.is_initialized() and fd.generation() == ALONE:
+        calls_alone += 1
+        time.sleep(min(2.0, 0.1 * calls_alone))
     return compute(*arguments, **keywords)
 
 
