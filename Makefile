@@ -33,7 +33,7 @@ test-engines: $(READY)  ## the engines' tests; installs what they need: packages
 	@.venv-engines/bin/python -m pip install --quiet --disable-pip-version-check -r tests/engines/requirements.txt
 	@PATH="$(CURDIR)/.venv-engines/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" .venv-engines/bin/python -m pytest tests/engines tests/unit/engines
 
-test-page: $(READY)  ## the page in Chromium and in Prometheus; installs both from Debian, as root, and packages of PyPI, in .venv-browser
+test-page: $(READY)  ## the page in Chromium and in Prometheus, and the notebook in Jupyter; installs programs from Debian, as root, and packages of PyPI, in .venv-browser
 	@missing=$$(for each in chromium prometheus; do command -v $$each >/dev/null || echo $$each; done); \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing $$(echo $$missing) ..."; apt-get update -qq && \
@@ -42,7 +42,7 @@ test-page: $(READY)  ## the page in Chromium and in Prometheus; installs both fr
 	@test -x .venv-browser/bin/python || $(BIN)/python -m venv .venv-browser
 	@echo $(CURDIR)/.venv/lib/python*/site-packages > "$$(echo .venv-browser/lib/python*/site-packages)/farandole-dev.pth"
 	@.venv-browser/bin/python -m pip install --quiet --disable-pip-version-check -r tests/browser/requirements.txt
-	@PATH="$(CURDIR)/.venv-browser/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" PAGE_PICTURES="$(PICTURES)" .venv-browser/bin/python -m pytest -s tests/browser tests/unit/page
+	@PATH="$(CURDIR)/.venv-browser/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" PAGE_PICTURES="$(PICTURES)" .venv-browser/bin/python -m pytest -s tests/browser tests/unit/page tests/integration/test_notebook.py
 
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py

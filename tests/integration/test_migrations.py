@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run
 from tests.support.pages import blocks_of_pages
 
 ROOT = Path(__file__).parents[2]
@@ -50,45 +50,16 @@ def test_the_tutorial_shows_the_plain_loop_which_is_run_as_its_block() -> None:
     assert shown[0].strip() == "\n".join(code_of("plain")).strip()
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp_elastic"])
-def test_a_script_of_the_tutorial_runs_with_two_workers(name: str) -> None:
-    done = farandole_run("-np", "2", sys.executable, str(TUTORIAL / f"{name}.py"))
+def test_a_script_of_ddp_runs_with_two_workers() -> None:
+    done = farandole_run("-np", "2", sys.executable, str(TUTORIAL / "ddp.py"))
     assert done.returncode == 0, done.stderr
     assert "epoch 9: loss 0." in done.stdout
 
 
-DIES = """
-import os, runpy, signal, sys
-import torch.nn.functional as F
-
-mark, script = sys.argv[1:]
-whole, calls = F.cross_entropy, 0
-
-
-def cross_entropy(*arguments):
-    global calls
-    calls += 1
-    if calls == 100:
-        try:
-            os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            pass
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return whole(*arguments)
-
-
-F.cross_entropy = cross_entropy
-runpy.run_path(script, run_name="__main__")
-"""
-"""Runs a script; the first worker that comes to its hundredth loss kills itself."""
-
-
-def test_the_elastic_loop_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
-    wrapper = tmp_path / "dies.py"
-    wrapper.write_text(DIES)
-    script = str(TUTORIAL / "elastic.py")
-    done = farandole_run("-np", "2", sys.executable, str(wrapper), str(tmp_path / "mark"), script)
+@pytest.mark.parametrize("name", ["elastic", "ddp_elastic"])
+def test_an_elastic_loop_goes_on_without_a_killed_worker_and_with_a_new_one(tmp_path: Path, name: str) -> None:
+    wrapper = [str(SCRIPTS / "kill_in_script.py"), str(tmp_path / "mark"), "100"]
+    done = farandole_run("-np", "2", sys.executable, *wrapper, str(TUTORIAL / f"{name}.py"))
     assert done.returncode == 0, done.stderr
     assert "killed by SIGKILL" in done.stderr
     assert "success. 2 workers finished the training." in done.stderr

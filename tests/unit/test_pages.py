@@ -198,6 +198,16 @@ def test_every_field_of_the_status_has_a_meaning() -> None:
     assert re.findall(r"^\| `\w+` \| [^|]+ \|  \|$", text, re.MULTILINE) == []
 
 
+def test_every_example_is_on_its_page() -> None:
+    text = (ROOT / "docs" / "examples.md").read_text()
+    parts = {"resnet.py", "images.py"}  # what the scripts beside them import
+    scripts = [path for kind in ("py", "ipynb") for path in (ROOT / "examples").rglob(f"*.{kind}")]
+    named = [path for path in scripts if path.name not in parts and path.parent.name != "tutorial"]
+    assert len(named) > 8
+    assert [path for path in named if f"`{path.relative_to(ROOT)}`" not in text] == []
+    assert [path for path in scripts if path.parent.name == "tutorial" and f"`{path.name}`" not in text] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     docs = ROOT / "docs"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -40,6 +41,8 @@ UNITS = {
     r"timeout|cooldown|elapsed|grace": r"[Ss]econd|timedelta",
     r"_mb$": r"megabyte|MB",
     r"bytes": r"byte",
+    r"mbit": r"[Mm]egabits per second",
+    r"batch_size$|shard_sizes": r"[Ss]amples|As in DataLoader",
     r"^checkpoint_every$": r"30s|minutes|--checkpoint-every",
 }
 """Parameters that have a unit, by their names, and how their descriptions give it."""
@@ -168,14 +171,18 @@ def test_a_public_name_has_a_docstring_with_everything_that_a_reader_needs(modul
     described = public.described_parameters
     if not is_error(public):
         assert [each for each in public.parameters if each not in described] == [], "parameters that are not described"
-    for pattern, unit in UNITS.items():
-        for each, text in described.items():
-            assert not re.search(pattern, each) or re.search(unit, text), f"{each} has no unit: {text}"
+    check_units(described)
     node = public.node
     if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) != "None":
         assert public.section("Returns") or public.docstring.startswith("Return "), "nothing says what it returns"
     assert without_errors(public) or public.section("Raises"), "no errors"
     assert has_example(public), "no example, and no name of one"
+
+
+def check_units(described: dict[str, str]) -> None:
+    for pattern, unit in UNITS.items():
+        for each, text in described.items():
+            assert not re.search(pattern, each) or re.search(unit, text), f"{each} has no unit: {text}"
 
 
 def has_example(public: Public) -> bool:
@@ -185,6 +192,64 @@ def has_example(public: Public) -> bool:
     return referred is not None and any(
         find(module, name).section("Examples") for module, name in PUBLIC if name == referred[1]
     )
+
+
+LISTED = re.compile(r"^::: (farandole\S+)\n((?:    options:\n(?:      .*\n)*)?)", re.MULTILINE)
+
+
+def class_with_bases(public: Public) -> Iterator[Public]:
+    """Yield a class, and the classes of Farandole from which it inherits."""
+    yield public
+    assert isinstance(public.node, ast.ClassDef)
+    for base in public.node.bases:
+        try:
+            found = find(public.module, ast.unparse(base).partition("[")[0].rpartition(".")[2])
+        except LookupError:
+            continue
+        if isinstance(found.node, ast.ClassDef) and found.node is not public.node:
+            yield from class_with_bases(found)
+
+
+def members_on(page: str) -> Iterator[tuple[str, str]]:
+    """Yield the members of classes that a page of the reference shows, with the name of the class."""
+    for path, options in LISTED.findall(page):
+        public = find(*path.rsplit(".", 1))
+        if not isinstance(public.node, ast.ClassDef):
+            continue
+        listed = re.search(r"members: (.*)", options)
+        if listed is None:
+            yield from ((path, name) for name in methods(public) if not name.startswith("_"))
+        elif listed[1] != "false":
+            yield from ((path, name) for name in listed[1].strip("[]").split(", "))
+
+
+def methods(public: Public) -> dict[str, Public]:
+    """Return the methods and properties that a class defines itself."""
+    assert isinstance(public.node, ast.ClassDef)
+    nodes = [each for each in public.node.body if isinstance(each, ast.FunctionDef)]
+    return {each.name: Public(public.module, each.name, each) for each in reversed(nodes)}
+
+
+MEMBERS = sorted({each for page in PAGES.glob("*.md") for each in members_on(page.read_text())})
+
+
+@pytest.mark.parametrize(("path", "name"), MEMBERS)
+def test_a_member_that_the_reference_shows_has_a_docstring_with_its_arguments_and_its_result(
+    path: str, name: str
+) -> None:
+    """A page leaves out a member without a docstring, and says nothing."""
+    owner = find(*path.rsplit(".", 1))
+    found = next((has[name] for has in map(methods, class_with_bases(owner)) if name in has), None)
+    assert found is not None, "no such method or property"
+    assert found.docstring, "no docstring"
+    described = found.described_parameters
+    assert [each for each in found.parameters if each not in described] == [], "parameters that are not described"
+    check_units(described)
+    assert isinstance(found.node, ast.FunctionDef)
+    is_property = any(ast.unparse(each) in ("property", "cached_property") for each in found.node.decorator_list)
+    if not is_property and found.node.returns is not None and ast.unparse(found.node.returns) != "None":
+        says = found.section("Returns") or found.section("Yields")
+        assert says or re.match(r"Return |Yield ", found.docstring), "nothing says what it returns"
 
 
 def test_every_public_name_is_on_a_page_of_the_reference() -> None:

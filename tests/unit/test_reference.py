@@ -38,6 +38,13 @@ def test_every_variable_that_means_something_is_in_the_page_about_horovod() -> N
     assert f"| {defaults.stall_warning_s:g} |" in MOVING
 
 
+def test_the_help_has_the_defaults_of_horovods_settings() -> None:
+    defaults, text = HorovodSettings(), " ".join(run_parser("farandole run")[0].format_help().split())
+    assert f"each tensor separately (default: {defaults.fusion_bytes >> 20})" in text
+    assert f"announcement takes few bytes (default: {defaults.cache_capacity})" in text
+    assert f"the warning about such operations (default: {defaults.stall_warning_s:g})" in text
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in (*DOCS.rglob("*.md"), DOCS.parent / "README.md"):
         for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[^)]*)?\)", page.read_text()):

@@ -105,7 +105,16 @@ class Trainer(pl.Trainer):
         self.fit_loop = ElasticFitLoop.like(self.fit_loop)
 
     def fit(self, *args: Any, ckpt_path: Any = None, **kwargs: Any) -> None:
-        """Run Lightning's fit() without ckpt_path."""
+        """Run Lightning's fit() without ckpt_path.
+
+        Args:
+            *args: As for Lightning's fit(): the module, the loader for training, those for validation.
+            ckpt_path: Refused: it would start at another position than the loader.
+            **kwargs: As for Lightning's fit().
+
+        Raises:
+            ConfigError: ckpt_path was given, or the configuration of the Trainer is not supported.
+        """
         if ckpt_path is not None:
             raise ConfigError(
                 "fit(ckpt_path=...) would start at another position than the loader: use `farandole run --checkpoint "

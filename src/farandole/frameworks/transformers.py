@@ -91,7 +91,19 @@ class Trainer(transformers.Trainer):
     # Training --------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
-        """Run transformers' train() without resume_from_checkpoint and trial."""
+        """Run transformers' train() without resume_from_checkpoint and trial.
+
+        Args:
+            resume_from_checkpoint: Refused: it would start at another position than the loader.
+            trial: Refused: a hyperparameter search starts a job for each trial.
+            **kwargs: As for transformers' train().
+
+        Returns:
+            The result of transformers' train(), a TrainOutput.
+
+        Raises:
+            ConfigError: resume_from_checkpoint or trial was given, or the configuration is not supported.
+        """
         if resume_from_checkpoint:
             raise ConfigError(
                 "train(resume_from_checkpoint=...) would start at another position than the loader: use "

@@ -147,7 +147,7 @@ SETTINGS = (
         int,
         "HOROVOD_FUSION_THRESHOLD",
         ("params", "fusion_threshold_mb"),
-        "maximum MiB of tensors that are reduced together; 0: each tensor separately",
+        "maximum MiB of tensors that are reduced together; 0: each tensor separately (default: 64)",
         unit=1 << 20,
     ),
     Setting(
@@ -255,7 +255,7 @@ SETTINGS = (
         str,
         "HOROVOD_LOG_LEVEL",
         ("logging", "level"),
-        "lowest level of the workers' log lines to show (default: WARNING)",
+        "lowest level of the workers' log lines to show (default: that of the script's logging, in Python WARNING)",
         choices=LOG_LEVELS,
     ),
     Setting(

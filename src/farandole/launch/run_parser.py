@@ -314,8 +314,9 @@ def _transport(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "shm", "tcp", "hierarchical", "gloo", "nccl"),
         help="shm: through the memory that workers of one host share; tcp: over connections; hierarchical: through "
         "memory on each host, over connections between hosts; gloo: through torch's Gloo, slower, to compare with; "
-        "nccl: CUDA tensors through NCCL, or an error, and all others as with auto; auto: the fastest available "
-        "transport (default: FARANDOLE_TRANSPORT, or auto)",
+        "nccl: CUDA tensors through NCCL, or an error, and all others as with auto; auto: shm on one host, else "
+        "hierarchical where hosts have several workers, else tcp; CUDA tensors through NCCL where each worker has a "
+        "device of its own (default: FARANDOLE_TRANSPORT, or auto)",
     )
 
 
@@ -520,7 +521,7 @@ def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str 
             (False, "MPI"),
             (bool(found.get("gloo")), "Gloo"),
         ],
-        "Backends of the installed torch.distributed (needed only for --transport gloo or nccl)": [
+        "Backends of the installed torch.distributed (NCCL is used for CUDA tensors, Gloo with --transport gloo)": [
             (bool(found.get(key)), name) for key, name in _BACKENDS
         ],
         "Launchers that init() supports, beside farandole run and horovodrun": [

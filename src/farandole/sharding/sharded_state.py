@@ -65,6 +65,11 @@ class ShardedState(State):
         **values: Plain Python values, as with ObjectState; those of rank 0 at the start. For a checkpoint, objects of
             classes that the script has declared with torch.serialization.add_safe_globals(), too.
 
+    Attributes:
+        model: The model of the current world; None before the elastic function begins. Read it again after each
+            interrupt or fault.
+        optimizer: Its optimizer.
+
     Raises:
         ConfigError: `shards` is below 1.
 
@@ -127,6 +132,7 @@ class ShardedState(State):
 
     @property
     def shards(self) -> int:
+        """Number of shards into which the model is divided, at most those that were requested."""
         return self._place[1]
 
     def save(self) -> None:

@@ -233,15 +233,18 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def save(self) -> None:
+        """Copy the values deeply, as the newest commit. commit() calls it."""
         loop_hooks.committing()
         self._keep()
         loop_hooks.committed()
 
     def restore(self) -> None:
+        """Set the values to copies of those of the newest commit. The elastic function calls it after a fault."""
         for name, value in deep_copy(self._saved_state, "state").items():
             setattr(self, name, value)
 
     def sync(self) -> None:
+        """Take the values of rank 0, and commit them. A collective, with which the elastic function begins."""
         if self._saved_state:
             for name, value in self._bcast_object(self._values()).items():
                 setattr(self, name, value)

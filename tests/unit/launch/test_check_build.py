@@ -20,7 +20,8 @@ def test_what_is_there_has_a_cross() -> None:
     assert "[X] Farandole's own TCP ring (CPU, CUDA tensors)" in lines
     operations = lines.index("Available Tensor Operations:")
     assert lines[operations + 3 : operations + 8] == ["[X] NCCL", "[ ] DDL", "[ ] CCL", "[ ] MPI", "[X] Gloo"]
-    backends = lines.index("Backends of the installed torch.distributed (needed only for --transport gloo or nccl):")
+    title = "Backends of the installed torch.distributed (NCCL is used for CUDA tensors, Gloo with --transport gloo):"
+    backends = lines.index(title)
     assert lines[backends + 1 : backends + 4] == ["[X] Gloo", "[X] NCCL", "[ ] MPI"]
     assert lines[-2:] == ["[X] mpirun (/usr/bin/mpirun)", "[ ] srun"]
 

@@ -50,6 +50,7 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
+        """The global ranks of its members, sorted; None for the global process set before init()."""
         return list(self._ranks)
 
     def size(self) -> int | None:

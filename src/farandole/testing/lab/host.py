@@ -69,6 +69,7 @@ class Host:
 
     @property
     def is_up(self) -> bool:
+        """Whether the host runs: it was booted, and neither crashed nor powered off since then."""
         return self._init is not None and self._init.poll() is None
 
     def start(
@@ -80,8 +81,22 @@ class Host:
         stdout: StreamTarget = None,
         stderr: StreamTarget = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process on this host. The returned process outside waits for it, and ends as it does; send signals to
-        it by `signal`, with its process id on the host. `environment`: instead of this process's own."""
+        """Start a process on this host.
+
+        Args:
+            command: The program and its arguments.
+            environment: Its variables, instead of those of this process.
+            folder: Its working directory; by default that of this process.
+            stdout: The destination of its output, as for subprocess.Popen.
+            stderr: The destination of its errors.
+
+        Returns:
+            A process outside, which waits for it and ends as it does. Send signals to the process itself by signal(),
+            with its process id on the host.
+
+        Raises:
+            LabError: The host is off.
+        """
         if not self.is_up or self._cgroup is None:
             raise LabError(f"{self.name} is off; boot() it first")
         entrances = self._cgroup.entrances
@@ -100,7 +115,18 @@ class Host:
         return process
 
     def run(self, command: Sequence[str], timeout_s: float = 20.0) -> str:
-        """Return the output of a command on this host. Raises LabError when it fails or takes too long."""
+        """Run a command on this host to its end.
+
+        Args:
+            command: The program and its arguments.
+            timeout_s: The seconds that it may take.
+
+        Returns:
+            Its output and its errors, as text.
+
+        Raises:
+            LabError: The host is off, the command failed, or it took too long.
+        """
         process = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -133,7 +159,15 @@ class Host:
         return found
 
     def signal(self, pid: int, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the process that has this number on the host. Raises ProcessLookupError."""
+        """Send a signal to a process.
+
+        Args:
+            pid: Its process id on the host.
+            number: The signal.
+
+        Raises:
+            ProcessLookupError: The host has no such process.
+        """
         outside = self.processes().get(pid)
         if outside is None:
             raise ProcessLookupError(f"there is no process {pid} on {self.name}")
@@ -146,10 +180,15 @@ class Host:
         self._need_cgroup().freeze()
 
     def thaw(self) -> None:
+        """Let the processes of a frozen host continue."""
         self._need_cgroup().thaw()
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Limit the memory of all its processes together; the kernel kills one when they want more."""
+        """Limit the memory of all its processes together; the kernel kills one when they want more.
+
+        Args:
+            limit_bytes: The limit, in bytes.
+        """
         self._need_cgroup().limit_memory(limit_bytes)
 
     def power_off(self) -> None:

@@ -80,14 +80,25 @@ class Network:
     # Cables ----------------------------------------------------------------------------------------------
 
     def address_of(self, index: int) -> str:
-        """Return the address of the host of this index, from 0 on. Raises ValueError for an index beyond the
-        maximum."""
+        """Return the address of a host.
+
+        Args:
+            index: Its number in the lab, from 0.
+
+        Raises:
+            ValueError: The index is beyond the maximum of hosts.
+        """
         if not 0 <= index < _MOST_HOSTS:
             raise ValueError(f"a lab has up to {_MOST_HOSTS} hosts; host {index} was requested")
         return f"{self._net}.{index + 11}"
 
     def connect(self, index: int, pid: int) -> None:
-        """Connect the cable of a host to the network namespace of the process. It must have none."""
+        """Connect the cable of a host to a network namespace.
+
+        Args:
+            index: The number of the host, which must have no cable.
+            pid: A process in the namespace.
+        """
         device, address = f"host{index}", self.address_of(index)
         self._hosts[index] = pid
         ip(self._pid, f"link add {device} type veth peer name eth0 netns {pid}", *self._end(device, address))
@@ -101,17 +112,31 @@ class Network:
         )
 
     def add_address(self, index: int, address: str) -> None:
-        """Give a running host a second address, as if of a second network: faults do not concern it."""
+        """Give a running host a second address, as if of a second network: faults do not concern it.
+
+        Args:
+            index: The number of the host.
+            address: The address.
+        """
         ip(self._hosts[index], f"address add {address}/32 dev eth0")
         ip(self._pid, f"route replace {address} dev host{index} scope link src {self._router}")
 
     def remove_address(self, index: int, address: str) -> None:
-        """Take a second address from a running host."""
+        """Take a second address from a running host.
+
+        Args:
+            index: The number of the host.
+            address: The address.
+        """
         ip(self._hosts[index], f"address delete {address}/32 dev eth0")
         ip(self._pid, f"route delete {address} dev host{index}")
 
     def disconnect(self, index: int) -> None:
-        """Remove the cable of a host, with its settings; dropped packets are still dropped."""
+        """Remove the cable of a host, with its settings; dropped packets are still dropped.
+
+        Args:
+            index: The number of the host.
+        """
         # It may have disappeared with the host's namespace already.
         subprocess.run(in_network_of(self._pid, ["ip", "link", "delete", f"host{index}"]), capture_output=True)
         self._hosts.pop(index, None)
@@ -125,7 +150,12 @@ class Network:
         self._add(rule for place in places for rule in (("from", place.address), ("to", place.address)))
 
     def one_way(self, sender: NetworkNode, receiver: NetworkNode) -> None:
-        """Drop all packets from the sender to the receiver; the other direction is open."""
+        """Drop all packets of one direction; the other direction is open.
+
+        Args:
+            sender: A host, or the machine itself (`driver`).
+            receiver: The place that its packets do not reach.
+        """
         self._add([("from", sender.address, "to", receiver.address)])
 
     def partition(self, *groups: Iterable[NetworkNode]) -> None:
@@ -143,8 +173,12 @@ class Network:
         self._rules -= healed
 
     def rate(self, index: int, mbit: float | None) -> None:
-        """Limit the rate to and from the host of this index, in megabits per second: faster packets wait, or are lost
-        when they would wait too long. None: no limit."""
+        """Limit the rate to and from a host: faster packets wait, or are lost when they would wait too long.
+
+        Args:
+            index: The number of the host.
+            mbit: Megabits per second; None: no limit.
+        """
         ends = ((self._pid, f"host{index}"), (self._hosts[index], "eth0"))
         for pid, device in ends:
             if mbit is not None:
@@ -155,7 +189,15 @@ class Network:
         (self._slow.discard if mbit is None else self._slow.add)(index)
 
     def loss(self, index: int, share: float) -> None:
-        """Lose this fraction of the packets to and from the host of this index, each at random; 0: none."""
+        """Lose a part of the packets to and from a host, each at random.
+
+        Args:
+            index: The number of the host.
+            share: The fraction of the packets, from 0 to 1; 0: none.
+
+        Raises:
+            ValueError: The fraction is not from 0 to 1.
+        """
         if not 0 <= share <= 1:
             raise ValueError(f"the share of packets that are lost is from 0 to 1, not {share}")
         device = f"host{index}"
