@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from farandole.coordinator.control_requests import judge, status_of
+from farandole.coordinator.control_requests import JobSummary, judge, status_of, summary_of
 from farandole.coordinator.inputs import Input
 from farandole.coordinator.job import Job
 from farandole.errors import ProtocolError
@@ -105,9 +105,16 @@ class Clients:
         now_s = self._now_s()
         shown = list(itertools.islice(reversed(self._events), EVENTS_SHOWN))
         events = tuple(PastEvent(max(0.0, now_s - event.at_s), event.line) for event in reversed(shown))
-        telemetry = {name: each for workers in self.telemetry.values() for name, each in workers.items()}
-        status = status_of(self._job(), now_s, self._steps(), telemetry)
+        status = status_of(self._job(), now_s, self._steps(), self._measured())
         return msgspec.structs.replace(status, events=events, coordinator_pid=os.getpid())
+
+    def summary(self) -> JobSummary:
+        """Return the summary of the job now."""
+        return summary_of(self._job(), self._steps(), self._measured())
+
+    def _measured(self) -> dict[str, WorkerTelemetry]:
+        """Return the last measurements by worker."""
+        return {name: each for workers in self.telemetry.values() for name, each in workers.items()}
 
     async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
         """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the

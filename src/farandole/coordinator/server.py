@@ -17,6 +17,7 @@ import msgspec
 from farandole.config import JobConfig
 from farandole.coordinator.admission import why_not_admitted
 from farandole.coordinator.command_server import Clients
+from farandole.coordinator.control_requests import JobSummary
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.failure_detection import HangDetector, JobClock, Silence
 from farandole.coordinator.heartbeat_port import HeartbeatPort
@@ -291,6 +292,10 @@ class Coordinator:
     def status(self) -> Status:
         """Return the status of the job now."""
         return self._commands.status()
+
+    def summary(self) -> JobSummary:
+        """Return the summary of the job now."""
+        return self._commands.summary()
 
     @property
     def has_ended(self) -> bool:

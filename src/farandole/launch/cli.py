@@ -166,9 +166,10 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
     from farandole.launch.output import output_options
     from farandole.launch.page_address import PageProcess
     from farandole.launch.report import Loudness, Report
+    from farandole.launch.terminal_line import job_line
 
-    config = options.config
-    report = Report(sys.stderr, Loudness[options.loudness])
+    config, loudness = options.config, Loudness[options.loudness]
+    report = Report(sys.stderr, loudness, line=job_line(options.progress, is_quiet=loudness == Loudness.QUIET))
     try:
         output = output_options(config, options.output_directory, options.prefix_timestamp)
         for note in options.notes:
@@ -215,6 +216,8 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
                         state=state,
                         patience_s=PATIENCE_S if state is None else options.patience_s,
                         page=page,
+                        line=report.line,
+                        on_summary=report.on_summary,
                     )
                 )
             )
