@@ -92,6 +92,10 @@ def _command(arguments: Sequence[str]) -> int:
         from farandole.launch.page_command import page_command
 
         return page_command(arguments[1:])
+    if arguments and arguments[0] == "stacks":
+        from farandole.launch.stacks_command import stacks_command
+
+        return stacks_command(arguments[1:])
     if arguments and arguments[0] in CONTROL:
         from farandole.launch.control_commands import control_command
 
@@ -118,7 +122,7 @@ def _main_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole",
         usage="farandole run [options] command ...\n       farandole torchrun [options] script.py ...\n"
-        "       farandole status|top|events|jobs|scale|drain|undrain|page [options]\n"
+        "       farandole status|top|events|stacks|jobs|scale|drain|undrain|page [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
         "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR\n"
         "       farandole doctor [options]\n       farandole certificates DIR\n       farandole demo",
