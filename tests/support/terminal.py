@@ -13,6 +13,7 @@ import subprocess
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 _SEQUENCE = re.compile(r"\x1b\[([0-9;:?]*)([A-Za-z])")
@@ -57,6 +58,10 @@ class Screen:
     def _put(self, character: str) -> None:
         if character == "\r":
             self._column = 0
+        elif character == "\b":
+            self._column = max(0, self._column - 1)
+        elif character == "\a":
+            return
         elif character == "\n":
             self._begin_row()
         else:
@@ -92,7 +97,13 @@ class Screen:
 class OnTerminal:
     """A command on a pseudo-terminal that controls it, as in a window; it is killed on leaving the `with`."""
 
-    def __init__(self, command: Sequence[str], columns: int = 80, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        columns: int = 80,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.screen = Screen(columns)
         self._terminal, theirs = pty.openpty()
         self.resize(columns)
@@ -102,6 +113,7 @@ class OnTerminal:
             stdout=theirs,
             stderr=theirs,
             env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
+            cwd=folder,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )

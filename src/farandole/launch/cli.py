@@ -92,6 +92,10 @@ def _command(arguments: Sequence[str]) -> int:
         from farandole.launch.page_command import page_command
 
         return page_command(arguments[1:])
+    if arguments and arguments[0] == "completion":
+        from farandole.launch.completion_command import completion_command
+
+        return completion_command(arguments[1:])
     if arguments and arguments[0] == "stacks":
         from farandole.launch.stacks_command import stacks_command
 
@@ -106,7 +110,7 @@ def _command(arguments: Sequence[str]) -> int:
     return USAGE_ERROR
 
 
-_OTHERS = ("page", "agent", "slurm", "kubernetes", "ledger", "doctor", "certificates", "demo")
+_OTHERS = ("page", "agent", "slurm", "kubernetes", "ledger", "doctor", "certificates", "completion", "demo")
 
 
 def run_program(arguments: Sequence[str] | None, program: Program) -> int:
@@ -125,7 +129,8 @@ def _main_parser() -> argparse.ArgumentParser:
         "       farandole status|top|events|stacks|jobs|scale|drain|undrain|page [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
         "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR\n"
-        "       farandole doctor [options]\n       farandole certificates DIR\n       farandole demo",
+        "       farandole doctor [options]\n       farandole certificates DIR\n"
+        "       farandole completion bash|zsh|fish\n       farandole demo",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
         "  torchrun    train with torchrun's command line; see 'farandole torchrun --help'\n"
@@ -138,6 +143,7 @@ def _main_parser() -> argparse.ArgumentParser:
         "  doctor      look at this machine, and at hosts, before a job runs; see 'farandole doctor --help'\n"
         "  certificates  make the certificates of a job whose connections are encrypted; see 'farandole certificates "
         "--help'\n"
+        "  completion  print what lets a shell complete commands; see 'farandole completion --help'\n"
         "  demo        three workers train, one is killed, another one joins; see 'farandole demo --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
