@@ -77,13 +77,43 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
         if not isinstance(answer, Accepted):
             reason = getattr(answer, "reason", f"unexpected answer {type(answer).__name__}")
             return print_error(command, f"{job.name}: {reason}", NOT_DONE)
-        print(f"{job.name}: {answer.what}")
-        if is_done is not None and options.wait:
-            status = await client.wait_until(is_done, options.timeout)
-            print(f"done: generation {status.generation} has {len(status.members)} workers")
+        show = _show_answer_as_json if options.json else _show_answer
+        await show(client, job, answer, is_done if is_done is not None and options.wait else None, options)
         return DONE
     finally:
         client.close()
+
+
+async def _show_answer(
+    client: Client,
+    job: Contact,
+    answer: Accepted,
+    is_done: Callable[[Status], bool] | None,
+    options: argparse.Namespace,
+) -> None:
+    """Print what the job will do, and with `is_done` that it has done it. Raises NoAnswer when it has not in time."""
+    print(f"{job.name}: {answer.what}", flush=True)
+    if is_done is not None:
+        status = await client.wait_until(is_done, options.timeout)
+        print(f"done: generation {status.generation} has {len(status.members)} workers")
+
+
+async def _show_answer_as_json(
+    client: Client,
+    job: Contact,
+    answer: Accepted,
+    is_done: Callable[[Status], bool] | None,
+    options: argparse.Namespace,
+) -> None:
+    """Print the same as one object of JSON, at the end. `is_done` in it is null unless that was waited for."""
+    told: dict[str, object] = {"job": job.job, "what": answer.what, "is_done": None}
+    try:
+        if is_done is not None:
+            told["is_done"] = False
+            status = await client.wait_until(is_done, options.timeout)
+            told |= {"is_done": True, "generation": status.generation, "workers": len(status.members)}
+    finally:
+        print(json.dumps(told))
 
 
 async def _show_status(client: Client, options: argparse.Namespace) -> None:
@@ -91,7 +121,7 @@ async def _show_status(client: Client, options: argparse.Namespace) -> None:
 
 
 async def _show_top(client: Client, options: argparse.Namespace) -> None:
-    await _show(client, as_json=False, every_s=options.every)
+    await _show(client, options.json, every_s=options.every)
 
 
 async def _print_events(client: Client, options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farandole.launch.run_parser import Parser
+from farandole.launch.run_parser import Parser, add_json
 
 COMMANDS = {
     "status": "show the status of a running job, or list the running jobs",
@@ -35,8 +35,7 @@ def control_parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("host", metavar="HOST", help="name of the host, as `farandole status` shows it")
     elif command == "stacks":
         add_worker_selection(parser)
-    if command in ("status", "jobs", "events", "stacks"):
-        parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_json(parser)
     if command == "status":
         parser.add_argument(
             "--watch",

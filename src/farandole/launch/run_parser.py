@@ -119,6 +119,12 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {close[0]}?" if close else ""
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option by which a command prints its answer for programs. Errors are text on standard error, also
+    then."""
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
 class _CheckBuild(argparse.Action):
     """Print the information and end, as --version does."""
 
