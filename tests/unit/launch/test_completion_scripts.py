@@ -94,8 +94,6 @@ def test_the_tabulator_completes_a_command_line_in_bash(tmp_path: Path) -> None:
         ):
             bash.type(typed)
             bash.wait_until(lambda screen, shown=shown: screen.last == f"$ {shown}", LONG_S)
-        bash.type(b"\x03")
-        bash.wait_until(lambda screen: screen.last == "$ ", LONG_S)
 
 
 def test_kinds_of_values_follow_from_the_parser() -> None:
