@@ -125,15 +125,37 @@ def test_colours_that_are_left_on() -> None:
     assert len(colours_after((), b"".join(b"\x1b[38;5;%dm" % number for number in range(200)))) == 16
 
 
+def shows(terminal: int, text: str) -> bool:
+    """Whether this comes next from a terminal, which may hand it on in pieces."""
+    came = b""
+    while len(came) < len(text):
+        came += os.read(terminal, len(text) - len(came))
+    return came.decode() == text
+
+
 def test_a_real_terminal_tells_its_width_again_for_each_drawing() -> None:
     ours, theirs = pty.openpty()
     with open(theirs, "w") as stream:
         line = TerminalLine(stream)
         line.show(PARTS)  # a new terminal says 0 columns: unknown
-        assert os.read(ours, 1000).decode() == TEXT
+        assert shows(ours, TEXT)
         with open(os.dup(theirs), "wb", buffering=0) as same_terminal:
             line.write(same_terminal, b"x\n")
-        assert os.read(ours, 1000).decode() == f"\r\x1b[Kx\r\n{TEXT}"
+        assert shows(ours, f"\r\x1b[Kx\r\n{TEXT}")
+    os.close(ours)
+
+
+def test_in_the_background_of_its_shell_it_neither_draws_nor_erases(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with open(theirs, "wb", buffering=0) as raw, io.TextIOWrapper(raw) as stream:  # type: ignore[type-var]
+        line = TerminalLine(stream)
+        line.show(PARTS)
+        monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp() + 1)
+        line.write(raw, b"x\n")
+        line.show(PARTS)
+        monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp())
+        line.show(PARTS)
+        assert shows(ours, f"{TEXT}x\r\n{TEXT}")
     os.close(ours)
 
 
