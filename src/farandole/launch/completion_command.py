@@ -11,14 +11,12 @@ from farandole.launch.run_parser import Parser
 
 _SCRIPTS = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}
 
-_EPILOG = """to install it for your user:
-  bash  mkdir -p ~/.local/share/bash-completion/completions
-        farandole completion bash > ~/.local/share/bash-completion/completions/farandole
-        (needs the package bash-completion; without it add to ~/.bashrc: source <(farandole completion bash))
-  zsh   mkdir -p ~/.zfunc && farandole completion zsh > ~/.zfunc/_farandole
-        in ~/.zshrc, before compinit: fpath=(~/.zfunc $fpath); autoload -Uz compinit; compinit
-  fish  farandole completion fish > ~/.config/fish/completions/farandole.fish
-Then start a new shell."""
+_EPILOG = (
+    "To install it, write the output to ~/.local/share/bash-completion/completions/farandole (bash, with the package "
+    "bash-completion), to ~/.zfunc/_farandole (zsh, with fpath=(~/.zfunc $fpath) before compinit in ~/.zshrc), or to "
+    "~/.config/fish/completions/farandole.fish, and start a new shell. In bash without that package, add to ~/.bashrc: "
+    "source <(farandole completion bash)"
+)
 
 
 def completion_command(arguments: Sequence[str]) -> int:
@@ -34,7 +32,6 @@ def completion_parser() -> argparse.ArgumentParser:
         prog="farandole completion",
         description="Print the script by which a shell completes commands, options and their values.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("shell", choices=[*_SCRIPTS], metavar="SHELL", help=f"one of {', '.join(_SCRIPTS)}")
