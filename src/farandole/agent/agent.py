@@ -402,8 +402,10 @@ class Agent:
         return Address(self._session.peer_host, self._store_port) if self._store_port else None
 
     async def _dump_and_kill(self, order: Kill) -> None:
+        self._last_stacks[order.worker] = ""
         dump = await self._stacks.dump(order.worker, within_s=_DUMP_BEFORE_KILL_S)
-        self._last_stacks[order.worker] = dump.text
+        if order.worker in self._last_stacks:  # else it has exited meanwhile
+            self._last_stacks[order.worker] = dump.text
         self._processes.kill(order.worker, order.grace_s)
 
     async def _write_stacks(self, order: WriteStacks) -> None:
@@ -438,7 +440,7 @@ class Agent:
     async def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...], pid: int) -> None:
         self._report_meetings()
         stacks, page = self._last_stacks.pop(worker, None), self._pages.get(worker)
-        if stacks == "" and page is not None:  # written after the deadline
+        if stacks == "" and page is not None:  # the worker has exited before they were read
             stacks = page.stacks()
         self._pages.remove(worker)
         self._server.dismiss(worker)  # first its last messages: Finished must not arrive after the exit
@@ -706,7 +708,8 @@ class WorkerProcesses:
 
     def caller(self, worker: str) -> int | None:
         """Return the process that called init(); None: it runs no more, or none has called it."""
-        return self._callers.get(worker) if worker in self._running else None
+        process, pid = self._running.get(worker), self._callers.get(worker)
+        return pid if process is not None and pid is not None and process.has_member(pid) else None
 
     def kill_all(self, grace_s: float) -> None:
         """Call `kill` for each worker."""

@@ -58,7 +58,9 @@ class StackDumps:
             return Dump("", "it has not called init() yet, has ended, or has no status page")
         if not page.begin_dump():
             return Dump("", "its page is full of stacks that were written before; only a new worker has room again")
-        if not _is_pending(pid):  # a worker that was stopped still has to write those of the request before
+        if not _has_bit(pid, "SigCgt"):  # another program runs in this process now, which the signal would end
+            return Dump("", "its process has no handler for the signal, or has ended")
+        if not _has_bit(pid, "ShdPnd"):  # a worker that was stopped still has to write those of the request before
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, DUMP_SIGNAL)
         if text := await _written(page, within_s):
@@ -79,9 +81,10 @@ async def _written(page: StatusPage, within_s: float) -> str:
     return page.stacks()
 
 
-def _is_pending(pid: int) -> bool:
-    """Return whether the process has been sent the signal and has not handled it yet (man 5 proc, ShdPnd)."""
-    return bool(int(_status_of(pid).get("ShdPnd", "0"), 16) >> (DUMP_SIGNAL - 1) & 1)
+def _has_bit(pid: int, mask: str) -> bool:
+    """Return whether the signal is in this set of the process (man 5 proc_pid_status): SigCgt, which it catches, or
+    ShdPnd, which it has been sent and has not handled yet."""
+    return bool(int(_status_of(pid).get(mask, "0"), 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
 def _why_silent(pid: int) -> str:
@@ -94,7 +97,7 @@ def _why_silent(pid: int) -> str:
         "t": "a debugger holds its process",
         "D": "its process waits in the kernel, and cannot be interrupted",
     }
-    return reasons.get(state, "its process runs, and gets no core, or has another handler for the signal")
+    return reasons.get(state, "its process runs, and gets no core")
 
 
 def _status_of(pid: int) -> dict[str, str]:

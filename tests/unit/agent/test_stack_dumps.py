@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ from tests.support.waiting import run
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
 
 CODE = """
-import ctypes, sys, threading
+import ctypes, os, sys, threading
 from farandole.liveness.status_reporting import open_status_page
 open_status_page(sys.argv[1], gives_exit_notice=False)
 def in_another_thread():
@@ -31,6 +32,9 @@ def holds_the_interpreter():
 def waits_for_a_lock():
     print("ready", flush=True)
     threading.Event().wait()
+def becomes_another_program():
+    print("ready", flush=True)
+    os.execvp("sleep", ["sleep", "60"])
 threading.Thread(target=in_another_thread, daemon=True).start()
 globals()[sys.argv[2]]()
 """
@@ -92,5 +96,15 @@ def test_a_process_that_is_gone_is_no_error() -> None:
     page = StatusPage()
     with worker(page, "waits_for_a_lock") as pid:
         pass
-    dump = run(StackDumps(lambda _: page, lambda _: pid).dump("w0", within_s=0.1))
-    assert dump == Dump("", "it did not write them within 0.1 s: its process has ended")
+    dump = run(StackDumps(lambda _: page, lambda _: pid).dump("w0"))
+    assert dump == Dump("", "its process has no handler for the signal, or has ended")
+
+
+def test_a_process_that_has_become_another_program_is_not_ended_by_the_signal() -> None:
+    page = StatusPage()
+    with worker(page, "becomes_another_program") as pid:
+        while not Path(f"/proc/{pid}/cmdline").read_text().startswith("sleep"):
+            time.sleep(0.001)
+        dump = run(StackDumps(lambda _: page, lambda _: pid).dump("w0"))
+        assert dump == Dump("", "its process has no handler for the signal, or has ended")
+        os.kill(pid, 0)
