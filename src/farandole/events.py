@@ -1000,12 +1000,12 @@ class WorkerStacks(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        return f"the threads of {self.worker} when it was stopped:\n{_main_first(self.stacks)}".rstrip()
+        return f"the threads of {self.worker} when it was stopped:\n{main_first(self.stacks)}".rstrip()
 
 
-def _main_first(stacks: str) -> str:
-    """Move the main thread to the front, since readers look for the script first. faulthandler writes the newest thread
-    first, and so the main thread last."""
+def main_first(stacks: str) -> str:
+    """Move the main thread of these stacks to the front, since readers look for the script first. faulthandler writes
+    the newest thread first, and so the main thread last."""
     *others, main = stacks.rstrip().split("\n\n")
     _, *frames = main.split("\n")
     return "\n\n".join(["\n".join(["The main thread (most recent call first):", *frames]), *others])

@@ -16,7 +16,7 @@ from farandole.collectives.ring_builder import DataListener, Dialer
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
 from farandole.events import Event
-from farandole.launch.control_commands import Client
+from farandole.launch.control_client import Client
 from farandole.machine import now_s
 from farandole.membership import Address, GenerationId
 from farandole.wire.authentication import DialerHandshake, Introduction, Purpose, Role, new_token

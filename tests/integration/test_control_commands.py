@@ -73,10 +73,13 @@ def test_a_job_is_scaled_and_a_host_drained_and_no_step_is_redone(tmp_path: Path
         assert "localhost  2      0        drained" in text
         assert "host localhost is drained: requested by a user" in text
         assert re.search(r"\d\d:\d\d:\d\d  host localhost is drained: requested by a user", said("events"))
-        assert "may be used again" in said("undrain", "localhost")
+        undrained = json.loads(said("undrain", "localhost", "--json"))
+        assert "may be used again" in undrained["what"]
+        assert (undrained["job"], undrained["is_done"]) == (status["job"], None)
         back = running.wait_until(all_training(3), 60)
         assert back[0]["pid"] == left[0]["pid"]
-        assert "2 workers" in said("scale", "2", "--wait", "--timeout", "30")
+        scaled = json.loads(said("scale", "2", "--wait", "--timeout", "30", "--json"))
+        assert (scaled["is_done"], scaled["workers"]) == (True, 2)
         running.wait_until(all_training(2), 60)
         finish(running)
     proof = Proof(tmp_path / "job")

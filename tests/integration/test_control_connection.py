@@ -13,8 +13,8 @@ from farandole.coordinator.command_server import EVENTS_KEPT
 from farandole.coordinator.server import Coordinator
 from farandole.errors import AuthenticationError
 from farandole.events import ConnectionRefused, HostUndrained
-from farandole.launch import control_commands
-from farandole.launch.control_commands import Client, NoAnswer
+from farandole.launch import control_client
+from farandole.launch.control_client import Client, NoAnswer
 from farandole.wire.authentication import new_token
 from farandole.wire.channel import TO_CLIENT, Channel, connect
 from farandole.wire.control import (
@@ -100,7 +100,7 @@ def test_who_says_what_it_must_not_say_is_hung_up_on(said: list[Message], reason
 
 
 def test_a_command_that_waits_when_the_job_ends_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_commands, "_RETURN_S", 0.3)  # there is no next coordinator to wait for
+    monkeypatch.setattr(control_client, "_RETURN_S", 0.3)  # there is no next coordinator to wait for
 
     async def body() -> None:
         async with serving() as (coordinator, _):

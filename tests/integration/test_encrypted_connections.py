@@ -24,7 +24,7 @@ from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
 from farandole.errors import AuthenticationError, CollectiveMismatch, PeerLost, ProtocolError
 from farandole.events import ConnectionRefused
-from farandole.launch.control_commands import Client
+from farandole.launch.control_client import Client
 from farandole.machine import now_s
 from farandole.membership import GenerationId
 from farandole.testing.proof import Proof

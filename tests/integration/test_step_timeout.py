@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from farandole.testing.proof import Proof
-from tests.support.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
 
@@ -42,6 +44,39 @@ def test_those_that_hang_are_stopped_and_those_that_are_slow_are_not(tmp_path: P
     assert [each["workers"] for each in told if each["event"] == "WorkersHung"] == [["w1"], ["w2"]]
     assert [each["worker"] for each in told if each["event"] == "WorkerLost"] == ["w1", "w2"]
     assert [each["step"] for each in told if each["event"] == "CollectiveStalled"] == [13]
+
+
+def test_the_stacks_of_a_worker_that_hangs_are_shown_as_often_as_one_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 waits for a lock for ever, and rank 0 for rank 1; no --step-timeout ends that."""
+    runtime, records = tmp_path / "runtime", tmp_path / "records"
+    runtime.mkdir(mode=0o700)
+    records.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))  # commands find this job alone
+    flags = ("-np", "2", "--grace", "0.5")
+    with RunningJob(flags, Path(HURT_JOB), ["--at", "1:3:lock"], records, tmp_path / "output") as job:
+        deadline_s = time.monotonic() + 60
+        while "in wait_for_a_lock" not in (done := farandole("stacks", "1")).stdout:
+            assert time.monotonic() < deadline_s, (done.stdout, done.stderr)
+        for _ in range(2):
+            done = farandole("stacks", "1")
+            assert (done.returncode, done.stderr, done.stdout.count("in wait_for_a_lock")) == (0, "", 1)
+            assert done.stdout.splitlines()[0].startswith("w1 (rank 1, pid ")
+            assert done.stdout.splitlines()[1] == "The main thread (most recent call first):"
+            assert "in _listen" in done.stdout, "of all threads"
+        done = farandole("stacks", "--all", "--json")
+        of_0, of_1 = json.loads(done.stdout)
+        assert (of_0["rank"], of_1["rank"], of_1["problem"]) == (0, 1, "")
+        assert "wait_for_a_lock" not in of_0["stacks"]
+        assert "in train" in of_0["stacks"]
+        done = farandole("stacks", "2")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == ("farandole stacks: the job has no rank 2; it has ranks 0 to 1, and the workers w0, w1\n")
+        job.process.send_signal(signal.SIGINT)
+        job.wait(60)
+    assert "WorkerStacks" not in (tmp_path / "output").read_text()
+    assert "in wait_for_a_lock" not in (tmp_path / "output").read_text(), "they were for the one who asked"
 
 
 def test_when_all_are_in_their_own_code_the_job_ends_and_says_where() -> None:

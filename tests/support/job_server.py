@@ -70,6 +70,7 @@ def _import_all() -> None:
         "farandole.launch.job_runner",
         "farandole.coordinator.coordinator_factory",
         "farandole.launch.control_commands",
+        "farandole.launch.stacks_command",
         "farandole.horovod",
     )
     for name in (*PRELOADED, *launcher, "torch.optim.swa_utils", "torch.nn.parallel", "torch.utils.data"):

@@ -57,6 +57,7 @@ READERS_OF_THE_DATE = {
     "agent/preemption.py",  # cloud providers say by the date when a machine is taken away
     "checkpoint/checkpoint_writer.py",
     "collectives/named/timeline.py",
+    "launch/control_client.py",
     "launch/control_commands.py",
     "launch/job_files.py",
     "launch/job_runner.py",

@@ -92,12 +92,14 @@ def commands(code: str) -> Iterator[list[str]]:
         lexer = shlex.shlex(line, posix=True, punctuation_chars="&;|<>")
         lexer.whitespace_split = True
         words: list[str] = []
+        is_file = False  # of a redirection
         for token in [*lexer, ";"]:
             if re.fullmatch(r"[&;|]+", token):
                 yield words
                 words = []
-            elif not re.fullmatch(r"[<>]+", token):
+            elif not is_file and not re.fullmatch(r"[<>]+", token):
                 words.append(token)
+            is_file = re.fullmatch(r"[<>]+", token) is not None
 
 
 @cache

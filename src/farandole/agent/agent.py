@@ -26,7 +26,8 @@ from farandole.agent.guard_process import remove_shared_memory
 from farandole.agent.network_addresses import data_hosts
 from farandole.agent.process import StoppedWatch, WorkerProcess, reap_group
 from farandole.agent.spawner import Spawner, make_spawner
-from farandole.agent.worker_server import StatusPages, WorkerServer, wait_for_stacks
+from farandole.agent.stack_dumps import StackDumps
+from farandole.agent.worker_server import StatusPages, WorkerServer
 from farandole.agent.worker_telemetry import TELEMETRY_EVERY_S, TelemetryMeter
 from farandole.config import ForkServerUse
 from farandole.env import WorkerEnv, environment_of, horovod_environment, torchrun_environment
@@ -34,7 +35,6 @@ from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.liveness.exit_notice import is_main_thread_ending
 from farandole.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
-from farandole.liveness.status_reporting import DUMP_SIGNAL
 from farandole.machine import now_s, since_boot_s, wall_time_s
 from farandole.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry
 from farandole.wire.authentication import Role, derive_data_key, derive_key
@@ -61,6 +61,7 @@ from farandole.wire.messages import (
     ReturnPart,
     Spawn,
     SpawnFailed,
+    StacksWritten,
     StartWorkers,
     Stop,
     ToAgent,
@@ -68,6 +69,7 @@ from farandole.wire.messages import (
     WorkerExited,
     WorkerMessage,
     WorkerMet,
+    WriteStacks,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ STATUS_EVERY_S = 0.5
 """Shortest time in seconds between two reports of the worker statuses."""
 
 _TIMER_TOLERANCE_S = 0.01
+_DUMP_BEFORE_KILL_S = 1.0  # the others wait for the end of this worker
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,8 @@ class Agent:
             silence_limit_s=0.9 * config.detection_budget_s if config.is_apart else None,
         )
         self._pages = StatusPages(self._on_exit_notice)
+        self._stacks = StackDumps(self._pages.get, self._processes.caller)
+        self._last_stacks: dict[str, str] = {}  # of workers that are being killed, for their WorkerExited
         self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()  # besides those of run()
         self._store_port = config.store_port
@@ -381,6 +386,8 @@ class Agent:
                 self._start_task(self._dump_and_kill(order))
             else:
                 self._processes.kill(order.worker, order.grace_s)
+        elif isinstance(order, WriteStacks):
+            self._start_task(self._write_stacks(order))
         elif isinstance(order, PartReceived):
             if order.worker in self._returns:
                 self._returns[order.worker].set()
@@ -395,11 +402,15 @@ class Agent:
         return Address(self._session.peer_host, self._store_port) if self._store_port else None
 
     async def _dump_and_kill(self, order: Kill) -> None:
-        page = self._pages.get(order.worker)
-        if page is not None and page.can_dump:
-            self._processes.interrupt(order.worker, DUMP_SIGNAL)
-            await wait_for_stacks(page)
+        self._last_stacks[order.worker] = ""
+        dump = await self._stacks.dump(order.worker, within_s=_DUMP_BEFORE_KILL_S)
+        if order.worker in self._last_stacks:  # else it has exited meanwhile
+            self._last_stacks[order.worker] = dump.text
         self._processes.kill(order.worker, order.grace_s)
+
+    async def _write_stacks(self, order: WriteStacks) -> None:
+        dump = await self._stacks.dump(order.worker)
+        self._session.send(StacksWritten(order.number, order.worker, dump.text, dump.problem))
 
     def _start_workers(self, order: StartWorkers) -> None:
         for worker, start in order.starts.items():
@@ -428,14 +439,15 @@ class Agent:
 
     async def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...], pid: int) -> None:
         self._report_meetings()
-        page = self._pages.get(worker)
-        stacks = page.stacks() if page is not None else ""
+        stacks, page = self._last_stacks.pop(worker, None), self._pages.get(worker)
+        if stacks == "" and page is not None:  # the worker has exited before they were read
+            stacks = page.stacks()
         self._pages.remove(worker)
         self._server.dismiss(worker)  # first its last messages: Finished must not arrive after the exit
         error = self._errors.take(worker)
         if self._call:
             await self._send_return(worker)
-        self._session.send(WorkerExited(worker, exit_code, last_lines, stacks, pid, error))
+        self._session.send(WorkerExited(worker, exit_code, last_lines, stacks or "", pid, error))
 
     async def _send_return(self, worker: str) -> None:
         """Send what the worker has left for the caller of farandole.run(), if anything, one part after the other."""
@@ -694,12 +706,10 @@ class WorkerProcesses:
         process.kill()
         return True
 
-    def interrupt(self, worker: str, number: int) -> None:
-        """Send a signal to the process that called init()."""
-        pid = self._callers.get(worker)
-        if pid is not None and worker in self._running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def caller(self, worker: str) -> int | None:
+        """Return the process that called init(); None: it runs no more, or none has called it."""
+        process, pid = self._running.get(worker), self._callers.get(worker)
+        return pid if process is not None and pid is not None and process.has_member(pid) else None
 
     def kill_all(self, grace_s: float) -> None:
         """Call `kill` for each worker."""

@@ -85,7 +85,7 @@ class WorkerProcess:
         if grace_s <= 0:
             self.kill()
             return
-        if worker_pid is not None and self._is_member(worker_pid):
+        if worker_pid is not None and self.has_member(worker_pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker_pid, signal.SIGTERM)
         else:
@@ -95,7 +95,7 @@ class WorkerProcess:
     def is_stopped(self, worker_pid: int | None = None) -> bool:
         """Return whether a signal has stopped the process, or `worker_pid`, which is as in `terminate`."""
         return is_stopped(self.pid) or (
-            worker_pid is not None and self._is_member(worker_pid) and is_stopped(worker_pid)
+            worker_pid is not None and self.has_member(worker_pid) and is_stopped(worker_pid)
         )
 
     def kill(self) -> None:
@@ -123,7 +123,8 @@ class WorkerProcess:
         for pipe in pipes:
             self._loop.call_later(DRAIN_S, pipe.close)
 
-    def _is_member(self, pid: int) -> bool:
+    def has_member(self, pid: int) -> bool:
+        """Return whether the process belongs to the group of this worker. Numbers of processes are used again."""
         try:
             return os.getpgid(pid) == self.pid
         except ProcessLookupError:

@@ -23,7 +23,6 @@ import msgspec
 from farandole.errors import AuthenticationError, FatalError, ProtocolError
 from farandole.liveness import exit_notice
 from farandole.liveness.status_reporting import MUTEX_AT, StatusPage
-from farandole.machine import now_s
 from farandole.membership import Meeting, WorkerStatus
 from farandole.wire.channel import WORKER_FRAME_LIMIT, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
 from farandole.wire.listening import FailureBudget, Listener, Strangers
@@ -278,9 +277,6 @@ class WorkerConnection:
 # The status pages of this agent's workers: their statuses, and the beginning of their exits ---------------------------
 
 
-_DUMP_S, _DUMP_LOOK_S = 1.0, 0.02  # for a handler that needs no lock, on a machine that may be busy
-
-
 class StatusPages:
     """The status pages, used on one event loop. `on_exit_notice(worker)`: its main thread has apparently begun to
     end."""
@@ -350,17 +346,6 @@ class StatusPages:
     def _hint(self, worker: str) -> None:
         if worker in self._pages:
             self._on_exit_notice(worker)
-
-
-async def wait_for_stacks(page: StatusPage) -> None:
-    """Return when the worker has written its stacks, or does not begin to."""
-    before, deadline_s = "", now_s() + _DUMP_S
-    while now_s() < deadline_s:
-        await asyncio.sleep(_DUMP_LOOK_S)
-        stacks = page.stacks()
-        if stacks and stacks == before:
-            return
-        before = stacks
 
 
 # The thread that detects the beginning of a worker's exit, by the mutexes that the main threads hold ------------------

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from farandole.coordinator.control_requests import judge, status_of
+from farandole.coordinator.control_requests import JobSummary, judge, status_of, summary_of
 from farandole.coordinator.inputs import Input
 from farandole.coordinator.job import Job
+from farandole.coordinator.stack_requests import StackRequests
 from farandole.errors import ProtocolError
 from farandole.events import Event, Field
 from farandole.membership import WorkerTelemetry
@@ -23,6 +24,7 @@ from farandole.wire.channel import Channel
 from farandole.wire.control import (
     AskDrain,
     AskScale,
+    AskStacks,
     AskStatus,
     AskUndrain,
     ClientHello,
@@ -57,9 +59,11 @@ class Clients:
 
     job     returns the current job         decide  applies an input to the job
     now_s   the job's clock                 steps   by worker, the last seen number of decided steps
+    ask_for_stacks  as in StackRequests
 
     Attributes:
         telemetry: The last measurements that each agent has sent, by worker.
+        stacks: The requests for stacks that have not been answered.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class Clients:
         decide: Callable[[Input], None],
         now_s: Callable[[], float],
         steps: Callable[[], Mapping[str, int]],
+        ask_for_stacks: Callable[[str, int], str],
     ) -> None:
+        self.stacks = StackRequests(ask_for_stacks)
         self._job, self._decide, self._now_s, self._steps = job, decide, now_s, steps
         self.telemetry: dict[str, Mapping[str, WorkerTelemetry]] = {}
         self._events: deque[_KeptEvent] = deque(maxlen=EVENTS_KEPT)
@@ -105,9 +111,16 @@ class Clients:
         now_s = self._now_s()
         shown = list(itertools.islice(reversed(self._events), EVENTS_SHOWN))
         events = tuple(PastEvent(max(0.0, now_s - event.at_s), event.line) for event in reversed(shown))
-        telemetry = {name: each for workers in self.telemetry.values() for name, each in workers.items()}
-        status = status_of(self._job(), now_s, self._steps(), telemetry)
+        status = status_of(self._job(), now_s, self._steps(), self._measured())
         return msgspec.structs.replace(status, events=events, coordinator_pid=os.getpid())
+
+    def summary(self) -> JobSummary:
+        """Return the summary of the job now."""
+        return summary_of(self._job(), self._steps(), self._measured())
+
+    def _measured(self) -> dict[str, WorkerTelemetry]:
+        """Return the last measurements by worker."""
+        return {name: each for workers in self.telemetry.values() for name, each in workers.items()}
 
     async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
         """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the
@@ -121,6 +134,7 @@ class Clients:
                 self._answer(channel, await channel.receive())
         finally:
             self._subscribers.pop(channel, None)
+            self.stacks.forget(channel)
 
     def _answer(self, channel: Channel[ClientMessage], asked: ClientMessage) -> None:
         match asked:
@@ -131,6 +145,8 @@ class Clients:
                 if happened is not None:
                     self._decide(happened)
                 channel.send(answer)
+            case AskStacks(workers):
+                self.stacks.begin(channel, workers)
             case Subscribe(epoch, after):
                 self._send_events(channel, after if epoch == self._job().coordinator_epoch else 0)
             case ClientHello():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from farandole.coordinator import capacity
@@ -167,6 +168,47 @@ def status_of(
         backoffs=tuple(_slots_in_backoff(job, now_s)),
         regroups=job.resets,
         coordinator_epoch=job.coordinator_epoch,
+    )
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """The status of a job in a few numbers, however many workers it has.
+
+    Attributes:
+        state: As in Status.
+        step: The newest known step; None: none was reported.
+        epoch, trained, samples: As in WorkerTelemetry, of the member that is furthest; zeros: no loader reports them.
+        members: The number of members; before the first generation that of all workers.
+        wanted: The number of workers that the job should have.
+    """
+
+    state: str
+    step: int | None
+    epoch: int
+    trained: int
+    samples: int
+    members: int
+    wanted: int
+
+
+def summary_of(
+    job: Job,
+    steps: Mapping[str, int] = MappingProxyType({}),
+    telemetry: Mapping[str, WorkerTelemetry] = MappingProxyType({}),
+) -> JobSummary:
+    """Return the summary of the job; `steps` and `telemetry` are as in status_of."""
+    names = [worker.name for worker in job.survivors()]
+    measured = [telemetry[name] for name in names if name in telemetry]
+    epoch, trained, samples = max(((each.epoch, each.trained, each.samples) for each in measured), default=(0, 0, 0))
+    return JobSummary(
+        state=_state(job),
+        step=_step(job, [steps[name] for name in names if name in steps]),
+        epoch=epoch,
+        trained=trained,
+        samples=samples,
+        members=len(names) if job.generation is not None else len(job.workers),
+        wanted=job.target,
     )
 
 

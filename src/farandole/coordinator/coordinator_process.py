@@ -22,6 +22,7 @@ from farandole.coordinator.journal import (
 )
 from farandole.coordinator.launcher_link import (
     ALIVE_EVERY_S,
+    SUMMARY_EVERY_S,
     AdmitToStore,
     Alive,
     Call,
@@ -152,8 +153,11 @@ class _Process:
 
     async def _show_life(self) -> None:
         while True:
-            self._link.send(Alive())
-            await asyncio.sleep(ALIVE_EVERY_S)
+            for _ in range(round(SUMMARY_EVERY_S / ALIVE_EVERY_S)):
+                self._link.send(Alive())
+                await asyncio.sleep(ALIVE_EVERY_S)
+            if self._setup.wants_summaries and self._is_listening:
+                self._link.send(self._coordinator.summary())
 
     def _restore(self) -> tuple[CoordinatorState | None, bool]:
         """Return the state from which to continue, and whether it is that of another launcher's coordinator. The frames

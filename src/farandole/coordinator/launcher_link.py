@@ -22,6 +22,9 @@ from farandole.wire.messages import OutputMessage, Welcome
 
 ALIVE_EVERY_S = 0.1
 
+SUMMARY_EVERY_S = 1.0
+"""Seconds between two JobSummary; the measurements in them are as old."""
+
 
 @dataclass(frozen=True)
 class CoordinatorSetup:
@@ -30,6 +33,7 @@ class CoordinatorSetup:
     handled    the number of counted frames of former ones that the launcher has handled
     launcher   identifies this launcher, where another one may take over after it (launch/job_state.py); the journal
                lies in a folder then. Empty: its death is the end of the job
+    wants_summaries  whether the launcher wants a JobSummary every SUMMARY_EVERY_S seconds
     """
 
     config: JobConfig
@@ -43,6 +47,7 @@ class CoordinatorSetup:
     first_hosts: Mapping[str, int] = field(default_factory=dict)
     handled: int = 0
     launcher: str = ""
+    wants_summaries: bool = False
 
 
 # Frames to the coordinator: a Call, which is counted, or one of the others.
@@ -78,7 +83,7 @@ class FramesHandled:
     count: int
 
 
-# Frames to the launcher: events, and Over, are counted; the others are not.
+# Frames to the launcher: events, and Over, are counted; the others, and JobSummary, are not.
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import msgspec
 from farandole.config import JobConfig
 from farandole.coordinator.admission import why_not_admitted
 from farandole.coordinator.command_server import Clients
+from farandole.coordinator.control_requests import JobSummary
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.failure_detection import HangDetector, JobClock, Silence
 from farandole.coordinator.heartbeat_port import HeartbeatPort
@@ -72,6 +73,7 @@ from farandole.wire.messages import (
     ReturnPart,
     SessionOver,
     Spawn,
+    StacksWritten,
     ToAgent,
     Welcome,
     WorkerDying,
@@ -79,6 +81,7 @@ from farandole.wire.messages import (
     WorkerPrinted,
     WorkerRanked,
     WorkerSilent,
+    WriteStacks,
 )
 from farandole.wire.sockets import listening_sockets
 
@@ -165,7 +168,9 @@ class Coordinator:
         self._hang_detector = HangDetector(config.step_timeout_s)
         self._sessions: dict[str, AgentSession] = {}  # of the agents that are connected or were until just now
         self._channels: dict[str, Channel[AgentMessage]] = {}
-        self._commands = Clients(lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps)
+        self._commands = Clients(
+            lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps, self._ask_for_stacks
+        )
         self._telemetry = self._commands.telemetry
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: Strangers[asyncio.Task[None]] = Strangers(self._make_room, self._budget)
@@ -292,6 +297,10 @@ class Coordinator:
         """Return the status of the job now."""
         return self._commands.status()
 
+    def summary(self) -> JobSummary:
+        """Return the summary of the job now."""
+        return self._commands.summary()
+
     @property
     def has_ended(self) -> bool:
         """True when the job is over; its agents have been told so."""
@@ -331,6 +340,15 @@ class Coordinator:
     def scale(self, size: int) -> None:
         """Ask for `size` workers."""
         self._decide(ScaleRequested(size))
+
+    def _ask_for_stacks(self, worker: str, number: int) -> str:
+        known = self._job.workers.get(worker)
+        if known is None:
+            return "it has ended"
+        if known.slot.agent not in self._channels:
+            return f"the agent of {known.slot.agent} is not connected"
+        self._send(known.slot.agent, WriteStacks(number, worker))
+        return ""
 
     def remember(self, event: Event) -> None:
         """Keep an event of the launcher or of an agent of its process, for commands that want the job's events."""
@@ -696,6 +714,8 @@ class Coordinator:
                 self._hang_detector.record(agent, message.workers, self._clock.now_s())
             if message.telemetry is not None:
                 self._telemetry[agent] = message.telemetry
+        elif isinstance(message, StacksWritten):
+            self._commands.stacks.on_written(message)
         else:
             if isinstance(message, WorkerExited | WorkerDying):
                 self._report_steps()

@@ -46,9 +46,10 @@ def demo_command(arguments: Sequence[str]) -> int:
     words = ["--epochs", str(options.epochs), "--num-workers", str(options.num_workers)]
     kind = "handwritten digits (scikit-learn's)" if has_handwritten() else "digits that torch has drawn"
     say(f"training on {TRAINED:,} {kind} with 3 workers; one of them will be killed soon")
+    flags = ["-np", "3", "--progress", "never"]  # the demo itself writes to the same terminal
     with (
         tempfile.TemporaryDirectory(prefix="farandole-demo-") as folder,
-        RunningJob(["-np", "3", "--sample-ledger", f"{folder}/ledger"], SCRIPT, words, Path(folder)) as job,
+        RunningJob([*flags, "--sample-ledger", f"{folder}/ledger"], SCRIPT, words, Path(folder)) as job,
     ):
         try:
             kill = kill_one(job, options.kill_in_epoch)

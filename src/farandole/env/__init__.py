@@ -33,6 +33,7 @@ from farandole.env.inheritance import (
     inherited_environment,
     prepare_for_nccl,
     read_runtime_folder,
+    read_terminal_name,
     replace_environment,
 )
 from farandole.env.launchers import (
@@ -83,6 +84,7 @@ __all__ = [
     "read_runtime_folder",
     "read_slurm_variables",
     "read_start_timeout_s",
+    "read_terminal_name",
     "read_token",
     "read_torchrun_rank_and_size",
     "read_torchrun_settings",

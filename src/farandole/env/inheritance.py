@@ -62,6 +62,11 @@ def read_runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(given) / "farandole" if given.startswith("/") else Path(f"/tmp/farandole-{os.geteuid()}")
 
 
+def read_terminal_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the kind of the terminal, $TERM; empty: unknown."""
+    return environ.get("TERM", "")
+
+
 def inherited_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return this process's environment for its children, without the variables of an outer job."""
     return {

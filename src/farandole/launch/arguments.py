@@ -45,7 +45,7 @@ from farandole.launch.joining import (
     tls_folder,
 )
 from farandole.launch.page_address import PageAddress, parse_page_address
-from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, STATE_PATIENCE_S, run_parser, unused_options
+from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, PROGRESS, STATE_PATIENCE_S, run_parser, unused_options
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class RunOptions:
     state             the folder in which the job's state outlives the launcher; None: it does not
     patience_s        how long agents of other machines keep their workers meanwhile
     requeues          whether the Slurm job is put back into the queue when its end is announced
+    progress          whether there is a line about the job below its output: one of PROGRESS
     """
 
     config: JobConfig
@@ -115,6 +116,7 @@ class RunOptions:
     requeues: bool = False
     state: Path | None = None
     patience_s: float = STATE_PATIENCE_S
+    progress: str = PROGRESS[0]
 
 
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
@@ -201,6 +203,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         preemption=parse_preemption(options.preemption),
         state=options.state,
         patience_s=STATE_PATIENCE_S if options.patience is None else options.patience,
+        progress=options.progress,
     )
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farandole.errors import ConfigError
-from farandole.launch.run_parser import USAGE_ERROR, Parser
+from farandole.launch.run_parser import USAGE_ERROR, Parser, add_json
 from farandole.wire.encryption import AUTHORITY, CERTIFICATE, KEY, Certificates
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def certificates_command(arguments: Sequence[str]) -> int:
     try:
         made = make_certificates(given.folder, given.days)
         Certificates(str(given.folder))
-        print(made)
+        print(json.dumps(made.as_dict()) if given.json else made)
     except ConfigError as error:
         print(f"farandole certificates: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -56,11 +58,31 @@ def certificates_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="days for which the certificate, and a new authority, are valid (default: %(default)s)",
     )
+    add_json(parser)
     return parser
 
 
-def make_certificates(folder: Path, days: int = _DAYS, now: datetime.datetime | None = None) -> str:
-    """Make the files of the folder, and return a sentence about them. `now`: when the days begin; None: now.
+@dataclass(frozen=True)
+class Made:
+    """The files that were made; as text, a sentence about them."""
+
+    folder: Path
+    has_new_authority: bool
+    valid_until: datetime.datetime
+
+    def __str__(self) -> str:
+        what = "the certificate authority and the certificate" if self.has_new_authority else "the certificate"
+        until = f"{self.valid_until:%Y-%m-%d}"
+        return f"made {what} in {self.folder}, valid until {until}; use them with: farandole run --tls {self.folder}"
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it for JSON."""
+        until = self.valid_until.isoformat(timespec="seconds")
+        return {"folder": str(self.folder), "has_new_authority": self.has_new_authority, "valid_until": until}
+
+
+def make_certificates(folder: Path, days: int = _DAYS, now: datetime.datetime | None = None) -> Made:
+    """Make the files of the folder, and return what was made. `now`: when the days begin; None: now.
 
     Raises ConfigError when the package `cryptography` is missing, when a file cannot be read or written, and for a
     folder in which another user can replace files.
@@ -84,8 +106,7 @@ def make_certificates(folder: Path, days: int = _DAYS, now: datetime.datetime | 
         valid_until = _make_certificate(folder, days, now, authority, authority_key)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    what = "the certificate" if has_authority else "the certificate authority and the certificate"
-    return f"made {what} in {folder}, valid until {valid_until:%Y-%m-%d}; use them with: farandole run --tls {folder}"
+    return Made(folder, not has_authority, valid_until)
 
 
 def _make_authority(

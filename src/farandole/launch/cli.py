@@ -92,6 +92,14 @@ def _command(arguments: Sequence[str]) -> int:
         from farandole.launch.page_command import page_command
 
         return page_command(arguments[1:])
+    if arguments and arguments[0] == "completion":
+        from farandole.launch.completion_command import completion_command
+
+        return completion_command(arguments[1:])
+    if arguments and arguments[0] == "stacks":
+        from farandole.launch.stacks_command import stacks_command
+
+        return stacks_command(arguments[1:])
     if arguments and arguments[0] in CONTROL:
         from farandole.launch.control_commands import control_command
 
@@ -102,7 +110,7 @@ def _command(arguments: Sequence[str]) -> int:
     return USAGE_ERROR
 
 
-_OTHERS = ("page", "agent", "slurm", "kubernetes", "ledger", "doctor", "certificates", "demo")
+_OTHERS = ("page", "agent", "slurm", "kubernetes", "ledger", "doctor", "certificates", "completion", "demo")
 
 
 def run_program(arguments: Sequence[str] | None, program: Program) -> int:
@@ -118,10 +126,11 @@ def _main_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="farandole",
         usage="farandole run [options] command ...\n       farandole torchrun [options] script.py ...\n"
-        "       farandole status|top|events|jobs|scale|drain|undrain|page [options]\n"
+        "       farandole status|top|events|stacks|jobs|scale|drain|undrain|page [options]\n"
         "       farandole agent --join HOST:PORT [options]\n       farandole slurm grow|shrink N [options]\n"
         "       farandole kubernetes manifest [options] command ...\n       farandole ledger check DIR\n"
-        "       farandole doctor [options]\n       farandole certificates DIR\n       farandole demo",
+        "       farandole doctor [options]\n       farandole certificates DIR\n"
+        "       farandole completion bash|zsh|fish\n       farandole demo",
         description="Elastic data-parallel training for PyTorch.",
         epilog="Commands:\n  run         train with several workers; see 'farandole run --help'\n"
         "  torchrun    train with torchrun's command line; see 'farandole torchrun --help'\n"
@@ -134,6 +143,7 @@ def _main_parser() -> argparse.ArgumentParser:
         "  doctor      look at this machine, and at hosts, before a job runs; see 'farandole doctor --help'\n"
         "  certificates  make the certificates of a job whose connections are encrypted; see 'farandole certificates "
         "--help'\n"
+        "  completion  print what lets a shell complete commands; see 'farandole completion --help'\n"
         "  demo        three workers train, one is killed, another one joins; see 'farandole demo --help'",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -166,9 +176,10 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
     from farandole.launch.output import output_options
     from farandole.launch.page_address import PageProcess
     from farandole.launch.report import Loudness, Report
+    from farandole.launch.terminal_line import job_line
 
-    config = options.config
-    report = Report(sys.stderr, Loudness[options.loudness])
+    config, loudness = options.config, Loudness[options.loudness]
+    report = Report(sys.stderr, loudness, line=job_line(options.progress, is_quiet=loudness == Loudness.QUIET))
     try:
         output = output_options(config, options.output_directory, options.prefix_timestamp)
         for note in options.notes:
@@ -215,6 +226,8 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
                         state=state,
                         patience_s=PATIENCE_S if state is None else options.patience_s,
                         page=page,
+                        line=report.line,
+                        on_summary=report.on_summary,
                     )
                 )
             )

@@ -5,64 +5,44 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
-from farandole.errors import AuthenticationError, ConfigError, FatalError, ProtocolError
+from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.launch.consent import NoConsent, require_consent
+from farandole.launch.control_client import (
+    DONE,
+    NOT_DONE,
+    Client,
+    Contact,
+    JobEnded,
+    NoAnswer,
+    chosen_job,
+    connected_client,
+    line_of,
+    list_of,
+    print_error,
+)
 from farandole.launch.control_parser import control_parser
-from farandole.launch.job_files import JobFile, is_alive, read_job_file, running
-from farandole.launch.joining import read_token_file, tls_folder
+from farandole.launch.job_files import JobFile, running
 from farandole.launch.run_parser import USAGE_ERROR
-from farandole.machine import local_time, now_s, wall_time_s
-from farandole.membership import Address
-from farandole.wire.channel import TO_CLIENT, Channel, connect
+from farandole.machine import local_time, wall_time_s
 from farandole.wire.control import (
     Accepted,
     AskDrain,
     AskScale,
-    AskStatus,
     AskUndrain,
-    ClientHello,
     ClientMessage,
-    EventRecord,
     HostStatus,
     Status,
-    Subscribe,
-    ToClient,
     WorkerSummary,
     is_drained,
     is_scaled,
 )
-from farandole.wire.encryption import Certificates, load_certificates
-from farandole.wire.messages import PROTOCOL_VERSION
-
-DONE, NOT_DONE = 0, 1
-
-
-class Contact(NamedTuple):
-    """The contact of a job: the addresses of its coordinator, its token, and its id; None: any job there. `name` is the
-    job's name in an answer, `tls` the folder of its certificates, `local` its file if it runs on this machine."""
-
-    addresses: tuple[Address, ...]
-    token: bytes
-    job: str | None
-    name: str
-    tls: str = ""
-    local: JobFile | None = None
-
-    @classmethod
-    def of(cls, file: JobFile, tls: Path | None = None) -> Contact:
-        """Return the contact in a job file. `tls`: a copy of the folder that the file names."""
-        name = f"job {file.job} ({' '.join(file.command)})"
-        return cls(file.addresses or (file.coordinator,), file.token, file.job, name, tls_folder(tls) or file.tls)
 
 
 def control_command(command: str, arguments: Sequence[str]) -> int:
@@ -75,21 +55,19 @@ def control_command(command: str, arguments: Sequence[str]) -> int:
         is_chosen = options.job or options.address or options.job_file if command != "jobs" else False
         if command == "status" and not is_chosen and len(running()) != 1:
             if options.json:  # always one job's status, or nothing
-                return _print_error(command, _not_one(running()), NOT_DONE)
+                return print_error(command, _not_one(running()), NOT_DONE)
             return _jobs(as_json=False)
         if command == "scale" and not options.yes:
             require_consent(options.job_file, f"scale it to {options.size} workers")
         return asyncio.run(_ask(command, options, chosen_job(options)))
     except ConfigError as error:
-        return _print_error(command, error, USAGE_ERROR)
+        return print_error(command, error, USAGE_ERROR)
     except (NoAnswer, NoConsent, AuthenticationError, ProtocolError) as error:
-        return _print_error(command, error, NOT_DONE)
+        return print_error(command, error, NOT_DONE)
 
 
 async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
-    client = await Client.dial_any(job.addresses, job.token, job.job, load_certificates(job.tls))
-    if job.local is not None:
-        client.is_over = partial(_is_over, job.local)
+    client = await connected_client(job)
     try:
         if command in ("status", "top", "events"):
             await {"status": _show_status, "top": _show_top, "events": _print_events}[command](client, options)
@@ -98,18 +76,44 @@ async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
         answer = await client.ask(request)
         if not isinstance(answer, Accepted):
             reason = getattr(answer, "reason", f"unexpected answer {type(answer).__name__}")
-            return _print_error(command, f"{job.name}: {reason}", NOT_DONE)
-        print(f"{job.name}: {answer.what}")
-        if is_done is not None and options.wait:
-            status = await client.wait_until(is_done, options.timeout)
-            print(f"done: generation {status.generation} has {len(status.members)} workers")
+            return print_error(command, f"{job.name}: {reason}", NOT_DONE)
+        show = _show_answer_as_json if options.json else _show_answer
+        await show(client, job, answer, is_done if is_done is not None and options.wait else None, options)
         return DONE
     finally:
         client.close()
 
 
-def _is_over(local: JobFile) -> bool:
-    return not is_alive(local)
+async def _show_answer(
+    client: Client,
+    job: Contact,
+    answer: Accepted,
+    is_done: Callable[[Status], bool] | None,
+    options: argparse.Namespace,
+) -> None:
+    """Print what the job will do, and with `is_done` that it has done it. Raises NoAnswer when it has not in time."""
+    print(f"{job.name}: {answer.what}", flush=True)
+    if is_done is not None:
+        status = await client.wait_until(is_done, options.timeout)
+        print(f"done: generation {status.generation} has {len(status.members)} workers")
+
+
+async def _show_answer_as_json(
+    client: Client,
+    job: Contact,
+    answer: Accepted,
+    is_done: Callable[[Status], bool] | None,
+    options: argparse.Namespace,
+) -> None:
+    """Print the same as one object of JSON, at the end. `is_done` in it is null unless that was waited for."""
+    told: dict[str, object] = {"job": job.job, "what": answer.what, "is_done": None}
+    try:
+        if is_done is not None:
+            told["is_done"] = False
+            status = await client.wait_until(is_done, options.timeout)
+            told |= {"is_done": True, "generation": status.generation, "workers": len(status.members)}
+    finally:
+        print(json.dumps(told))
 
 
 async def _show_status(client: Client, options: argparse.Namespace) -> None:
@@ -117,7 +121,7 @@ async def _show_status(client: Client, options: argparse.Namespace) -> None:
 
 
 async def _show_top(client: Client, options: argparse.Namespace) -> None:
-    await _show(client, as_json=False, every_s=options.every)
+    await _show(client, options.json, every_s=options.every)
 
 
 async def _print_events(client: Client, options: argparse.Namespace) -> None:
@@ -168,64 +172,17 @@ def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, 
     return AskUndrain(options.host), None
 
 
-def chosen_job(options: argparse.Namespace) -> Contact:
-    """Return the chosen job. Raises ConfigError when the choice is not clear."""
-    if options.job_file:
-        if options.job or options.address or options.token_file:
-            raise ConfigError("--job-file tells which job is meant; leave out --job, --address and --token-file")
-        return Contact.of(read_job_file(options.job_file), options.tls)
-    if options.address or options.token_file:
-        if options.job:
-            raise ConfigError("--job selects a job of this machine; leave it out with --address")
-        return _elsewhere(options)
-    jobs = running()
-    if options.job:
-        found = [job for job in jobs if job.job.startswith(options.job)]
-        if len(found) != 1:
-            what = "more than one job begins" if found else "no job of this user runs here whose name begins"
-            raise ConfigError(f"{what} with {options.job}; {_which(jobs)}")
-        return Contact.of(found[0])._replace(local=found[0])
-    if not jobs:
-        raise ConfigError("no job of this user runs here; start one with: farandole run")
-    if len(jobs) > 1:
-        raise ConfigError(f"{len(jobs)} jobs run here; select one with --job. {_which(jobs)}")
-    return Contact.of(jobs[0])._replace(local=jobs[0])
-
-
-def _elsewhere(options: argparse.Namespace) -> Contact:
-    if options.token_file is None or options.address is None:
-        raise ConfigError(
-            "a job on another machine needs both: --address HOST:PORT, and --token-file with a copy of the token file "
-            "of its `farandole run`"
-        )
-    host, _, port = options.address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--address must be HOST:PORT, got {options.address!r}")
-    address = Address(host.strip("[]"), int(port))
-    token = read_token_file(options.token_file)
-    return Contact((address,), token, None, f"the job at {address}", tls_folder(options.tls))
-
-
 def _jobs(as_json: bool) -> int:
     jobs = running()
     if as_json:
         print(msgspec.json.encode([_without_token(job) for job in jobs]).decode())
     else:
-        print("\n".join(_line(job) for job in jobs) if jobs else "no job of this user runs here")
+        print("\n".join(line_of(job) for job in jobs) if jobs else "no job of this user runs here")
     return DONE
 
 
 def _not_one(jobs: Sequence[JobFile]) -> str:
-    return f"--json shows one job, select it with --job (farandole jobs --json lists all jobs); {_which(jobs)}"
-
-
-def _which(jobs: Sequence[JobFile]) -> str:
-    return "no jobs run" if not jobs else "running jobs:\n" + "\n".join(f"  {_line(job)}" for job in jobs)
-
-
-def _line(job: JobFile) -> str:
-    for_s = max(0.0, wall_time_s() - job.started_s)
-    return f"{job.job}  pid {job.pid}  for {for_s:.0f} s  at {job.coordinator}  {' '.join(job.command)}"
+    return f"--json shows one job, select it with --job (farandole jobs --json lists all jobs); {list_of(jobs)}"
 
 
 def _without_token(job: JobFile) -> dict[str, object]:
@@ -236,132 +193,6 @@ def _without_token(job: JobFile) -> dict[str, object]:
         "command": job.command,
         "started_s": job.started_s,
     }
-
-
-def _print_error(command: str, error: object, code: int) -> int:
-    print(f"farandole {command}: {error}", file=sys.stderr)
-    return code
-
-
-# A command's connection to the coordinator of a running job -----------------------------------------------------------
-
-ANSWER_S = 10.0
-"""Seconds within which a coordinator must answer; it is busy for milliseconds at most."""
-
-_LOOK_S = 0.1
-_ADDRESS_S = 3.0
-_RETURN_S = 6.0  # for the next coordinator, when the one that was asked has died
-
-
-class NoAnswer(FatalError):
-    """The coordinator does not answer, or does not any more."""
-
-
-class JobEnded(NoAnswer):
-    """The coordinator has answered before, and no other one has taken its place."""
-
-
-class Client:
-    """A connection made by `dial`, to be closed. Every call raises NoAnswer when there is no answer, and
-    AuthenticationError or ProtocolError when the process that listens there does not know the token, or violates the
-    protocol."""
-
-    def __init__(self, channel: Channel[ToClient], redial: Callable[[], Awaitable[Channel[ToClient]]]) -> None:
-        self._channel, self._redial = channel, redial
-        self.is_over: Callable[[], bool] = lambda: False
-        """True when no other coordinator can follow; replace it where that can be known."""
-
-    @classmethod
-    async def dial(cls, address: Address, token: bytes, job: str | None, tls: Certificates | None = None) -> Client:
-        """Connect, with a proof of the token by both ends."""
-
-        async def redial() -> Channel[ToClient]:
-            channel = await connect(address.host, address.port, token, job, TO_CLIENT, tls)
-            channel.send(ClientHello(PROTOCOL_VERSION))
-            return channel
-
-        try:
-            return cls(await redial(), redial)
-        except OSError as error:
-            raise NoAnswer(f"no job with this token answers at {address}: {error}") from None
-
-    @classmethod
-    async def dial_any(
-        cls, addresses: Sequence[Address], token: bytes, job: str | None, tls: Certificates | None = None
-    ) -> Client:
-        """Connect to the first of these addresses that answers; of several, each has some seconds."""
-        for address in addresses[:-1]:
-            with contextlib.suppress(NoAnswer, TimeoutError):
-                async with asyncio.timeout(_ADDRESS_S):
-                    return await cls.dial(address, token, job, tls)
-        return await cls.dial(addresses[-1], token, job, tls)
-
-    async def ask(self, request: ClientMessage) -> ToClient:
-        """Return the answer to one request. It may be sent to one coordinator, and again to the next one: all requests
-        are for a state of the job, not for a change of it."""
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                while True:
-                    try:
-                        self._channel.send(request)
-                        return await self._channel.receive()
-                    except ConnectionError:
-                        await self._return()
-        except TimeoutError:
-            raise NoAnswer(f"the coordinator did not answer within {ANSWER_S:g} s") from None
-
-    async def _return(self) -> None:
-        """Connect again: the job has ended, or its coordinator has died and the next one is starting."""
-        self._channel.close()
-        deadline_s = now_s() + _RETURN_S
-        while now_s() < deadline_s and not self.is_over():
-            with contextlib.suppress(OSError):
-                self._channel = await self._redial()
-                return
-            await asyncio.sleep(_LOOK_S)
-        raise JobEnded("the job has ended")
-
-    async def status(self) -> Status:
-        answer = await self.ask(AskStatus())
-        if not isinstance(answer, Status):
-            raise NoAnswer(f"the coordinator answered {type(answer).__name__} to a request for the status")
-        return answer
-
-    async def events(self, follow: bool) -> AsyncIterator[EventRecord]:
-        """Yield the events that the coordinator still has, the oldest first; with `follow` then each new one, also
-        those of the next coordinator, until the one that ends the job. Raises JobEnded where that one was missed."""
-        epoch = number = 0
-        while True:
-            try:
-                self._channel.send(Subscribe(epoch, number))
-                self._channel.send(AskStatus())  # its answer comes after all events that there are
-                while True:
-                    async with asyncio.timeout(None if follow else ANSWER_S):
-                        message = await self._channel.receive()
-                    if isinstance(message, EventRecord):
-                        epoch, number = message.epoch, message.number
-                        yield message
-                        if message.fields["event"] == "JobEnds":
-                            return
-                    elif not follow:
-                        return
-            except ConnectionError:
-                await self._return()
-            except TimeoutError:
-                raise NoAnswer(f"the coordinator did not answer within {ANSWER_S:g} s") from None
-
-    async def wait_until(self, condition: Callable[[Status], bool], timeout_s: float) -> Status:
-        """Return the first status that fulfils the condition. Raises NoAnswer after `timeout_s` seconds, or when the
-        job ends."""
-        deadline_s = now_s() + timeout_s
-        while not condition(status := await self.status()):
-            if now_s() >= deadline_s:
-                raise NoAnswer(f"the request is not completed after {timeout_s:g} s; the job still completes it")
-            await asyncio.sleep(_LOOK_S)
-        return status
-
-    def close(self) -> None:
-        self._channel.close()
 
 
 # The status of a job as text for a terminal ---------------------------------------------------------------------------

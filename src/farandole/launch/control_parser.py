@@ -1,16 +1,18 @@
-"""The options of `farandole status`, `top`, `events`, `jobs`, `scale`, `drain` and `undrain`, which load no asyncio."""
+"""The options of `farandole status`, `top`, `events`, `stacks`, `jobs`, `scale`, `drain` and `undrain`, which load no
+asyncio."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from farandole.launch.run_parser import Parser
+from farandole.launch.run_parser import Parser, add_json
 
 COMMANDS = {
     "status": "show the status of a running job, or list the running jobs",
     "top": "show the status of a running job again and again",
     "events": "print the events of a running job",
+    "stacks": "show what the threads of a worker do now, also of one that hangs",
     "jobs": "list the jobs of this user on this machine",
     "scale": "change the number of a job's workers",
     "drain": "remove a host's workers at the next boundary, without a lost step",
@@ -31,8 +33,9 @@ def control_parser(command: str) -> argparse.ArgumentParser:
         )
     elif command in ("drain", "undrain"):
         parser.add_argument("host", metavar="HOST", help="name of the host, as `farandole status` shows it")
-    if command in ("status", "jobs", "events"):
-        parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    elif command == "stacks":
+        add_worker_selection(parser)
+    add_json(parser)
     if command == "status":
         parser.add_argument(
             "--watch",
@@ -68,6 +71,13 @@ def control_parser(command: str) -> argparse.ArgumentParser:
             help="with --wait: maximum seconds to wait; the job completes the request later (default: %(default)g)",
         )
     return parser
+
+
+def add_worker_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the options that select workers of a job."""
+    parser.add_argument("ranks", type=int, nargs="*", metavar="RANK", help="ranks, as `farandole status` shows them")
+    parser.add_argument("--worker", action="append", metavar="NAME", help="a worker by its name, also without a rank")
+    parser.add_argument("--all", action="store_true", help="all workers of the job")
 
 
 def add_job_selection(parser: argparse.ArgumentParser) -> None:

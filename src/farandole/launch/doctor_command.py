@@ -31,7 +31,7 @@ _AT_ONCE = 32
 def doctor_command(arguments: Sequence[str]) -> int:
     """Run the command. Return 0, or 1 if a job could not run; USAGE_ERROR for wrong options."""
     try:
-        options = _parser().parse_args(arguments)
+        options = doctor_parser().parse_args(arguments)
         hosts = _hosts(options)
     except ConfigError as error:
         print(f"farandole doctor: {error}", file=sys.stderr)
@@ -56,7 +56,8 @@ def doctor_command(arguments: Sequence[str]) -> int:
     return _TROUBLE if any(finding.state == "error" for each in found for finding in each.findings) else _FINE
 
 
-def _parser() -> argparse.ArgumentParser:
+def doctor_parser() -> argparse.ArgumentParser:
+    """Return the parser of its options."""
     parser = Parser(
         prog="farandole doctor",
         description="Look at this machine, and by ssh at the hosts of a job: versions, devices, cores, memory, limits, "

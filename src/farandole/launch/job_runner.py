@@ -17,6 +17,7 @@ from farandole.agent.network_addresses import addresses_for, own_addresses, with
 from farandole.agent.preemption import Notice, watch_for_notices
 from farandole.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.config import ForkServerUse, JobConfig, Preemption
+from farandole.coordinator.control_requests import JobSummary
 from farandole.coordinator.coordinator_factory import CoordinatorFactory
 from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.coordinator.server import Coordinator, Outcome
@@ -42,6 +43,7 @@ from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.launch.page_address import PageProcess
 from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
+from farandole.launch.terminal_line import TerminalLine
 from farandole.machine import wall_time_s
 from farandole.membership import Address, Origin
 from farandole.wire.authentication import new_token
@@ -90,6 +92,8 @@ class JobSetup:
     patience_s         how long agents of other machines keep their workers when they have no coordinator
     factory            forks the coordinators, and is closed at the end; None: one is started
     page               serves the live page of the job; None: none is served
+    line               the line below the output on the terminal; None: there is none
+    on_summary         called with a summary of the job about once a second; None: none is made
     function           the call that travels to all agents, and the receiver of their workers' returns; of jobs of
                        farandole.run(), which need no folder of theirs
     """
@@ -118,6 +122,8 @@ class JobSetup:
     patience_s: float = PATIENCE_S
     factory: CoordinatorFactory | None = None
     page: PageProcess | None = None
+    line: TerminalLine | None = None
+    on_summary: Callable[[JobSummary], None] | None = None
     function: FunctionJob | None = None
 
 
@@ -165,7 +171,7 @@ class _JobRun:
         first = await self._source.first()
         here = sum(each.slots for each in first if each.name not in self._source.others)
         reserve_descriptors(max(here, self._config.max_np or 0))
-        self._sink = OutputSink(setup.output) if setup.sink is None else setup.sink
+        self._sink = OutputSink(setup.output, line=setup.line) if setup.sink is None else setup.sink
         try:
             self._coordinator = await self._start_coordinator()
             self._remember = self._coordinator.remember
@@ -225,6 +231,7 @@ class _JobRun:
                 on_output=output,
                 factory=setup.factory,
                 journal=None if setup.state is None else setup.state.journal_files,
+                on_summary=setup.on_summary,
             )
         else:  # the calling program waits for the results: its end is the end of the job
             coordinator = Coordinator(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import secrets
 import shlex
@@ -13,7 +14,7 @@ from typing import Any
 from farandole.engines.kubernetes_manifests import KINDS, ManifestOptions, manifests
 from farandole.errors import ConfigError
 from farandole.launch.arguments import split_command
-from farandole.launch.run_parser import USAGE_ERROR, Parser, value_counts
+from farandole.launch.run_parser import USAGE_ERROR, Parser, add_json, value_counts
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 40  # with what is added, names of pods stay below the 63 characters of a label
@@ -33,7 +34,7 @@ def kubernetes_command(arguments: Sequence[str]) -> int:
         options = _options(given, command)
     except ConfigError as error:
         parser.error(str(error))
-    sys.stdout.write(_text(options))
+    sys.stdout.write(_json(options) if given.json else _text(options))
     return 0
 
 
@@ -102,6 +103,7 @@ def manifest_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="further options of `farandole run`, such as '--checkpoint s3://bucket/job'",
     )
+    add_json(parser)
     return parser
 
 
@@ -137,6 +139,11 @@ def _options(given: argparse.Namespace, command: Sequence[str]) -> ManifestOptio
         token=secrets.token_hex(32),
         run_options=tuple(run_options),
     )
+
+
+def _json(options: ManifestOptions) -> str:
+    """Return the objects as one list, as kubectl reads and prints it."""
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(manifests(options))}, indent=2) + "\n"
 
 
 def _text(options: ManifestOptions) -> str:

@@ -19,7 +19,7 @@ EXACT, NOT_EXACT = 0, 1
 def ledger_command(arguments: Sequence[str]) -> int:
     """Run the command. Return EXACT, NOT_EXACT, or USAGE_ERROR where there is no ledger to check. Raises SystemExit as
     argparse does."""
-    options = _parser().parse_args(arguments)
+    options = ledger_parser().parse_args(arguments)
     # Here: both import numpy, for which `farandole run --help` should not wait.
     from farandole.ledger.findings import as_json, format_findings
     from farandole.ledger.proving import Folder, prove
@@ -34,7 +34,8 @@ def ledger_command(arguments: Sequence[str]) -> int:
     return EXACT if findings.is_exact else NOT_EXACT
 
 
-def _parser() -> argparse.ArgumentParser:
+def ledger_parser() -> argparse.ArgumentParser:
+    """Return the parser of its options."""
     parser = Parser(
         prog="farandole ledger",
         description="Prove from a sample ledger that each epoch trained every sample once, or name those that it did "

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, Generic, Literal, TextIO, TypeAlias, TypeVar, cast
+from typing import BinaryIO, Generic, Literal, TextIO, TypeAlias, TypeVar
 
 from farandole.config import JobConfig
 from farandole.errors import ConfigError
+from farandole.launch.terminal_line import TerminalLine, unbuffered, write_all
 from farandole.machine import wall_time_s
-from farandole.wire.sockets import can_write
 
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: neighbours differ
 
@@ -54,10 +54,19 @@ class OutputSink:
 
     Use it on a running event loop; no call waits for the terminal or the disk. An error of either is reported once and
     does not stop the job.
+
+    line  stays below the lines of the workers; None: there is none
     """
 
-    def __init__(self, options: OutputOptions, stdout: TextIO | None = None, stderr: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        options: OutputOptions,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        line: TerminalLine | None = None,
+    ) -> None:
         stdout, stderr = stdout or sys.stdout, stderr or sys.stderr
+        self._write_above: Callable[[BinaryIO, bytes], None] = write_all if line is None else line.write
         self._options = options
         self._streams = {"stdout": unbuffered(stdout), "stderr": unbuffered(stderr)}
         self._is_coloured = {"stdout": stdout.isatty(), "stderr": stderr.isatty()}
@@ -157,7 +166,7 @@ class OutputSink:
         if stream in self._unwritable:
             return
         try:
-            write_all(self._streams[stream], data)
+            self._write_above(self._streams[stream], data)
         except OSError:  # `farandole run ... | head`, or the terminal is gone: there is no reader to be told
             self._unwritable.add(stream)
 
@@ -336,40 +345,6 @@ class BackgroundWriter(Generic[Target]):
             taken = self._waiting, self._dropped_bytes
             self._waiting, self._waiting_bytes, self._dropped_bytes = [], 0, 0
             return taken
-
-
-def unbuffered(stream: TextIO) -> BinaryIO:
-    """Return the unbuffered byte stream of a text stream: a thread that is blocked in a buffered write holds a lock
-    that the interpreter needs when it exits."""
-    stream.flush()
-    binary = getattr(stream, "buffer", None)
-    if binary is None:  # a notebook's
-        return cast(BinaryIO, _TextOnly(stream))
-    raw: BinaryIO = getattr(binary, "raw", binary)
-    return raw
-
-
-class _TextOnly:
-    """Takes bytes for a stream that accepts text only."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._stream.write(bytes(data).decode("utf-8", "backslashreplace"))
-        self._stream.flush()
-        return len(data)
-
-
-def write_all(raw: BinaryIO, data: bytes) -> None:
-    """Write all of `data`, and wait as long as needed. Raises OSError."""
-    rest = memoryview(data)
-    while rest:
-        written: int | None = raw.write(rest)
-        if written is None:  # another process has made our terminal non-blocking
-            can_write(raw, within_s=1.0)
-        else:
-            rest = rest[written:]
 
 
 def _joined(pieces: list[tuple[Target, bytes]]) -> list[tuple[Target, bytes]]:

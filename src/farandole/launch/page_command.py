@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
-from farandole.launch.control_commands import DONE, NOT_DONE, Client, Contact, NoAnswer, chosen_job
+from farandole.launch.control_client import DONE, NOT_DONE, Client, Contact, NoAnswer, chosen_job
 from farandole.launch.control_parser import add_job_selection
 from farandole.launch.job_files import JobFile, is_alive
 from farandole.launch.page_address import (

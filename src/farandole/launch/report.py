@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TextIO
+from typing import Literal, TextIO, TypeAlias
 
 from farandole.config import JobConfig
+from farandole.coordinator.control_requests import JobSummary
 from farandole.events import (
     AgentJoined,
     AllWorkersRestart,
@@ -28,7 +30,9 @@ from farandole.events import (
     WorkerSpawned,
     WorkerTrainsAlone,
 )
-from farandole.launch.output import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
+from farandole.launch.output import OWN_PREFIX, BackgroundWriter
+from farandole.launch.progress_line import Part, ProgressLine
+from farandole.launch.terminal_line import TerminalLine, unbuffered, write_all
 from farandole.machine import now_s
 
 _LAST_LINES = 5  # of a lost worker's stderr; all of them when verbose
@@ -56,17 +60,40 @@ class Loudness(IntEnum):
     VERBOSE = 2
 
 
+@dataclass(frozen=True)
+class _Line:
+    """The parts of the line below, to be drawn."""
+
+    parts: tuple[Part, ...]
+
+
+_Target: TypeAlias = Literal["report"] | _Line
+
+
 class Report:
     """Writes to `stream`, without waiting for it before `close`. Call `started`, `on_event` for each event, `ended`,
-    `close`."""
+    `close`; and `on_summary`, unless it is None, about once a second.
+
+    Attributes:
+        line: The line below everything else on the terminal of `stream`; None: there is none.
+        on_summary: Takes a summary of the job for that line.
+    """
 
     def __init__(
-        self, stream: TextIO, loudness: Loudness = Loudness.NORMAL, clock: Callable[[], float] = now_s
+        self,
+        stream: TextIO,
+        loudness: Loudness = Loudness.NORMAL,
+        clock: Callable[[], float] = now_s,
+        line: TerminalLine | None = None,
     ) -> None:
         self._loudness, self._clock = loudness, clock
         self._raw = unbuffered(stream)
-        self._writer = BackgroundWriter("report", self._write, lambda dropped_bytes: None)
+        self._writer = BackgroundWriter[_Target]("report", self._write, lambda dropped_bytes: None)
         self._started_s = clock()
+        self.line = line
+        self.on_summary = None if line is None else self._take_summary
+        self._progress = ProgressLine(self._started_s)
+        self._is_drawing = False
         self._generations = self._losses = 0
         self._members = set[str]()  # of all generations
         self._newcomers = set[str]()  # members that came after the first generation
@@ -88,6 +115,7 @@ class Report:
     def on_event(self, event: Event) -> None:
         """Report an event."""
         self._remember(event)
+        self._progress.on_event(event)
         if not self._is_wanted(event):
             return
         if isinstance(event, UserCodeFailed):  # its stderr has shown the traceback already
@@ -139,6 +167,7 @@ class Report:
 
     def close(self) -> None:
         """Write the remaining lines; waits for that with a time limit. Idempotent."""
+        self._writer.put(_Line(()), b"")
         self._writer.close()
 
     def _remember(self, event: Event) -> None:
@@ -185,9 +214,27 @@ class Report:
         lines = "".join(f"{OWN_PREFIX}{line}\n" for line in text.splitlines())
         self._writer.put("report", lines.encode("utf-8", "backslashreplace"))
 
-    def _write(self, _: str, data: bytes) -> None:
+    def _take_summary(self, summary: JobSummary) -> None:
+        """Have the line drawn anew, unless the terminal has not taken the former one yet."""
+        now_s = self._clock()
+        self._progress.on_summary(summary, now_s)
+        if not self._is_drawing:
+            self._is_drawing = True
+            self._writer.put(_Line(self._progress.parts(now_s)), b"")
+
+    # In the writer's thread -------------------------------------------------------------------------------
+
+    def _write(self, target: _Target, data: bytes) -> None:
         with contextlib.suppress(OSError):  # the reader is gone; the exit code still tells
-            write_all(self._raw, data)
+            if self.line is None:
+                write_all(self._raw, data)
+            elif not isinstance(target, _Line):
+                self.line.write(self._raw, data)
+            elif target.parts:
+                self._is_drawing = False
+                self.line.show(target.parts)
+            else:
+                self.line.end()
 
 
 def _limits(config: JobConfig) -> str:

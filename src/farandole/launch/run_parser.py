@@ -26,6 +26,15 @@ PREEMPTION_HELP = (
 )
 """The help text of --preemption, which several commands have."""
 
+PROGRESS = ("auto", "never", "always")
+"""The values of --progress, the default first."""
+
+PROGRESS_HELP = (
+    "a line at the bottom of the terminal with epoch, step, samples per second and workers; auto: where standard error "
+    "is a terminal that can redraw it, and standard output is not a pipe, unless -q is given (default: auto)"
+)
+"""The help text of --progress, which two commands have."""
+
 STATE_PATIENCE_S = 600.0
 """Seconds for which agents keep their workers without a launcher, unless --patience is given."""
 
@@ -108,6 +117,12 @@ class Parser(argparse.ArgumentParser):
             return ""
         close = difflib.get_close_matches(unknown.partition("=")[0], known, n=1)
         return f"; did you mean {close[0]}?" if close else ""
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option by which a command prints its answer for programs. Errors are text on standard error, also
+    then."""
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 class _CheckBuild(argparse.Action):
@@ -372,6 +387,7 @@ def _output(parser: argparse.ArgumentParser) -> None:
         help="serve the live page of the job, and metrics for Prometheus; --page=HOST:PORT: at that address (default: "
         "127.0.0.1:8470, or the next port that is free); needs the extra farandole[page]",
     )
+    group.add_argument("--progress", choices=PROGRESS, default=PROGRESS[0], help=PROGRESS_HELP)
     group.add_argument(
         "--sample-ledger",
         type=Path,

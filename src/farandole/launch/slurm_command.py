@@ -4,6 +4,7 @@ node, which run only an agent, and removed by their cancellation."""
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -17,7 +18,7 @@ from farandole.env import read_slurm_variables, slurm_client_environment, slurm_
 from farandole.errors import ConfigError
 from farandole.launch.job_files import read_job_file
 from farandole.launch.joining import slurm_job_file
-from farandole.launch.run_parser import USAGE_ERROR, Parser
+from farandole.launch.run_parser import USAGE_ERROR, Parser, add_json
 
 DONE, NOT_DONE = 0, 1
 
@@ -41,10 +42,13 @@ def slurm_command(arguments: Sequence[str]) -> int:
             raise ConfigError(f"N must be at least 1, got {options.count}")
         job, path = _chosen(options)
         if options.action == "grow":
-            return _grow(job, path, options.count, more)
-        if more:
+            told = _grow(job, path, options.count, more)
+        elif more:
             raise ConfigError(f"shrink takes no options of sbatch, got {shlex.join(more)}")
-        return _shrink(job, options.count)
+        else:
+            told = _shrink(job, options.count)
+        print(json.dumps(told.values) if options.json else told.text)
+        return DONE
     except ConfigError as error:
         print(f"farandole slurm {options.action}: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -72,6 +76,7 @@ def slurm_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--job-file", type=Path, metavar="FILE", help="the file of `farandole run --job-file FILE`, if it was given"
     )
+    add_json(parser)
     return parser
 
 
@@ -90,7 +95,14 @@ def _chosen(options: argparse.Namespace) -> tuple[str, Path]:
     return job, path
 
 
-def _grow(job: str, path: Path, count: int, more: Sequence[str]) -> int:
+class _Told(NamedTuple):
+    """The result of the command, for people and for programs."""
+
+    text: str
+    values: dict[str, object]
+
+
+def _grow(job: str, path: Path, count: int, more: Sequence[str]) -> _Told:
     agent = [sys.executable, "-m", "farandole", "agent", "--slurm", "--job-file", str(path)]
     command = [
         *("sbatch", "--parsable", f"--array=1-{count}", "--nodes=1", f"--job-name={growth_name(job)}"),
@@ -98,8 +110,8 @@ def _grow(job: str, path: Path, count: int, more: Sequence[str]) -> int:
     ]
     number = _run(command, _SCRIPT.format(command=shlex.join(agent))).strip().partition(";")[0]
     nodes = "1 node" if count == 1 else f"{count} nodes"
-    print(f"Slurm job {number} adds {nodes} to job {job} when it begins; its output is in {os.getcwd()}")
-    return DONE
+    text = f"Slurm job {number} adds {nodes} to job {job} when it begins; its output is in {os.getcwd()}"
+    return _Told(text, {"job": job, "slurm_job": number, "nodes": count, "output_folder": os.getcwd()})
 
 
 class _Added(NamedTuple):
@@ -110,7 +122,7 @@ class _Added(NamedTuple):
     name: str
 
 
-def _shrink(job: str, count: int) -> int:
+def _shrink(job: str, count: int) -> _Told:
     output = _run(
         ["squeue", "--noheader", "--me", "--array", f"--name={growth_name(job)}", "--format=%i|%T|%A"],
     )
@@ -124,8 +136,9 @@ def _shrink(job: str, count: int) -> int:
         raise SlurmFailed(f"no node was added to job {job} by `farandole slurm grow`")
     _run(["scancel", *(each.name for each in chosen)])
     missing = "" if len(chosen) == count else f"; no more were added, so {count - len(chosen)} less than requested"
-    print(f"cancelled {', '.join(each.name for each in chosen)}{missing}")
-    return DONE
+    names = [each.name for each in chosen]
+    values: dict[str, object] = {"job": job, "cancelled": names, "missing": count - len(chosen)}
+    return _Told(f"cancelled {', '.join(names)}{missing}", values)
 
 
 def _task(name: str) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from farandole.coordinator.control_requests import JobSummary
 from farandole.coordinator.coordinator_factory import CoordinatorFactory, FactoryLost, ForkedCoordinator
 from farandole.coordinator.failure_detection import JobClock, Silence
 from farandole.coordinator.job import format_exit
@@ -92,6 +93,7 @@ class SupervisedCoordinator:
 
     journal  the files of a journal that outlives the launcher; None: it has its own, in memory
     factory  forks the coordinators; it is closed at the end. None: one is started when it is needed, as after its death
+    on_summary  called with a summary of the job about once a second; None: none is made
     """
 
     def __init__(
@@ -102,11 +104,14 @@ class SupervisedCoordinator:
         on_output: Callable[[str, OutputMessage | None], None],
         factory: CoordinatorFactory | None = None,
         journal: JournalFiles | None = None,
+        on_summary: Callable[[JobSummary], None] | None = None,
     ) -> None:
         self._factory = factory
+        self._on_summary = on_summary
         self._given_journal = journal
         self._abandoned = ""  # why it is
-        self._setup, self._on_event, self._on_output = setup, on_event, on_output
+        self._setup = replace(setup, wants_summaries=on_summary is not None)
+        self._on_event, self._on_output = on_event, on_output
         self._store = StoreServer(on_event)
         self._calls: MessageLog[Call] = MessageLog()
         self._addresses: tuple[Address, ...] = ()
@@ -333,6 +338,9 @@ class SupervisedCoordinator:
                 self._on_output(agent, message)
             case FramesHandled(count):
                 self._calls.confirm(count)
+            case JobSummary():
+                if self._on_summary is not None:
+                    self._on_summary(frame)
             case Listening():
                 if self._listening is not None and not self._listening.done():
                     self._listening.set_result(frame)

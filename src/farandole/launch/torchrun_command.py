@@ -41,8 +41,10 @@ def torchrun_command(arguments: Sequence[str]) -> int:
 
 def _reported(options: TorchrunOptions, factory: CoordinatorFactory | None) -> int:
     from farandole.launch.report import Loudness, Report
+    from farandole.launch.terminal_line import job_line
 
-    report = Report(sys.stderr, Loudness[options.loudness])
+    loudness = Loudness[options.loudness]
+    report = Report(sys.stderr, loudness, line=job_line(options.progress, is_quiet=loudness == Loudness.QUIET))
     try:
         for note in options.notes:
             report.note(note)
@@ -107,7 +109,7 @@ def _run(options: TorchrunOptions, report: Report, factory: CoordinatorFactory |
     report.started(config, options.command)
 
     async def run() -> Outcome:
-        sink = TorchrunOutput(options, folder)
+        sink = TorchrunOutput(options, folder, line=report.line)
         return await run_job(
             JobSetup(
                 config=config,
@@ -126,6 +128,7 @@ def _run(options: TorchrunOptions, report: Report, factory: CoordinatorFactory |
                 error_folder="" if folder is None else str(folder),
                 order_of_hosts=_order_of_hosts(options, node),
                 factory=factory,
+                on_summary=report.on_summary,
             )
         )
 

@@ -17,6 +17,7 @@ from typing import TextIO
 from farandole.errors import ConfigError
 from farandole.events import Event, WorkerFailed, WorkerSpawned
 from farandole.launch.output import OutputOptions, OutputSink, RankFile
+from farandole.launch.terminal_line import TerminalLine
 from farandole.launch.torchrun_parser import TorchrunOptions
 from farandole.machine import wall_time_s
 
@@ -60,8 +61,9 @@ class TorchrunOutput(OutputSink):
         folder: Path | None,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
+        line: TerminalLine | None = None,
     ) -> None:
-        super().__init__(OutputOptions(folder), stdout, stderr)
+        super().__init__(OutputOptions(folder), stdout, stderr, line)
         self._torchrun, self._prefix = options, _Prefix(options.prefix, options.role)
         self._places: dict[str, _Place] = {}
 

@@ -22,7 +22,7 @@ from farandole.errors import ConfigError
 from farandole.launch.arguments import split_command
 from farandole.launch.command import checked
 from farandole.launch.joining import STORE_IS_PLAIN, check_encryption, tls_folder
-from farandole.launch.run_parser import Parser
+from farandole.launch.run_parser import PROGRESS, PROGRESS_HELP, Parser
 from farandole.machine import affinity_cores
 
 PROGRAM = "farandole torchrun"
@@ -95,6 +95,7 @@ class TorchrunOptions:
     prefix       the template of a line's prefix; it applies to output that is also written to files
     notes        the given options that have no effect, one sentence each
     tls          the folder of the job's certificates; empty: connections are not encrypted
+    progress     whether there is a line about the job below its output: one of PROGRESS
     """
 
     workers: int
@@ -118,6 +119,7 @@ class TorchrunOptions:
     fork_server: ForkServerUse
     node: Node | None = None
     tls: str = ""
+    progress: str = PROGRESS[0]
 
 
 def parse_torchrun(arguments: Sequence[str], settings: TorchrunSettings | None = None) -> TorchrunOptions:
@@ -291,6 +293,7 @@ def _ours(parser: argparse.ArgumentParser) -> None:
         "each node needs a copy",
     )
     group.add_argument("--events", type=Path, metavar="FILE", help="append every event of the job to FILE, as JSON")
+    group.add_argument("--progress", choices=PROGRESS, default=PROGRESS[0], help=PROGRESS_HELP)
     loudness = group.add_mutually_exclusive_group()
     parser.set_defaults(loudness="NORMAL")
     for flags, name, text in (
@@ -352,6 +355,7 @@ def _options(options: argparse.Namespace, command: Sequence[str], settings: Torc
         fork_server=options.fork_server or ("on" if options.max_restarts else "auto"),
         node=None if most_nodes == 1 else _node(options, nodes, most_nodes, settings),
         tls=tls,
+        progress=options.progress,
     )
 
 

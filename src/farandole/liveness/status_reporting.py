@@ -200,11 +200,16 @@ if hasattr(os, "register_at_fork"):  # a loader process must not report for its 
 #           epoch        epoch, trained samples of it, all samples of it
 #           values       odd while the user's numbers are being written; their bytes
 #     320   numbers of the user's, MessagePack of a dictionary
-#     4096  stacks       text, up to the first zero byte
+#     4096  stacks       texts, one dump after the other: the worker's descriptor stands behind the last one, since its
+#                        position is the worker's own. The agent remembers where the newest one begins, and frees the
+#                        memory of those before it
 
 
 STACKS_AT = 4096
-PAGE_BYTES = STACKS_AT + 252 * 1024
+PAGE_BYTES = STACKS_AT + (8 << 20)
+"""The size of a page: hundreds of dumps. It costs address space; the system has memory for what was written."""
+
+_LEAST_ROOM = 1 << 18  # for a dump to begin: faulthandler writes at most 100 threads of 100 frames
 MUTEX_AT = 64
 _WORDS = 6
 _COUNT, _GENERATION, _STEP, _PHASE, _CAN_DUMP, _MEETING = range(_WORDS)
@@ -247,6 +252,7 @@ class StatusPage:
         self._words = memoryview(self.memory)[: 8 * _WORDS].cast("q")
         self._measured = _measured_words(self.memory)
         self._values_version, self._values = 0, dict[str, float]()
+        self._dump_at = STACKS_AT
 
     @property
     def path(self) -> str:
@@ -290,10 +296,24 @@ class StatusPage:
         except ValueError:
             return Meeting.UNKNOWN
 
+    def begin_dump(self) -> bool:
+        """Forget the stacks that the worker has written: those of the next dump are wanted. Return whether there is
+        room for it."""
+        before, self._dump_at = self._dump_at, self._end_of_text()
+        first, last = _page_boundary(before), _page_boundary(self._dump_at)
+        if last > first:
+            with contextlib.suppress(OSError):  # they cost memory, and nothing else
+                self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
+        return PAGE_BYTES - self._dump_at >= _LEAST_ROOM
+
     def stacks(self) -> str:
-        """Return the stacks of the worker's threads that it has written; empty if there are none yet."""
-        text, _, _ = self.memory[STACKS_AT:].partition(b"\0")
-        return text.decode("utf-8", "backslashreplace")
+        """Return the stacks of the worker's threads that it has written since begin_dump(); empty if there are none
+        yet."""
+        return self.memory[self._dump_at : self._end_of_text()].decode("utf-8", "backslashreplace")
+
+    def _end_of_text(self) -> int:
+        end = self.memory.find(b"\0", self._dump_at)
+        return PAGE_BYTES if end < 0 else end
 
     def close(self) -> None:
         """Close the descriptor, so that no other process can open the page. The memory is freed with its last view."""
@@ -306,11 +326,11 @@ class OwnStatusPage:
     def __init__(self, path: str) -> None:
         file, _, inode = path.partition("#")
         self.descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        """A descriptor at the start of the area for stacks: data written to it is stored there."""
+        """A descriptor in the area for stacks: data written to it is stored there, one text behind the other."""
         if str(os.fstat(self.descriptor).st_ino) != inode:
             os.close(self.descriptor)
             raise FileNotFoundError(f"{file} is another file than the page that was there")
-        self.memory = mmap.mmap(self.descriptor, PAGE_BYTES)
+        self.memory = mmap.mmap(self.descriptor, STACKS_AT)
         self._words = memoryview(self.memory)[: 8 * _WORDS].cast("q")
         self._measured = _measured_words(self.memory)
         self._waits_since_ns = 0  # 0: the main thread does not wait
@@ -353,6 +373,11 @@ class OwnStatusPage:
 
     def enable_dump(self) -> None:
         self._words[_CAN_DUMP] = 1
+
+
+def _page_boundary(offset: int) -> int:
+    """Return the last boundary of a page of memory that is not behind the offset."""
+    return offset - offset % mmap.PAGESIZE
 
 
 def _measured_words(memory: mmap.mmap) -> memoryview[int]:

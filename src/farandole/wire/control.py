@@ -1,7 +1,7 @@
 """Messages between a user's command and the coordinator: requests, answers, and the status of a job.
 
 They use the same authenticated connection as an agent's messages; the first message tells which of the two has dialed.
-coordinator/control_requests.py makes a Status, coordinator/server.py answers, launch/control_commands.py asks.
+coordinator/control_requests.py makes a Status, coordinator/server.py answers, launch/control_client.py asks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,17 @@ class Subscribe(Message, frozen=True):
     after: int = 0
 
 
-ClientMessage: TypeAlias = ClientHello | AskStatus | AskScale | AskDrain | AskUndrain | Subscribe
+class AskStacks(Message, frozen=True):
+    """Request the stacks of all threads of these workers now. Answer: a StacksOfWorker for each of them, in any order,
+    within STACKS_S seconds. Other requests on the same connection are answered as usual, in between."""
+
+    workers: tuple[str, ...]
+
+
+STACKS_S = 10.0
+"""Seconds within which each worker of an AskStacks is answered for."""
+
+ClientMessage: TypeAlias = ClientHello | AskStatus | AskScale | AskDrain | AskUndrain | Subscribe | AskStacks
 
 
 # Coordinator -> command -----------------------------------------------------------------------------------------------
@@ -218,7 +228,21 @@ class EventRecord(Message, frozen=True):
     fields: dict[str, str | int | float | bool | tuple[str, ...] | None]
 
 
-ToClient: TypeAlias = Status | Accepted | Declined | EventRecord
+class StacksOfWorker(Message, frozen=True):
+    """The stacks of the threads of one worker.
+
+    Attributes:
+        worker: Its name.
+        text: The stacks, as faulthandler writes them; empty: there are none.
+        problem: Why there are none; empty: there are.
+    """
+
+    worker: str
+    text: str
+    problem: str = ""
+
+
+ToClient: TypeAlias = Status | Accepted | Declined | EventRecord | StacksOfWorker
 
 
 def is_scaled(status: Status, size: int) -> bool:

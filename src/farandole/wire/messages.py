@@ -23,7 +23,7 @@ from farandole.membership import (
     WorkerTelemetry,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -415,6 +415,20 @@ class WorkerMet(Message, frozen=True):
     has_met: bool
 
 
+class StacksWritten(Message, frozen=True):
+    """Answer to WriteStacks with this number.
+
+    Attributes:
+        text: The stacks, as faulthandler writes them; empty: there are none.
+        problem: Why there are none; empty: there are.
+    """
+
+    number: int
+    worker: str
+    text: str
+    problem: str = ""
+
+
 class Heartbeat(Message, frozen=True):
     """The agent is alive.
 
@@ -491,6 +505,7 @@ AgentMessage: TypeAlias = (
     | WorkerExited
     | SpawnFailed
     | WorkerMet
+    | StacksWritten
     | AgentLeaving
     | Heartbeat
     | WorkerPrinted
@@ -626,6 +641,14 @@ class Kill(Message, frozen=True):
     dumps_stacks: bool = False
 
 
+class WriteStacks(Message, frozen=True):
+    """Have a worker write the stacks of its threads; it continues. Answer: StacksWritten. Neither is sent again when
+    the connection ends: the one who wants to know asks again."""
+
+    number: int
+    worker: str
+
+
 class ForwardToWorkers(Message, frozen=True):
     """Send the same message to several workers of this agent."""
 
@@ -667,6 +690,7 @@ ToAgent: TypeAlias = (
     | CoordinatorHeartbeat
     | Spawn
     | Kill
+    | WriteStacks
     | ForwardToWorkers
     | StartWorkers
     | PartReceived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from farandole.coordinator.control_requests import FOR_EVER, status_of
+from farandole.coordinator.control_requests import FOR_EVER, JobSummary, status_of, summary_of
 from farandole.launch.control_commands import format_status
 from farandole.membership import WorkerTelemetry
 from farandole.wire.control import HostStatus, PastEvent, Status
@@ -102,3 +102,14 @@ def test_slots_that_are_missing_are_shown() -> None:
     text = "\n".join(format_status(status(ToldJob(3, slots=2))))
     assert "waiting for 1 more slot (2 of 3 are available)" in text
     assert "more slot" not in "\n".join(format_status(status(ToldJob(2, slots=2))))
+
+
+def test_the_summary_is_that_of_the_member_that_is_furthest() -> None:
+    told = ToldJob(3)
+    first = summary_of(told.job)
+    assert (first.state, first.step, first.members, first.wanted) == ("starting", None, 3, 3)
+    told.training().exited("w2")
+    steps = {"w0": 7, "w1": 8, "w2": 99}
+    measured = (WorkerTelemetry(epoch=epoch, trained=30, samples=100) for epoch in (1, 2, 9))
+    telemetry = dict(zip(("w0", "w1", "w2"), measured, strict=True))
+    assert summary_of(told.job, steps, telemetry) == JobSummary("regrouping", 8, 2, 30, 100, 2, 3)

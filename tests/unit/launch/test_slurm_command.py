@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -128,3 +129,14 @@ def test_shrink_without_added_nodes_says_so(commands: Commands, capsys: pytest.C
     commands.add_job("7")
     assert slurm_command(["shrink", "1"]) == NOT_DONE
     assert "no node was added to job 7" in capsys.readouterr().err
+
+
+def test_programs_get_the_numbers_as_json(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
+    commands.add_job("7")
+    commands.answer("sbatch", "12\\n")
+    assert slurm_command(["grow", "4", "--json"]) == DONE
+    told = json.loads(capsys.readouterr().out)
+    assert (told["job"], told["slurm_job"], told["nodes"]) == ("7", "12", 4)
+    commands.answer("squeue", "12_1|RUNNING|13\\n")
+    assert slurm_command(["shrink", "2", "--json"]) == DONE
+    assert json.loads(capsys.readouterr().out) == {"job": "7", "cancelled": ["12_1"], "missing": 1}

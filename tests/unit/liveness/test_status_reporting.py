@@ -81,6 +81,34 @@ def test_stacks_stand_in_the_page_as_far_as_they_fit() -> None:
     assert len(page.stacks()) == PAGE_BYTES - STACKS_AT
 
 
+def test_of_several_dumps_the_newest_one_is_read_and_the_memory_of_the_others_is_freed() -> None:
+    page = StatusPage()
+    own = OwnStatusPage(page.path)
+    os.write(own.descriptor, b"a long one\n" * 10_000)
+    assert page.begin_dump()
+    assert page.stacks() == ""
+    os.write(own.descriptor, b"a short one\n")
+    assert page.stacks() == "a short one\n", "of the older one nothing is behind it"
+    assert page.begin_dump()
+    os.write(own.descriptor, b"another\n")
+    assert page.stacks() == "another\n"
+    held = os.stat(page.path.partition("#")[0]).st_blocks * 512
+    assert held <= 4 * 4096
+    own.set_step(3, 41)
+    assert page.look() is not None, "the head of the page is what it was"
+
+
+def test_a_page_that_is_full_of_dumps_says_so() -> None:
+    page = StatusPage()
+    own = OwnStatusPage(page.path)
+    os.lseek(own.descriptor, PAGE_BYTES - 1000, os.SEEK_SET)
+    text = b"x" * 1000
+    page.memory[STACKS_AT : PAGE_BYTES - 1000] = b"y" * (PAGE_BYTES - 1000 - STACKS_AT)
+    assert os.write(own.descriptor, text) == len(text)
+    assert not page.begin_dump()
+    assert page.stacks() == ""
+
+
 def test_a_closed_page_cannot_be_opened_any_more() -> None:
     page = StatusPage()
     path = page.path

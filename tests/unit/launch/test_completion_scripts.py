@@ -1,0 +1,136 @@
+"""What shells complete: the words of the commands, their options and the values of these, from the parsers."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from farandole.launch.cli import _main_parser
+from farandole.launch.completion_command import all_commands
+from farandole.launch.completion_scripts import Value, bash_script, describe, fish_script, zsh_script
+from tests.support.terminal import OnTerminal
+
+LONG_S = 30.0
+# The words of a command line so far, as readline divides them, and then what the function finds.
+ASK = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _farandole; printf "%s\\n" "${COMPREPLY[@]}"'
+
+
+@functools.cache
+def script() -> str:
+    return bash_script(all_commands())
+
+
+def found(*words: str) -> set[str]:
+    """What bash offers for the last of these words."""
+    command = ["bash", "--norc", "-c", f"{script()}\n{ASK}", "bash", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True)
+    assert done.stderr == ""
+    return {line for line in done.stdout.splitlines() if line}
+
+
+def test_every_command_is_completed() -> None:
+    (action,) = (action for action in _main_parser()._actions if action.dest == "command")
+    assert {command.words[0] for command in all_commands() if command.words} == {*(action.choices or ())}
+    assert found("farandole", "s") == {"status", "stacks", "scale", "slurm"}
+    assert found("farandole", "to") == {"torchrun", "top"}
+    assert {"run", "agent", "page", "doctor", "completion"} < found("farandole", "")
+    assert found("farandole", "kubernetes", "") == {"manifest", "--help"}
+    assert found("farandole", "slurm", "g") == {"grow"}
+
+
+def test_options_are_those_of_the_command() -> None:
+    assert found("farandole", "run", "--progr") == {"--progress"}
+    assert found("farandole", "torchrun", "--nproc") == {"--nproc-per-node", "--nproc_per_node"}
+    assert found("horovodrun", "--check") >= {"--check-build", "--checkpoint"}
+    assert found("farandole", "stacks", "--a") == {"--all", "--address"}
+    assert found("farandole", "slurm", "grow", "2", "--job") == {"--job", "--job-file"}
+    assert found("farandole", "status", "--no-such") == set()
+
+
+def test_values_are_offered_after_a_space_or_an_equals_sign() -> None:
+    assert found("farandole", "run", "--progress", "") == {"auto", "never", "always"}
+    assert found("farandole", "run", "-np", "2", "--transport", "h") == {"hierarchical"}
+    assert found("farandole", "run", "--progress", "=", "ne") == {"never"}
+    assert found("farandole", "run", "--progress", "=") == {"auto", "never", "always"}
+    assert found("farandole", "run", "-np", "--") == set(), "any number may come here"
+    assert found("farandole", "completion", "") == {"bash", "zsh", "fish"}
+
+
+def test_a_value_is_not_taken_for_the_command_of_the_user() -> None:
+    wanted = {"--events"}
+    assert found("farandole", "run", "-H", "a", ":", "2", "--even") == wanted
+    assert found("farandole", "run", "--blacklist-cooldown-range", "1", "2", "--even") == wanted
+    assert found("farandole", "run", "--page", "--even") == wanted
+    assert found("farandole", "run", "--page", "=", "a", ":", "1", "--even") == wanted
+
+
+def test_the_options_of_the_users_command_are_its_own() -> None:
+    assert "bash" in found("farandole", "run", "-np", "2", "bas")
+    assert found("farandole", "run", "-np", "2", "python", "--even") == set()
+    assert found("farandole", "run", "-np", "2", "--", "--even") == set()
+    assert found("farandole", "torchrun", "train.py", "--progr") == set()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="it needs bash")
+def test_the_tabulator_completes_a_command_line_in_bash(tmp_path: Path) -> None:
+    file = tmp_path / "completion"
+    file.write_text(script())
+    (tmp_path / "my-job-file").touch()
+    command = ["bash", "--norc", "--noprofile", "-i"]
+    with OnTerminal(command, 200, {"TERM": "dumb", "PS1": "$ ", "INPUTRC": "/dev/null"}, tmp_path) as bash:
+        bash.wait_until(lambda screen: screen.last == "$ ", LONG_S)
+        bash.type(f"source {file}\n".encode())
+        bash.wait_until(lambda screen: screen.rows[-2:] == [f"$ source {file}", "$ "], LONG_S)
+        for typed, shown in (
+            (b"farandole torc\t", "farandole torchrun "),
+            (b"--standa\t", "farandole torchrun --standalone "),
+            (b"--progress=ne\t", "farandole torchrun --standalone --progress=never "),
+            (b"--events my-\t", "farandole torchrun --standalone --progress=never --events my-job-file "),
+        ):
+            bash.type(typed)
+            bash.wait_until(lambda screen, shown=shown: screen.last == f"$ {shown}", LONG_S)
+
+
+def test_kinds_of_values_follow_from_the_parser() -> None:
+    parser = argparse.ArgumentParser(description="Do it. And more.")
+    parser.add_argument("--file", metavar="FILE", help="a file (of any kind), 100%% of it")
+    parser.add_argument("--folder", metavar="DIR")
+    parser.add_argument("--path", type=Path, metavar="PLACE")
+    parser.add_argument("--mode", choices=("a", "b"))
+    parser.add_argument("--flag", action="store_true")
+    parser.add_argument("--maybe", nargs="?")
+    parser.add_argument("--two", nargs=2, metavar=("MIN", "MAX"))
+    parser.add_argument("--hidden", help=argparse.SUPPRESS)
+    parser.add_argument("what", choices=["do"])
+    parser.add_argument("folder", metavar="DIR", nargs="*")
+    command = describe(["do"], parser)
+    values = {option.flags[0]: option.value for option in command.options}
+    assert values["--file"] == Value(1, "files", (), "FILE")
+    assert (values["--folder"].kind, values["--path"].kind) == ("folders", "files")
+    assert values["--mode"] == Value(1, "words", ("a", "b"), "MODE")
+    assert [values[flag].count for flag in ("--flag", "--maybe", "--two")] == [0, 0, 2]
+    assert "--hidden" not in values
+    assert command.arguments == (Value(1, "folders", (), "DIR"),)
+    assert (command.name, command.help) == ("do", "Do it")
+    assert next(each.help for each in command.options if each.flags == ("--file",)) == "a file"
+
+
+@pytest.mark.parametrize(("shell", "make"), [("bash", bash_script), ("zsh", zsh_script), ("fish", fish_script)])
+def test_shells_can_read_their_scripts(shell: str, make: object, tmp_path: Path) -> None:
+    assert callable(make)
+    text = make(all_commands())
+    for command in all_commands():
+        assert all(word in text for word in command.words)
+        for option in command.options:
+            assert all(flag.lstrip("-") in text for flag in option.flags), option
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    file = tmp_path / "script"
+    file.write_text(text)
+    done = subprocess.run([shell, "-n", str(file)], capture_output=True, text=True, timeout=LONG_S)
+    assert (done.returncode, done.stderr) == (0, "")
