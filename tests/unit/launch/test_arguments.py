@@ -39,7 +39,7 @@ def test_flags_of_the_users_script_are_never_touched(words: list[str]) -> None:
 def test_every_option_arrives() -> None:
     text = (
         "--num-proc 4 --min-num-proc 2 --max-num-proc 8 --restarts 5 --elastic-timeout 10 --start-timeout 20 "
-        "--spares 2 --fork-server on --max-restarts 3 "
+        "--spares 2 --fork-server on --max-restarts 3 --progress never "
         "--detection-budget 0.5 --grace 0 --host ::1 --port 4711 --output-filename out -prefix-timestamp --verbose sh"
     )
     options = parse_run(text.split())
@@ -48,7 +48,7 @@ def test_every_option_arrives() -> None:
     assert [note.split(":")[0] for note in options.notes] == ["--fork-server on has no effect"]
     assert (options.host, options.port, options.command) == ("::1", 4711, ("sh",))
     assert (options.output_directory, options.prefix_timestamp) == (Path("out"), True)
-    assert (options.loudness, options.fork_server) == ("VERBOSE", "on")
+    assert (options.loudness, options.fork_server, options.progress) == ("VERBOSE", "on", "never")
 
 
 def test_a_job_of_pods_fills_their_slots_and_has_none_of_its_own(tmp_path: Path) -> None:

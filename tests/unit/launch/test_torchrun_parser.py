@@ -53,6 +53,10 @@ def test_a_script_keeps_its_own_arguments() -> None:
     assert (options.workers, options.nodes, options.name) == (2, 1, SCRIPT)
 
 
+def test_the_progress_line_is_chosen_as_for_farandole_run() -> None:
+    assert (parsed().progress, parsed("--progress", "always").progress) == ("auto", "always")
+
+
 def test_a_module_and_a_program_are_run_as_torchrun_does() -> None:
     module = parse_torchrun(["-m", "json.tool", "x"], NO_SETTINGS)
     assert module.command == (sys.executable, "-u", "-m", "json.tool", "x")
