@@ -12,7 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# No example has a time limit of its own: on a busy machine each may take a second.
+hypothesis.settings.register_profile("farandole", deadline=None)
+hypothesis.settings.load_profile("farandole")
 
 
 @pytest.hookimpl(tryfirst=True)
