@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-hosts test-engines test-page test-gpu chaos gallery chaos-report chaos-lost soak schedules fuzz mutate matrix check format bench paths docs dist clean
+.PHONY: help demo test test-hosts test-engines test-page test-trackers test-gpu chaos gallery chaos-report chaos-lost soak schedules fuzz mutate matrix check format bench paths docs dist clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -12,9 +12,9 @@ help:  ## what there is
 demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 	@$(BIN)/python examples/digits/demo.py
 
-test: $(READY)  ## all tests but the long chaos runs and those of the engines and of the browser; LANES=3 files at a time
+test: $(READY)  ## all tests but the long chaos runs and those of the engines, of the browser and of trackers; LANES=3 files at a time
 	@echo "Running the tests, with real processes and real kills; this takes some ten minutes ..."
-	@$(BIN)/python -m pytest -n $${LANES:-3} --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser
+	@$(BIN)/python -m pytest -n $${LANES:-3} --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser --ignore tests/trackers
 
 test-hosts: $(READY)  ## of the engines' tests those that this machine has the programs for: sshd, Slurm, mpirun; installs nothing
 	@echo "Running the tests of hosts that are started by ssh, Slurm or mpirun, as far as these are installed ..."
@@ -43,6 +43,13 @@ test-page: $(READY)  ## the page in Chromium and in Prometheus, and the notebook
 	@echo $(CURDIR)/.venv/lib/python*/site-packages > "$$(echo .venv-browser/lib/python*/site-packages)/farandole-dev.pth"
 	@.venv-browser/bin/python -m pip install --quiet --disable-pip-version-check -r tests/browser/requirements.txt
 	@PATH="$(CURDIR)/.venv-browser/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" PAGE_PICTURES="$(PICTURES)" .venv-browser/bin/python -m pytest -s tests/browser tests/unit/page tests/integration/test_notebook.py
+
+test-trackers: $(READY)  ## the recipes for TensorBoard, MLflow and Weights & Biases, and the loggers of Lightning and transformers; installs them in .venv-trackers
+	@test -x .venv-trackers/bin/python || $(BIN)/python -m venv .venv-trackers
+	@echo $(CURDIR)/.venv/lib/python*/site-packages > "$$(echo .venv-trackers/lib/python*/site-packages)/farandole-dev.pth"
+	@echo "Installing the trackers into .venv-trackers ..."
+	@.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check -r tests/trackers/requirements.txt
+	@PATH="$(CURDIR)/.venv-trackers/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" .venv-trackers/bin/python -m pytest tests/trackers
 
 test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of an environment with CUDA
 	@PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests/gpu tests/integration/test_transports.py
@@ -100,7 +107,7 @@ dist: $(READY)  ## wheel and sdist, checked as for a release: twine, an installa
 	@$(BIN)/python -m tests.release.run
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv .venv-browser .venv-engines .venv-dist .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	@rm -rf .venv .venv-browser .venv-engines .venv-trackers .venv-dist .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose

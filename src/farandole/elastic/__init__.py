@@ -15,9 +15,11 @@ from farandole.state.metadata import (
     get_handler_registry,
     set_handler_registry,
 )
+from farandole.state.metrics_file import MetricsReader
 from farandole.state.object_state import ObjectState, State
 from farandole.state.step_state import StepState
 from farandole.state.torch_state import TorchState
+from farandole.state.tracker import MetricsWriter, Tracker
 from farandole.worker.host_update_listeners import notification_manager
 from farandole.worker.run_loop import run, run_fn
 
@@ -27,6 +29,8 @@ __all__ = [
     "ElasticSampler",
     "EvalLoader",
     "HostUpdateResult",
+    "MetricsReader",
+    "MetricsWriter",
     "ModelStateHandler",
     "ObjectState",
     "OptimizerStateHandler",
@@ -40,6 +44,7 @@ __all__ = [
     "Stratified",
     "StreamLoader",
     "TorchState",
+    "Tracker",
     "Weighted",
     "get_handler_registry",
     "notification_manager",

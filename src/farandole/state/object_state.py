@@ -25,6 +25,7 @@ from farandole.state.deep_copy import deep_copy
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.metadata import pack_metadata
 from farandole.state.packing import Packed
+from farandole.state.tracker import Tracker
 
 logger = logging.getLogger("farandole")
 
@@ -101,6 +102,9 @@ class State:
         self.reset()
         for callback in self._reset_callbacks:
             callback()
+        for value in list(vars(self).values()):
+            if isinstance(value, Tracker):
+                value.regrouped()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Note that hosts came or will go; may be called from any thread.

@@ -1,0 +1,164 @@
+"""The file of a Tracker: a CSV file to which one worker appends, and which other processes read while it grows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+from farandole.errors import ConfigError
+
+_COLUMNS = ("run", "step", "name", "value")
+_HEADER = ",".join(_COLUMNS) + "\n"
+_LOOK_EVERY_S = 0.2
+
+Row = tuple[str, int, str, float]
+
+
+class MetricsFile:
+    """The end that writes. A record, the values of a step, is appended with one system call, so it is in the file when
+    the process is killed afterwards."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._run = ""
+        self._descriptor: int | None = None
+
+    def open(self, run: str) -> dict[str, int]:
+        """Open the file, and return the newest step of each name that it has of this run.
+
+        A line that a killed process has left incomplete is removed.
+
+        Raises:
+            ConfigError: The file is not one of a Tracker.
+            OSError: It cannot be written.
+        """
+        self.close()
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
+            newest: dict[str, int] = {}
+            for row_run, step, name, _ in parse(data[:whole], self.path):
+                if row_run == run:
+                    newest[name] = max(step, newest.get(name, step))
+            os.ftruncate(descriptor, whole)
+            if not whole:
+                os.write(descriptor, _HEADER.encode())
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._run, self._descriptor = run, descriptor
+        return newest
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the values of a step."""
+        assert self._descriptor is not None
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows((self._run, step, name, repr(value)) for name, value in values.items())
+        os.write(self._descriptor, text.getvalue().encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def parse(data: bytes, path: str) -> Iterator[Row]:
+    """Yield the rows of whole lines. Raises ConfigError for a file that is not one of a Tracker."""
+    if not data:
+        return
+    lines = csv.reader(io.StringIO(data.decode("utf-8", "replace")))
+    try:
+        for line in lines:
+            if tuple(line) != _COLUMNS:
+                run, step, name, value = line
+                yield run, int(step), name, float(value)
+    except (ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"{path} is not a file of a Tracker, whose columns are {_HEADER.strip()}: {error}; give the Tracker the "
+            f"path of a file of its own"
+        ) from None
+
+
+class MetricsReader:
+    """Reads the file of a `Tracker` in another process, also while the job writes it.
+
+    Each value comes once, whatever happened to the worker that writes. A process that feeds a tracker such as
+    TensorBoard, MLflow or Weights & Biases with it keeps one run open, however often the workers change
+    ([logging](logging.md)).
+
+    Args:
+        path: The file. It need not exist yet.
+        from_start: Also read what the file has of its newest run already; else only what is appended after now.
+
+    Raises:
+        OSError: The file exists and cannot be examined.
+
+    Examples:
+        ```python
+        metrics = fd.elastic.MetricsReader("metrics.csv", from_start=True)
+        losses = {step: values["loss"] for step, values in metrics.read() if "loss" in values}
+        ```
+    """
+
+    def __init__(self, path: str | os.PathLike[str], from_start: bool = False) -> None:
+        self._path = os.fspath(path)
+        self._run = ""
+        self._newest: dict[str, int] = {}
+        self._position = 0
+        if not from_start and os.path.exists(self._path):
+            self._position = os.path.getsize(self._path)
+
+    def read(self) -> list[tuple[int, dict[str, float]]]:
+        """Return what was not returned before: steps, and their values by name.
+
+        Raises:
+            ConfigError: The file is not one of a Tracker.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._position += whole
+        records: list[tuple[int, dict[str, float]]] = []
+        for run, step, name, value in parse(data[:whole], self._path):
+            if run != self._run:  # another job, or the same one from its beginning
+                self._run, self._newest = run, {}
+                records.clear()
+            if step <= self._newest.get(name, -1):
+                continue
+            self._newest[name] = step
+            if not records or records[-1][0] != step:
+                records.append((step, {}))
+            records[-1][1][name] = value
+        return records
+
+    def follow(self, is_over: Callable[[], object]) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield steps and their values by name, as they are written, until the job is over and all of them have come.
+
+        Args:
+            is_over: Returns whether the job is over: something else than None and False, so that it may be the method
+                poll() of a subprocess.Popen.
+
+        Returns:
+            An iterator, which waits for new values.
+
+        Raises:
+            ConfigError: The file is not one of a Tracker.
+        """
+        pause = threading.Event()
+        while True:
+            result = is_over()
+            yield from self.read()
+            if result is not None and result is not False:
+                return
+            pause.wait(_LOOK_EVERY_S)

@@ -1,0 +1,175 @@
+"""The numbers of each step are written once, whichever worker is rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from farandole.collectives import world
+from farandole.errors import ConfigError
+from farandole.state import tracker as tracker_module
+from farandole.state.metrics_file import MetricsFile, MetricsReader
+from farandole.state.tracker import Tracker
+
+STEPS = {1: {"loss": 0.5, "lr": 0.1}, 2: {"loss": 1 / 3}, 3: {"loss": 1e-300, "lr": float("inf")}}
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that makes this process a rank of a world."""
+
+    class Placed:
+        def __init__(self, rank: int) -> None:
+            self.placement = self
+            self.rank = rank
+
+    def place(rank: int) -> None:
+        monkeypatch.setattr(world, "current", lambda: Placed(rank))
+
+    place(0)
+    return place
+
+
+def content(path: Path) -> list[tuple[int, dict[str, float]]]:
+    return MetricsReader(path, from_start=True).read()
+
+
+def test_values_come_back_as_they_were(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "m.csv")
+    for step, values in STEPS.items():
+        tracker.log(step, **values)
+    tracker.log(4, **{'a "name", quoted': torch.tensor(0.1, dtype=torch.float64, requires_grad=True)})
+    assert content(tmp_path / "m.csv") == [*STEPS.items(), (4, {'a "name", quoted': 0.1})]
+
+
+def test_only_rank_0_opens_the_file(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    as_rank(1)
+    tracker = Tracker(tmp_path / "m.csv")
+    tracker.log(1, loss=1)
+    tracker.regrouped()
+    assert not (tmp_path / "m.csv").exists()
+
+
+def test_the_next_rank_0_writes_what_the_former_one_has_not(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    first, second = Tracker(tmp_path / "m.csv"), Tracker(tmp_path / "m.csv")
+    second.load_state_dict(first.state_dict())  # at the bootstrap
+    first.log(1, loss=1)
+    first.log(2, loss=2)
+    as_rank(1)
+    for step in (1, 2, 3):
+        second.log(step, loss=step)
+    as_rank(0)
+    second.regrouped()
+    assert content(tmp_path / "m.csv") == [(1, {"loss": 1}), (2, {"loss": 2}), (3, {"loss": 3})]
+
+
+def test_a_step_that_was_copied_from_another_worker_is_written(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    """The new rank 0 has not applied step 2 itself, and so has not logged it."""
+    ahead, behind = Tracker(tmp_path / "m.csv"), Tracker(tmp_path / "m.csv")
+    as_rank(1)
+    behind.load_state_dict(ahead.state_dict())
+    for each, steps in ((ahead, (1, 2)), (behind, (1,))):
+        for step in steps:
+            each.log(step, loss=step)
+    as_rank(0)
+    behind.load_state_dict(ahead.state_dict())
+    behind.log(3, loss=3)  # without regrouped(): under the commit rule it comes before the state
+    assert [step for step, _ in content(tmp_path / "m.csv")] == [1, 2, 3]
+
+
+def test_the_state_has_the_newest_records_only(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "m.csv")
+    for step in range(100):
+        tracker.log(step, loss=step)
+    records = tracker.state_dict()["records"]
+    assert list(records) == list(range(84, 100))
+    other = Tracker(tmp_path / "m.csv")
+    other.load_state_dict(tracker.state_dict())
+    assert other.state_dict() == tracker.state_dict()
+
+
+def test_a_worker_keeps_a_bounded_number_of_records(
+    as_rank: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker_module, "_KEPT", 10)
+    as_rank(1)
+    tracker = Tracker(tmp_path / "m.csv")
+    for step in range(100):
+        tracker.log(step, loss=step)
+    as_rank(0)
+    tracker.regrouped()
+    assert [step for step, _ in content(tmp_path / "m.csv")] == list(range(90, 100))
+
+
+def test_the_first_value_of_a_step_and_a_name_counts(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "m.csv")
+    tracker.log(1, loss=1)
+    tracker.log(1, loss=2, accuracy=3)
+    tracker.log(0, loss=4)
+    assert content(tmp_path / "m.csv") == [(1, {"loss": 1, "accuracy": 3})]
+
+
+def test_a_line_that_was_not_completed_is_removed(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    path = tmp_path / "m.csv"
+    tracker = Tracker(path)
+    tracker.log(1, loss=1)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[-12:-1])
+    assert content(path) == [(1, {"loss": 1})]
+    tracker.close()
+    tracker.log(2, loss=2)
+    assert content(path) == [(1, {"loss": 1}), (2, {"loss": 2})]
+
+
+def test_another_job_appends_a_run_and_readers_take_the_newest(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    path = tmp_path / "m.csv"
+    old = Tracker(path)
+    old.log(5, loss=5)
+    reader = MetricsReader(path)
+    new = Tracker(path)
+    new.log(1, loss=1)
+    assert content(path) == reader.read() == [(1, {"loss": 1})]
+    resumed = Tracker(path)
+    resumed.load_state_dict(old.state_dict())  # from a checkpoint of the first job
+    resumed.log(5, loss=7)
+    resumed.log(6, loss=6)
+    assert reader.read() == [(6, {"loss": 6})]
+
+
+def test_a_reader_drops_what_two_workers_have_written(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    """A machine that is cut off writes a step, and the next rank 0 does so as well."""
+    file = MetricsFile(tmp_path / "m.csv")
+    file.open("run")
+    for step in (1, 2, 2, 3):
+        file.write(step, {"loss": step})
+    assert [step for step, _ in content(tmp_path / "m.csv")] == [1, 2, 3]
+
+
+def test_following_ends_with_the_job_and_misses_nothing(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "m.csv")
+    reader = MetricsReader(tmp_path / "m.csv")  # the file is not there yet
+    codes = [None, None, 0]
+
+    def poll() -> int | None:
+        step = 3 - len(codes)
+        if step:
+            tracker.log(step, loss=step)
+        return codes.pop(0)
+
+    assert [step for step, _ in reader.follow(poll)] == [1, 2]
+
+
+def test_a_file_of_something_else_is_refused(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text("step,loss\n1,0.5\n")
+    with pytest.raises(ConfigError, match=r"run,step,name,value.*a file of its own"):
+        Tracker(tmp_path / "m.csv").log(1, loss=1)
+    assert (tmp_path / "m.csv").read_text() == "step,loss\n1,0.5\n"
+
+
+def test_a_value_that_is_no_number_is_refused(as_rank: Callable[[int], None], tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path / "m.csv")
+    with pytest.raises(TypeError, match=r"log\(loss=\.\.\.\).*got Tensor"):
+        tracker.log(1, loss=torch.zeros(2))
