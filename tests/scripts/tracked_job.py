@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,28 +21,41 @@ STEPS = STEPS_PER_EPOCH * EPOCHS
 
 
 class Faults:
-    """Ends rank 0, each time in a later generation, so that another worker has joined before."""
+    """Ends rank 0 four times, each time when the others are whole again, but for the last one."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size
         self._recovered: set[str] = set()
 
-    def end_rank_0(self, name: str, is_due: bool, number: int) -> None:
+    def before_the_log(self, step: int, last: int = 0) -> None:
+        """To call when the step is applied, and not logged yet. `last`: the last step, behind which no log() comes."""
+        self._end_rank_0("before the log", step == 9, signal.SIGKILL)
+        if step > 9 and not self._has_recovered("before the log"):
+            self._wait(step)
+        if step > 21 and not self._has_recovered("behind the log"):
+            self._wait(step)
+        self._end_rank_0("leaving", step > 30 and self._has_recovered("behind the log"), signal.SIGTERM)
+        self._end_rank_0("in the last step", step == last, signal.SIGKILL)
+
+    def behind_the_log(self, step: int) -> None:
+        """To call when the step is logged."""
+        self._end_rank_0("behind the log", step > 20 and self._has_recovered("before the log"), signal.SIGKILL)
+
+    def _end_rank_0(self, name: str, is_due: bool, number: int) -> None:
         marker = self._folder / f"ended-{name}"
         if is_due and fd.rank() == 0 and not marker.exists():
             marker.touch()
             os.kill(os.getpid(), number)
 
-    def has_recovered(self, name: str) -> bool:
+    def _has_recovered(self, name: str) -> bool:
         """Whether rank 0 was ended there, and all workers were in the job again since."""
         if (self._folder / f"ended-{name}").exists() and fd.size() == self._size:
             self._recovered.add(name)
         return name in self._recovered
 
-    def wait(self, is_there: Callable[[], bool], step: int) -> None:
-        """Take more and more time until it is."""
-        if not is_there():
-            time.sleep(0.02 * 1.12**step)
+    def _wait(self, step: int) -> None:
+        """Take more and more time, so that what is waited for happens before the job is over."""
+        time.sleep(0.02 * 1.12**step)
 
 
 def main() -> None:
@@ -78,25 +90,13 @@ def main() -> None:
                     scheduler.step()
                     records.after_step(state)
                     if options.faults:
-                        disturb(state.step)
+                        faults.before_the_log(state.step, STEPS)
                     loss = F.mse_loss(model(x), y).detach()
                     tracker.log(state.step, loss=loss, lr=scheduler.get_last_lr()[0])
                     if options.faults:
-                        is_whole = faults.has_recovered("before the log")
-                        faults.end_rank_0("behind the log", state.step > 20 and is_whole, signal.SIGKILL)
+                        faults.behind_the_log(state.step)
             weight = next(model.parameters())
             tracker.log(state.step, **{"epoch/weight": weight.norm()})
-
-    def disturb(step: int) -> None:
-        """The last one is in the last step, behind which no other log() of this name comes."""
-        faults.end_rank_0("before the log", step == 9, signal.SIGKILL)
-        if step > 9:
-            faults.wait(lambda: faults.has_recovered("before the log"), step)
-        if step > 21:
-            faults.wait(lambda: faults.has_recovered("behind the log"), step)
-        is_whole = faults.has_recovered("behind the log")
-        faults.end_rank_0("leaving", step > 30 and is_whole, signal.SIGTERM)
-        faults.end_rank_0("in the last step", step == STEPS, signal.SIGKILL)
 
     train(state)
     records.at_end(state)

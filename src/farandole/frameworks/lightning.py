@@ -6,13 +6,17 @@ It relies on Lightning's loops, which are not a public interface: pyproject.toml
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import Precision
@@ -25,12 +29,16 @@ from farandole.collectives.agreement import any as any_worker, mean
 from farandole.collectives.named.objects import broadcast_object
 from farandole.elastic import TorchState
 from farandole.errors import ConfigError
+from farandole.frameworks import board_folder
+from farandole.frameworks.board_folder import BoardTracker
 from farandole.frameworks.feed import Feed
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.state import loop_hooks
+from farandole.state.tracker import MetricsWriter, Tracker
+from farandole.worker import context
 from farandole.worker.context import device, local_rank
 
-__all__ = ["FarandoleStrategy", "Trainer"]
+__all__ = ["FarandoleStrategy", "TrackerLogger", "Trainer"]
 
 _OURS = {
     "strategy": "Farandole sets the strategy",
@@ -60,7 +68,8 @@ class Trainer(pl.Trainer):
     - `self.log(..., sync_dist=True)` gives the mean of the workers' values. When a worker is lost in it, or in another
       collective of the module's, the step is repeated; after the last batch of an epoch, hooks that were not called
       yet are skipped.
-    - Rank 0 writes checkpoints and logs. When workers are lost, another worker may become rank 0 and does so.
+    - Rank 0 writes checkpoints and logs. When workers are lost, another worker may become rank 0 and does so. A
+      TensorBoardLogger then continues in the same folder, with each point once; for other loggers see TrackerLogger.
     - A worker that joins sees on_train_start, and no on_train_epoch_start of an epoch in which it joins; so does, now
       and then, a survivor of a fault.
 
@@ -156,13 +165,20 @@ class ElasticFitLoop(_FitLoop):
             self.epoch_loop.val_loop.setup_data()
             trainer.training = True
         schedulers = {f"scheduler_{i}": each.scheduler for i, each in enumerate(trainer.lr_scheduler_configs)}
-        state: Any = TorchState(
-            model=trainer.lightning_module,
-            optimizer=strategy.optimizers[0],
-            loader=feed.loader,
-            callbacks=_Callbacks(trainer),
-            **schedulers,
-        )
+        with _tracked(trainer.loggers) as trackers:
+            values: dict[str, Any] = {f"tracker_{i}": each for i, each in enumerate(trackers)}
+            state: Any = TorchState(
+                model=trainer.lightning_module,
+                optimizer=strategy.optimizers[0],
+                loader=feed.loader,
+                callbacks=_Callbacks(trainer),
+                **schedulers,
+                **values,
+            )
+            self._train(feed, state)
+
+    def _train(self, feed: Feed, state: Any) -> None:
+        trainer, strategy = self.trainer, self.trainer.strategy
         state.register_reset_callbacks([strategy.take_rank])
         strategy.feed = feed
         epochs = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else 2**31
@@ -231,6 +247,112 @@ class _Callbacks:
                 each.load_state_dict(saved["states"][each.state_key])
 
 
+# Loggers over regroups ------------------------------------------------------------------------------------------------
+
+
+class TrackerLogger(Logger):  # type: ignore[misc]
+    """A logger of Lightning that writes with a Tracker: each step once, whichever worker is rank 0.
+
+    Args:
+        target: The path of a file that all hosts see, or another target of a Tracker.
+
+    Raises:
+        ConfigError, OSError: While training, as from `Tracker`.
+
+    Examples:
+        ```python
+        from farandole.frameworks.lightning import TrackerLogger, Trainer
+
+        trainer = Trainer(max_epochs=1, logger=TrackerLogger("metrics.csv"), enable_checkpointing=False)
+        ```
+    """
+
+    def __init__(self, target: str | os.PathLike[str] | MetricsWriter) -> None:
+        super().__init__()
+        self.tracker = Tracker(target)
+        self._folder = str(Path(target).parent) if isinstance(target, str | os.PathLike) else None
+
+    @property
+    def name(self) -> str:
+        return "tracker"
+
+    @property
+    def version(self) -> str:
+        return ""  # ModelCheckpoint makes a folder of it, and it is not known in time
+
+    @property
+    def save_dir(self) -> str | None:
+        return self._folder
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: a Tracker has numbers by step."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.tracker.log(step or 0, **{name: value for name, value in metrics.items() if _is_number(value)})
+
+
+class _Board:
+    """A TensorBoardLogger as a BoardTracker needs it. During training its log_metrics() is replaced by this one."""
+
+    def __init__(self, logger: TensorBoardLogger) -> None:
+        self._logger, self._log_metrics = logger, logger.log_metrics
+        self._kwargs = dict(logger._kwargs)
+        self.tracker = BoardTracker(self)
+
+    @property
+    def place(self) -> Any:
+        return self._logger.version
+
+    @place.setter
+    def place(self, version: Any) -> None:
+        self._logger._version = version
+
+    @property
+    def folder(self) -> str:
+        return str(self._logger.log_dir)
+
+    def name_files(self, suffix: str) -> None:
+        self._logger._kwargs = {**self._kwargs, "filename_suffix": self._kwargs.get("filename_suffix", "") + suffix}
+        self.close()  # Lightning has opened a file before the training, for hyperparameters
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        self._log_metrics(values, step)
+        self._logger.experiment.flush()
+
+    def close(self) -> None:
+        if self._logger._experiment is not None:
+            self._logger._experiment.close()
+            self._logger._experiment = None
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        numbers = {name: value for name, value in metrics.items() if _is_number(value)}
+        self.tracker.log(step or 0, **numbers)
+        others = {name: value for name, value in metrics.items() if name not in numbers}
+        if others:
+            self._log_metrics(others, step)
+
+    def restore(self) -> None:
+        del self._logger.log_metrics
+        self._logger._kwargs = self._kwargs
+
+
+@contextmanager
+def _tracked(loggers: list[Any]) -> Iterator[list[Tracker]]:
+    """Let the loggers write each point once within the `with`; yield their trackers."""
+    boards = [_Board(each) for each in loggers if type(each) is TensorBoardLogger and board_folder.can_read()]
+    for board in boards:
+        board._logger.log_metrics = board.log_metrics
+    try:
+        yield [each.tracker for each in (*loggers, *boards) if isinstance(each, TrackerLogger | _Board)]
+    finally:
+        for board in boards:
+            board.restore()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | torch.Tensor)
+
+
 def _count(tracker: Any, begun: int, done: int) -> None:
     """Set the counts of a tracker, which has two to four of these."""
     for name, number in (("ready", begun), ("started", begun), ("processed", done), ("completed", done)):
@@ -261,7 +383,7 @@ class FarandoleStrategy(Strategy):
 
     def take_rank(self) -> None:
         """Copy the rank to the global variables with which Lightning decides which process may print and write."""
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = fabric_rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.global_rank)
 
     # Placement -------------------------------------------------------------------------------------------
 
@@ -279,7 +401,9 @@ class FarandoleStrategy(Strategy):
 
     @property
     def is_global_zero(self) -> bool:
-        return self.global_rank == 0
+        job = context.job()
+        is_outside = job is not None and job.is_newcomer()  # its world is itself alone, until it joins
+        return self.global_rank == 0 and not is_outside
 
     @property
     def root_device(self) -> torch.device:

@@ -97,7 +97,7 @@ class Tracker:
 
     def __init__(self, target: str | os.PathLike[str] | MetricsWriter) -> None:
         self._writer: MetricsWriter = MetricsFile(target) if isinstance(target, str | os.PathLike) else target
-        self._run = secrets.token_hex(4)
+        self.run = secrets.token_hex(4)
         self._records: dict[int, dict[str, float]] = {}
         self._written: dict[str, int] | None = None  # newest step by name; None: this worker has not opened the target
         self._has_received = False  # records of another worker, which may have to be written
@@ -144,12 +144,12 @@ class Tracker:
     def state_dict(self) -> dict[str, Any]:
         """Return the newest records: a worker may lack those of a step that others have applied."""
         newest = list(islice(reversed(self._records.items()), _IN_STATE))
-        return {"run": self._run, "records": {step: dict(values) for step, values in reversed(newest)}}
+        return {"run": self.run, "records": {step: dict(values) for step, values in reversed(newest)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Add records to those that this worker has."""
-        if self._run != state["run"]:  # another worker's is the job's; or that of a checkpoint
-            self._run = state["run"]
+        if self.run != state["run"]:  # another worker's is the job's; or that of a checkpoint
+            self.run = state["run"]
             self.close()
         is_new = False
         for step, values in state["records"].items():
@@ -174,7 +174,7 @@ class Tracker:
         if not self._records:
             return
         if self._written is None:
-            self._written = dict(self._writer.open(self._run))
+            self._written = dict(self._writer.open(self.run))
         for step, values in self._records.items():
             self._write(step, values)
         self._has_received = False
