@@ -30,11 +30,13 @@ def test_fit_survives_a_kill_and_a_join_and_ends_with_the_model_of_one_process(t
 
 
 def test_a_scheduler_made_for_the_estimated_steps_sees_all_of_them(tmp_path: Path) -> None:
-    """Lightning's usual recipe asks for the number of steps in configure_optimizers(), before fit() begins to train."""
-    script = (sys.executable, str(SCRIPTS / "lightning_job.py"), "--one-cycle", "--micro-batch-size", "2")
+    """Lightning's usual recipe asks for the number of steps in configure_optimizers(), before fit() begins to train. In
+    mixed precision, whose roundings must be the same on all workers."""
+    script = (sys.executable, str(SCRIPTS / "lightning_job.py"), "--one-cycle", "--micro-batch-size", "2", "--bfloat16")
     folders = ("--folder", str(tmp_path), "--records", str(tmp_path))
     job = farandole_run("-np", "3", *script, "--max-epochs", "2", "--max-steps", "17", *folders, timeout_s=180)
     assert job.returncode == 0, job.stderr
     ends = Proof(tmp_path).ends()
     assert [(end["estimated"], end["result"], end["scheduler_last_epoch"]) for end in ends] == [(17, 17, 17)] * 3
     assert len({end["parameters"] for end in ends}) == 1
+    assert {end["computed_with"] for end in ends} == {"torch.bfloat16"}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from farandole.testing.proof import Proof
 from tests.scripts.framework_model import EPOCHS, STEPS_PER_EPOCH
 from tests.support.framework_jobs import train_with_a_kill_and_a_join
+from tests.support.jobs import SCRIPTS, farandole_run
 
 pytest.importorskip("transformers")
 
@@ -22,3 +26,20 @@ def test_train_survives_a_kill_and_a_join_and_ends_with_the_model_of_one_process
     assert len({end["best"] for end in ends}) == 1
     saved = {path.name for path in (tmp_path / "saved").iterdir()}
     assert saved == {f"checkpoint-{STEPS_PER_EPOCH * (epoch + 1)}" for epoch in range(EPOCHS)}
+
+
+def test_all_workers_end_with_the_best_model_when_rank_0_is_killed_while_it_is_written(tmp_path: Path) -> None:
+    """With `train_dataset`, bf16 and `load_best_model_at_end`; the best model is that of the second of four epochs."""
+    script = (sys.executable, str(SCRIPTS / "transformers_settings_job.py"), "--folder", str(tmp_path))
+    job = farandole_run("-np", "2", *script, timeout_s=110)
+    assert job.returncode == 0, job.stderr
+    assert (tmp_path / "killed").exists()
+    ends = Proof(tmp_path).ends()
+    best = tmp_path / f"checkpoint-{2 * STEPS_PER_EPOCH}"
+    assert {(end["end"], end["best"], end["computed_with"]) for end in ends} == {
+        (EPOCHS * STEPS_PER_EPOCH, str(best), "torch.bfloat16")
+    }
+    assert len({end["parameters"] for end in ends}) == 1
+    assert load_file(best / "model.safetensors")["net.0.weight"].flatten()[:5].tolist() == ends[0]["first"]
+    complete = {path.parent.name for path in tmp_path.glob("checkpoint-*/trainer_state.json")}
+    assert complete == {f"checkpoint-{STEPS_PER_EPOCH * (epoch + 1)}" for epoch in range(EPOCHS)}

@@ -24,6 +24,9 @@ class Module(pl.LightningModule):
     def __init__(self, options: argparse.Namespace, loader: fd.elastic.DataLoader) -> None:
         super().__init__()
         self.net, self.options = network(), options
+        if options.bfloat16:
+            self.net.float()
+        self.computed_with: str | None = None
         self.loader = loader
         self.records = Records(options.records)
         self.batches_seen: list[int] = []
@@ -45,7 +48,9 @@ class Module(pl.LightningModule):
         self.records.before_step(self.place())
         wait_for(self.options.slow_below, fd.generation(), self.global_step)
         images, labels = batch
-        loss = F.cross_entropy(self.net(images), labels)
+        logits = self.net(images)
+        self.computed_with = str(logits.dtype)
+        loss = F.cross_entropy(logits, labels)
         self.log("loss", loss, sync_dist=self.options.sync_dist, on_step=True, on_epoch=True)
         return loss
 
@@ -67,6 +72,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--sync-dist", action="store_true")
     parser.add_argument("--one-cycle", action="store_true")
+    parser.add_argument("--bfloat16", action="store_true", help="mixed precision")
     parser.add_argument("--max-epochs", type=int, default=EPOCHS)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--folder", type=Path, required=True)
@@ -76,8 +82,12 @@ def main() -> None:
     warnings.filterwarnings("error", category=UserWarning, module="torch")
     warnings.filterwarnings("error", message=".*not resumable")
     fd.init()
+    images, labels = digits()
     loader = fd.elastic.DataLoader(
-        TensorDataset(*digits()), GLOBAL_BATCH_SIZE, seed=3, micro_batch_size=options.micro_batch_size
+        TensorDataset(images.float() if options.bfloat16 else images, labels),
+        GLOBAL_BATCH_SIZE,
+        seed=3,
+        micro_batch_size=options.micro_batch_size,
     )
     module = Module(options, loader)
     checkpoint = ModelCheckpoint(options.folder, filename="{epoch}-{step}", save_top_k=-1)
@@ -90,8 +100,11 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
+        precision="bf16-mixed" if options.bfloat16 else None,
     )
-    trainer.fit(module, loader, DataLoader(TensorDataset(*digits(1000, 1200)), batch_size=64))
+    other_images, other_labels = digits(1000, 1200)
+    validation = TensorDataset(other_images.float() if options.bfloat16 else other_images, other_labels)
+    trainer.fit(module, loader, DataLoader(validation, batch_size=64))
     module.records.at_end(
         module.place(),
         scheduler_last_epoch=trainer.lr_scheduler_configs[0].scheduler.last_epoch,
@@ -100,6 +113,7 @@ def main() -> None:
         batches_seen=module.batches_seen,
         epochs_ended=module.epochs_ended,
         estimated=module.estimated,
+        computed_with=module.computed_with,
     )
     if fd.rank() == 0:
         torch.save(module.net.state_dict(), options.folder / "result.pt")

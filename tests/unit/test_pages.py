@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import get_args, get_type_hints
 
+import msgspec
 import pytest
 import yaml
 
@@ -208,6 +210,23 @@ def test_every_example_is_on_its_page() -> None:
     assert len(named) > 8
     assert [path for path in named if f"`{path.relative_to(ROOT)}`" not in text] == []
     assert [path for path in scripts if path.parent.name == "tutorial" and f"`{path.name}`" not in text] == []
+
+
+def test_every_object_within_the_status_has_a_table() -> None:
+    kinds = from_code().STATUS
+
+    def within(hint: object) -> Iterator[type]:
+        for inner in get_args(hint) or (hint,):
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                yield inner
+                yield from within_fields(inner)
+            elif inner is not hint:
+                yield from within(inner)
+
+    def within_fields(kind: type) -> Iterator[type]:
+        return (each for hint in get_type_hints(kind).values() for each in within(hint))
+
+    assert {kinds[0], *within_fields(kinds[0])} == set(kinds)
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -195,6 +195,17 @@ class DataLoader(ElasticLoader):
         return self._layout.global_batches(self.cursor)
 
     @property
+    def steps_done(self) -> int:
+        """Number of steps of the current epoch that are decided: from 0 to len(loader), whatever the number of
+        micro-batches; so it is the count for a progress bar."""
+        return len(self) - self._layout.steps_left(self.cursor)
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps of the current epoch that are still to come, if there is no `break`."""
+        return self._layout.steps_left(self.cursor)
+
+    @property
     def epoch_samples(self) -> int:
         """Number of samples of the current epoch."""
         return self._layout.end

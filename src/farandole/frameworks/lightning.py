@@ -19,7 +19,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -44,8 +44,7 @@ _OURS = {
     "strategy": "Farandole sets the strategy",
     "devices": "`farandole run -np N` sets the number of workers",
     "num_nodes": "`farandole run` sets where workers run",
-    "accelerator": "workers train on the CPU",
-    "precision": "only 32-bit precision is tested; a model may have parameters of float64",
+    "accelerator": 'workers train on the CPU: accelerator="cpu"',
     "plugins": "they would replace those of Farandole",
     "accumulate_grad_batches": "use elastic.DataLoader(global_batch_size=..., micro_batch_size=...)",
     "reload_dataloaders_every_n_epochs": "the elastic.DataLoader lives as long as the job",
@@ -54,6 +53,21 @@ _OURS = {
     "use_distributed_sampler": "the elastic.DataLoader divides the samples",
     "sync_batchnorm": "use farandole.SyncBatchNorm",
 }
+
+_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
+    "strategy": ("auto",),
+    "devices": ("auto", 1, "1"),
+    "num_nodes": (1,),
+    "accelerator": ("cpu",),
+    "plugins": (None, []),
+    "accumulate_grad_batches": (1,),
+    "reload_dataloaders_every_n_epochs": (0,),
+    "overfit_batches": (0,),
+    "fast_dev_run": (False,),
+    "use_distributed_sampler": (False,),
+    "sync_batchnorm": (False,),
+}
+"""Values of these arguments that ask for what happens anyway. Configuration files often have them."""
 
 
 class Trainer(pl.Trainer):
@@ -80,7 +94,8 @@ class Trainer(pl.Trainer):
 
     Raises:
         ConfigError: An unsupported feature is used: several optimizers or manual optimization, `dataloader_iter`,
-            ckpt_path= (`farandole run --checkpoint`), another loader, and the arguments in _OURS.
+            ckpt_path= (`farandole run --checkpoint`), another loader, a `precision` other than "32-true", "bf16-mixed"
+            and "64-true", and the arguments in _OURS, unless they ask for what happens anyway.
         NotInitialized: init() was not called before.
 
     Examples:
@@ -96,11 +111,13 @@ class Trainer(pl.Trainer):
 
     def __init__(self, *, max_epochs: int | None = None, max_steps: int = -1, **kwargs: Any) -> None:
         for name, instead in _OURS.items():
-            if name in kwargs:
+            if name in kwargs and not _is_as_it_is(name, kwargs[name]):
                 raise ConfigError(f"Trainer({name}={kwargs[name]!r}) is not supported by Farandole: {instead}")
         if max_epochs is None and max_steps < 0:
             raise ConfigError("Trainer needs max_epochs or max_steps, so that all workers end together")
         world.current()  # NotInitialized here is clearer than later
+        precision = _precision(kwargs.pop("precision", None))
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OURS}
         super().__init__(
             max_epochs=max_epochs,
             max_steps=max_steps,
@@ -108,7 +125,7 @@ class Trainer(pl.Trainer):
             accelerator="cpu",
             devices=1,
             use_distributed_sampler=False,
-            plugins=[_StepWithoutClosure()],
+            plugins=[precision],
             **kwargs,
         )
         self.fit_loop = ElasticFitLoop.like(self.fit_loop)
@@ -132,6 +149,12 @@ class Trainer(pl.Trainer):
         super().fit(*args, **kwargs)
 
 
+def _is_as_it_is(name: str, value: Any) -> bool:
+    if name == "accelerator" and value == "auto":
+        return not torch.accelerator.is_available()  # with a device, Lightning would take it
+    return value in _AS_IT_IS[name]
+
+
 class _StepWithoutClosure(Precision):
     """Runs forward and backward before the optimizer's step, not inside it: they may have to be repeated."""
 
@@ -139,6 +162,37 @@ class _StepWithoutClosure(Precision):
         result = self._wrap_closure(model, optimizer, closure)
         optimizer.step(**kwargs)
         return result
+
+
+class _Bfloat16(_StepWithoutClosure, MixedPrecision):
+    """Computes with bfloat16; parameters and gradients have 32 bits."""
+
+    def __init__(self) -> None:
+        MixedPrecision.__init__(self, "bf16-mixed", "cpu")
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip as without a scaler: MixedPrecision refuses optimizers that support one, as DistributedOptimizer does
+        (Lightning 2.6, pytorch/plugins/precision/amp.py)."""
+        Precision.clip_gradients(self, *args, **kwargs)
+
+
+class _Float64(_StepWithoutClosure, DoublePrecision):
+    """Computes with float64."""
+
+
+def _precision(given: Any) -> Precision:
+    """Return the plugin for an argument `precision`. Raises ConfigError for one that is not supported."""
+    for plugin, names in (
+        (_StepWithoutClosure, ("None", "32", "32-true")),
+        (_Bfloat16, ("bf16-mixed", "bf16")),
+        (_Float64, ("64", "64-true")),
+    ):
+        if str(given) in names:
+            return plugin()
+    raise ConfigError(
+        f'Trainer(precision={given!r}) is not supported by Farandole: use "bf16-mixed", which needs no scaling of the '
+        f'loss, "32-true" or "64-true"'
+    )
 
 
 # Lightning's fit loop inside an elastic function: it begins at the current position -----------------------------------

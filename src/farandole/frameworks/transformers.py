@@ -5,6 +5,7 @@ It overrides methods that are not a public interface: pyproject.toml lists the t
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir, rewrite_logs
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, PrinterCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
+from transformers.utils import is_datasets_available
 
 from farandole.collectives import world
-from farandole.elastic import TorchState
+from farandole.elastic import DataLoader, TorchState
 from farandole.env import hide_torchrun_place
 from farandole.errors import ConfigError
 from farandole.frameworks import board_folder
@@ -36,7 +39,6 @@ __all__ = ["TrackerCallback", "Trainer"]
 hide_torchrun_place()
 
 _NO_ARGUMENT = {
-    "train_dataset": "give train_loader=fd.elastic.DataLoader(dataset, global_batch_size=..., collate_fn=...)",
     "model_init": "pass the model; every worker must start with the same model",
 }
 
@@ -56,12 +58,17 @@ class Trainer(transformers.Trainer):
       another worker may become rank 0 and does so. `report_to="tensorboard"` then continues in the same folder, with
       each point once; for other loggers see TrackerCallback.
     - A worker that joins sees on_train_begin; so does, now and then, a survivor of a fault.
-    - The loader makes the batches: per_device_train_batch_size, dataloader_*, group_by_length have no effect.
+    - The loader makes the batches: per_device_train_batch_size and group_by_length have no effect.
+    - `load_best_model_at_end` loads the best checkpoint on all workers when train() has come to its end, behind
+      on_train_end. It needs an output_dir that all hosts see.
 
     Args:
         model: The model, equal on all workers.
         args: The TrainingArguments.
-        train_loader: A loader of Farandole, which takes the place of train_dataset.
+        train_loader: A loader of Farandole.
+        train_dataset: In place of `train_loader`: a data set, of which the Trainer makes an `elastic.DataLoader` with
+            its data_collator and args.seed, args.data_seed, args.dataloader_num_workers and args.dataloader_drop_last.
+        global_batch_size: With `train_dataset`, number of samples of a step on all workers together.
         **kwargs: Further arguments of transformers.Trainer.
 
     Raises:
@@ -84,14 +91,28 @@ class Trainer(transformers.Trainer):
 
     optimizer: Any
 
-    def __init__(self, model: Any, args: transformers.TrainingArguments, *, train_loader: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: transformers.TrainingArguments,
+        *,
+        train_loader: Any = None,
+        train_dataset: Any = None,
+        global_batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         for name, instead in _NO_ARGUMENT.items():
             if kwargs.get(name) is not None:
                 raise ConfigError(f"Trainer({name}=...) is not supported by Farandole: {instead}")
         _refuse(args)
         world.current()  # NotInitialized here is clearer than later
-        self._feed = Feed(train_loader)
-        super().__init__(model=model, args=args, **kwargs)
+        _refuse_data(train_loader, train_dataset, global_batch_size, args)
+        if train_loader is not None:
+            self._feed = Feed(train_loader)
+        super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
+        if train_loader is None and global_batch_size is not None:
+            self._feed = Feed(self._loader_of(train_dataset, global_batch_size))
+        self._newest_save: tuple[int, tuple[Any, ...], dict[str, Any]] | None = None  # its step, and its arguments
         if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
             self.add_callback(PrinterCallback)  # a progress bar cannot begin in the middle, where another worker prints
         self.callback_handler.callbacks.insert(0, _EpochOfTheLoader(self._feed))
@@ -147,7 +168,31 @@ class Trainer(transformers.Trainer):
             self._begin_at = self._feed.place[0] if is_left else epochs
             return loop(*args, **kwargs)
 
-        return self._feed.train(state, epochs, max_steps, enter, lambda: progress.is_stopped)
+        result = self._feed.train(state, epochs, max_steps, enter, lambda: progress.is_stopped)
+        # Not inside: a worker that is lost meanwhile would make the others regroup, with different models.
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._refuse_incomplete(self.state.best_model_checkpoint)
+            super()._load_best_model()
+        return result
+
+    def _load_best_model(self) -> None:
+        """Do nothing at the end of transformers' loop: see _inner_training_loop()."""
+
+    def _loader_of(self, dataset: Any, global_batch_size: int) -> DataLoader:
+        """Return a loader for a data set, as transformers' get_train_dataloader() would make it."""
+        args, collator = self.args, self.data_collator
+        if is_datasets_available() and isinstance(dataset, importlib.import_module("datasets").Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description="training")
+        return DataLoader(
+            dataset,
+            global_batch_size,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            tail="drop" if args.dataloader_drop_last else "short",
+            num_workers=args.dataloader_num_workers,
+            collate_fn=collator,
+        )
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Set the training state to the current position, not to that of a checkpoint."""
@@ -197,7 +242,13 @@ class Trainer(transformers.Trainer):
         return self.is_world_process_zero()
 
     def _take_rank(self) -> None:
+        """Adapt to another rank. A new rank 0 writes the checkpoint in whose middle the former one was lost: the others
+        have not gone beyond its step."""
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
+        if self._newest_save is not None and self.is_world_process_zero():
+            step, args, kwargs = self._newest_save
+            if step == self.state.global_step and not self._is_complete(self._checkpoint_of(step)):
+                super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the model as transformers does, on rank 0 only."""
@@ -205,8 +256,26 @@ class Trainer(transformers.Trainer):
             super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        step = self.state.global_step
+        self._newest_save = (step, args, kwargs)
         if self.is_world_process_zero():
             super()._save_checkpoint(*args, **kwargs)
+        elif self.state.best_global_step == step:
+            self.state.best_model_checkpoint = self._checkpoint_of(step)
+
+    def _checkpoint_of(self, step: int) -> str:
+        return os.path.join(self._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+    def _is_complete(self, checkpoint: str) -> bool:
+        """Return whether a checkpoint has what transformers writes last."""
+        return os.path.exists(os.path.join(checkpoint, TRAINER_STATE_NAME))
+
+    def _refuse_incomplete(self, checkpoint: str) -> None:
+        if not self._is_complete(checkpoint):
+            raise ConfigError(
+                f"load_best_model_at_end: {checkpoint} is not there, or not complete, on this host. The output_dir has "
+                f"to be a folder that all hosts see; or load the best checkpoint after train()"
+            )
 
 
 class _TrainerProgress:
@@ -348,13 +417,32 @@ def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in logs.items() if isinstance(value, int | float)}
 
 
+def _refuse_data(
+    loader: Any, dataset: Any, global_batch_size: int | None, args: transformers.TrainingArguments
+) -> None:
+    """Raise ConfigError unless there is either a loader, or a data set with the size of a global batch."""
+    if loader is not None and (dataset is not None or global_batch_size is not None):
+        raise ConfigError("Trainer: give either train_loader, or train_dataset and global_batch_size")
+    if loader is None and dataset is None:
+        raise ConfigError(
+            "Trainer needs train_loader=fd.elastic.DataLoader(dataset, global_batch_size=..., collate_fn=...), or "
+            "train_dataset and global_batch_size"
+        )
+    if loader is None and global_batch_size is None:
+        raise ConfigError(
+            f"Trainer(train_dataset=...) also needs global_batch_size=...: the number of samples of a step on all "
+            f"workers together, since the number of workers may change. per_device_train_batch_size is "
+            f"{args.per_device_train_batch_size}; with 4 workers transformers alone would make steps of "
+            f"{4 * args.per_device_train_batch_size}"
+        )
+
+
 def _refuse(args: transformers.TrainingArguments) -> None:
     """Raise ConfigError for arguments that are not supported."""
     refused = [
         (args.gradient_accumulation_steps != 1, "gradient_accumulation_steps", "use DataLoader(micro_batch_size=...)"),
-        (args.fp16 or args.bf16, "fp16 and bf16", "only 32-bit precision is tested"),
+        (args.fp16, "fp16", "use bf16=True, which needs no scaling of the loss"),
         (args.auto_find_batch_size, "auto_find_batch_size", "use DataLoader(micro_batch_size=...)"),
-        (args.load_best_model_at_end, "load_best_model_at_end", "load the checkpoint after train()"),
         (bool(args.fsdp or args.deepspeed), "fsdp and deepspeed", "each worker has the whole model"),
         (args.parallel_mode == ParallelMode.DISTRIBUTED, "torch.distributed", "start it by `farandole run`"),
         (args.n_gpu > 0, "a GPU", "workers train on the CPU: use_cpu=True"),

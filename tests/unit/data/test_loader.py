@@ -94,6 +94,20 @@ def test_an_epoch_goes_once_over_the_data_set_and_ends_with_a_short_batch() -> N
     assert step.status() is StepStatus.NONE
 
 
+@pytest.mark.parametrize("options", [{}, {"max_local_batch": 2}, {"tail": "drop"}, {"tail": "carry"}])
+def test_steps_are_counted_whatever_the_loop_body_sees(options: dict[str, Any]) -> None:
+    loader = make(**options)
+    for _ in loader.epochs(3):
+        counts = [(loader.steps_done, loader.steps_left)]
+        for _ in loader:
+            assert (loader.steps_done, loader.steps_left) == counts[-1]
+            if not step.expects_micro_batch():
+                make_step(loader)
+                counts.append((loader.steps_done, loader.steps_left))
+        total = len(loader)
+        assert counts == [(number, total - number) for number in range(total + 1)]
+
+
 def test_a_tensor_data_set_is_collated_as_by_torch() -> None:
     x = torch.arange(12.0).reshape(6, 2)
     loader = DataLoader(TensorDataset(x, x.sum(1)), 3)

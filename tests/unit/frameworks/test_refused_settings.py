@@ -40,7 +40,8 @@ def test_a_feed_takes_elastic_loaders_with_equal_epochs_only() -> None:
     ("settings", "advice"),
     [
         ({"max_epochs": 1, "accumulate_grad_batches": 2}, "micro_batch_size"),
-        ({"max_epochs": 1, "precision": "16-mixed"}, "32-bit precision"),
+        ({"max_epochs": 1, "precision": "16-mixed"}, "bf16-mixed"),
+        ({"max_epochs": 1, "accelerator": "gpu"}, 'accelerator="cpu"'),
         ({"max_epochs": 1, "devices": 2}, "farandole run -np N"),
         ({"max_epochs": 1, "strategy": "ddp"}, "Farandole sets the strategy"),
         ({}, "max_epochs or max_steps"),
@@ -52,6 +53,17 @@ def test_a_trainer_of_lightning_refuses_settings(settings: dict[str, Any], advic
 
     with pytest.raises(ConfigError, match=advice):
         Trainer(**settings)
+
+
+@pytest.mark.usefixtures("initialized")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Slurm, where that is installed
+def test_a_trainer_of_lightning_takes_settings_that_ask_for_what_happens_anyway() -> None:
+    pytest.importorskip("lightning")
+    from farandole.frameworks.lightning import Trainer
+
+    settings = {"devices": "auto", "strategy": "auto", "accelerator": "cpu", "num_nodes": 1, "precision": "32-true"}
+    for more in ({}, {"precision": "bf16-mixed"}, {"precision": 64}):
+        Trainer(max_epochs=1, logger=False, enable_checkpointing=False, **{**settings, **more})
 
 
 def test_a_trainer_of_lightning_is_made_after_init() -> None:
@@ -101,9 +113,10 @@ def test_fit_refuses_a_plain_loader_manual_optimization_and_a_checkpoint() -> No
     ("arguments", "more", "advice"),
     [
         ({"gradient_accumulation_steps": 2}, {}, "micro_batch_size"),
-        ({"bf16": True}, {}, "32-bit precision"),
-        ({"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}, {}, r"after train\(\)"),
-        ({}, {"train_dataset": DATA}, "train_loader"),
+        ({"fp16": True}, {}, "bf16=True"),
+        ({}, {"train_dataset": DATA}, "either train_loader, or train_dataset"),
+        ({}, {"train_loader": None, "train_dataset": DATA}, "also needs global_batch_size.* is 8; .* steps of 32"),
+        ({}, {"train_loader": None}, "Trainer needs train_loader"),
         ({}, {"model_init": lambda: torch.nn.Linear(2, 1)}, "pass the model"),
     ],
 )
@@ -115,7 +128,7 @@ def test_a_trainer_of_transformers_refuses_settings(
 
     settings = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **arguments)
     with pytest.raises(ConfigError, match=advice):
-        Trainer(torch.nn.Linear(2, 1), settings, train_loader=fd.elastic.DataLoader(DATA, 4), **more)
+        Trainer(torch.nn.Linear(2, 1), settings, **{"train_loader": fd.elastic.DataLoader(DATA, 4), **more})
 
 
 @pytest.mark.usefixtures("initialized")
