@@ -14,7 +14,7 @@ from unittest import mock
 
 import msgspec
 
-from farandole import events
+from farandole import events, membership
 from farandole.launch import cli, horovodrun
 from farandole.wire import control
 
@@ -137,7 +137,14 @@ def _docstring(kind: type) -> str:
 
 # Status ---------------------------------------------------------------------------------------------------------------
 
-STATUS = (control.Status, control.WorkerSummary, control.HostStatus, control.SlotInBackoff, control.PastEvent)
+STATUS = (
+    control.Status,
+    control.WorkerSummary,
+    membership.WorkerTelemetry,
+    control.HostStatus,
+    control.SlotInBackoff,
+    control.PastEvent,
+)
 
 
 def status_text() -> str:

@@ -161,7 +161,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class WorkerTelemetry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The measurements of a worker, for the page and for metrics. Decisions never depend on them.
+    """The measurements of a worker, for the page and for metrics. Decisions never depend on them. In JSON, a field is
+    left out when it is 0 or empty.
 
     Attributes:
         step_s: Mean seconds of the last steps, those of about a second; 0: unknown.

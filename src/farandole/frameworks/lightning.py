@@ -172,7 +172,7 @@ class _Bfloat16(_StepWithoutClosure, MixedPrecision):
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Clip as without a scaler: MixedPrecision refuses optimizers that support one, as DistributedOptimizer does
-        (Lightning 2.6, pytorch/plugins/precision/amp.py)."""
+        (Lightning 2.6, MixedPrecision.clip_gradients)."""
         Precision.clip_gradients(self, *args, **kwargs)
 
 

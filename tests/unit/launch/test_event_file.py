@@ -25,6 +25,7 @@ def test_each_event_is_a_line_with_its_time(tmp_path: Path) -> None:
         events.on_event(WorkerEnded("w1", 1, "left\nwell"))
     first, second = map(json.loads, path.read_text().splitlines())
     assert (first["event"], first["old"], first["new"], first["level"]) == ("ScaleChanged", 1, 2, "info")
+    assert first.keys() == {"event", "level", "time", "clock_s", "old", "new"}  # as docs/events.md says
     assert second["how"] == "left\nwell"
     assert 1.7e9 < first["time"] <= second["time"]
     assert first["clock_s"] <= second["clock_s"]
