@@ -25,7 +25,6 @@ class Faults:
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size
-        self._recovered: set[str] = set()
 
     def before_the_log(self, step: int, last: int = 0) -> None:
         """To call when the step is applied, and not logged yet. `last`: the last step, behind which no log() comes."""
@@ -48,10 +47,12 @@ class Faults:
             os.kill(os.getpid(), number)
 
     def _has_recovered(self, name: str) -> bool:
-        """Whether rank 0 was ended there, and all workers were in the job again since."""
+        """Whether rank 0 was ended there, and all workers were in the job again since. A file tells it to those that
+        join when somebody has left already."""
+        marker = self._folder / f"recovered-{name}"
         if (self._folder / f"ended-{name}").exists() and fd.size() == self._size:
-            self._recovered.add(name)
-        return name in self._recovered
+            marker.touch()
+        return marker.exists()
 
     def _wait(self, step: int) -> None:
         """Take more and more time, so that what is waited for happens before the job is over."""
