@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir, rewrite_logs
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -23,14 +21,11 @@ from farandole.collectives import world
 from farandole.elastic import DataLoader, TorchState
 from farandole.env import hide_torchrun_place
 from farandole.errors import ConfigError
-from farandole.frameworks import board_folder
-from farandole.frameworks.board_folder import BoardTracker
 from farandole.frameworks.feed import Feed
+from farandole.frameworks.transformers_loggers import FolderCallback, TrackerCallback, in_one_folder
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.optim.optimizer_mixin import WrappedOptimizer
 from farandole.optim.step_agreement import weight
-from farandole.state import loop_hooks
-from farandole.state.tracker import MetricsWriter, Tracker
 
 __all__ = ["TrackerCallback", "Trainer"]
 
@@ -150,8 +145,8 @@ class Trainer(transformers.Trainer):
         self._created_lr_scheduler = False  # else it would be recreated
         progress = _TrainerProgress(self)
         callbacks = self.callback_handler.callbacks
-        callbacks[:] = [_in_one_folder(each, self.args) for each in callbacks]
-        tracking = [each for each in callbacks if isinstance(each, TrackerCallback | _TensorBoardCallback)]
+        callbacks[:] = [in_one_folder(each, self.args) for each in callbacks]
+        tracking = [each for each in callbacks if isinstance(each, TrackerCallback | FolderCallback)]
         trackers: dict[str, Any] = {f"tracker_{index}": each.tracker for index, each in enumerate(tracking)}
         state: Any = TorchState(
             model=self.model,
@@ -319,102 +314,6 @@ class _EpochOfTheLoader(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         epoch, batches, _ = self._feed.place
         state.epoch = epoch + batches / len(self._feed)
-
-
-# Loggers over regroups ------------------------------------------------------------------------------------------------
-
-
-class TrackerCallback(transformers.TrainerCallback):
-    """Writes the numbers of the logs with a Tracker: each step once, whichever worker is rank 0.
-
-    Args:
-        target: The path of a file that all hosts see, or another target of a Tracker.
-
-    Raises:
-        ConfigError, OSError: While training, as from `Tracker`.
-
-    Examples:
-        ```python
-        from farandole.frameworks.transformers import TrackerCallback, Trainer
-
-        trainer = Trainer(classifier, arguments, train_loader=loader, callbacks=[TrackerCallback("metrics.csv")])
-        ```
-    """
-
-    def __init__(self, target: str | os.PathLike[str] | MetricsWriter) -> None:
-        self.tracker = Tracker(target)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.tracker.log(state.global_step, **_numbers(logs))
-
-
-class _TensorBoardCallback(TensorBoardCallback):  # type: ignore[misc]
-    """transformers' callback for TensorBoard, in a folder that is the same on all workers, with each point once."""
-
-    def __init__(self, args: transformers.TrainingArguments) -> None:
-        super().__init__()
-        self.logging_dir: Any = self.logging_dir or os.path.join(args.output_dir, default_logdir())
-        self._args, self._suffix = args, ""
-        self.tracker: Tracker = BoardTracker(self)
-
-    # What a BoardTracker needs -----------------------------------------------------------------------------
-
-    @property
-    def place(self) -> Any:
-        return self.logging_dir
-
-    @place.setter
-    def place(self, folder: Any) -> None:
-        self.logging_dir = folder
-
-    @property
-    def folder(self) -> str:
-        return str(self.logging_dir)
-
-    def name_files(self, suffix: str) -> None:
-        self._suffix = suffix
-
-    def _init_summary_writer(self, args: Any) -> None:
-        self.tb_writer = self._SummaryWriter(log_dir=self.logging_dir, filename_suffix=self._suffix)
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        if self.tb_writer is None:
-            self._init_summary_writer(self._args)
-        for name, value in values.items():
-            self.tb_writer.add_scalar(name, value, step)
-        self.tb_writer.flush()
-
-    def close(self) -> None:
-        if self.tb_writer is not None:
-            self.tb_writer.close()
-            self.tb_writer = None
-
-    # What the Trainer calls --------------------------------------------------------------------------------
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the arguments once in a job: a survivor of a fault may come here again."""
-        if not board_folder.files_of(self.folder, self.tracker.run):
-            super().on_train_begin(args, state, control, **kwargs)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not loop_hooks.is_elastic():
-            super().on_log(args, state, control, logs=logs, **kwargs)
-            return
-        numbers = _numbers(logs)
-        self.tracker.log(state.global_step, **rewrite_logs(numbers))
-        texts = {name: value for name, value in logs.items() if name not in numbers}
-        if texts:
-            super().on_log(args, state, control, logs=texts, **kwargs)
-
-
-def _in_one_folder(callback: Any, args: transformers.TrainingArguments) -> Any:
-    """Return the callback to use in place of another one: ours for transformers' own, if it was not changed."""
-    is_plain = type(callback) is TensorBoardCallback and callback.tb_writer is None
-    return _TensorBoardCallback(args) if is_plain and board_folder.can_read() else callback
-
-
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in logs.items() if isinstance(value, int | float)}
 
 
 def _refuse_data(

@@ -12,8 +12,8 @@ from farandole.collectives import world
 from farandole.state import step as current_step
 from farandole.state.metrics_file import MetricsFile
 
-_IN_STATE = 16
-"""The number of records that the state of a tracker has: the ones that a worker may lack. The others were written."""
+_IN_STATE = 4
+"""The number of records that the state of a tracker has: more than those of the one step that a worker may lack."""
 
 _KEPT = 10_000
 """The number of records that each worker keeps, for the case that a host is lost with what it had not stored yet."""
