@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.scripts.tracked_job import STEPS
 from tests.support.tracked_jobs import check_curves, curves_of, run_recipe, undisturbed
 
 
+@pytest.mark.timeout(300)
 def test_each_step_is_in_the_file_once_and_the_bar_shows_all_of_them(tmp_path: Path) -> None:
     """Rank 0 ends before and behind its log(), at a boundary, and in the last step. Another process shows a bar."""
     (tmp_path / "job").mkdir()

@@ -71,7 +71,7 @@ def run_recipe(module: str, folder: Path, **variables: str) -> str:
     path = os.pathsep.join([str(_command(folder)), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **variables}
     command = [sys.executable, "watch.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in folder.glob("ended-*")) == [f"ended-{name}" for name in FAULTS]
     return done.stdout + done.stderr

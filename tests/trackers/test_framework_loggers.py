@@ -12,6 +12,8 @@ from tests.scripts.framework_model import EPOCHS, STEPS_PER_EPOCH
 from tests.support.jobs import SCRIPTS, farandole_run
 from tests.support.tracked_jobs import Curves, check_curves, curves_of
 
+pytestmark = pytest.mark.timeout(300)
+
 WORKERS = 3
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -19,7 +21,7 @@ STEPS = EPOCHS * STEPS_PER_EPOCH
 def train(script: str, folder: Path, workers: int, faults: int = 0) -> None:
     folder.mkdir()
     words = ("--folder", str(folder), "--faults", str(faults))
-    job = farandole_run("-np", str(workers), sys.executable, str(SCRIPTS / script), *words, timeout_s=110)
+    job = farandole_run("-np", str(workers), sys.executable, str(SCRIPTS / script), *words, timeout_s=200)
     assert job.returncode == 0, job.stdout + job.stderr
     if faults:
         ends = sorted(path.name for path in folder.glob("ended-*"))

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.tracked_jobs import Curves, check_curves, run_recipe, undisturbed
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Curves:
