@@ -126,6 +126,10 @@ class Feed:
         while self._ahead is not _NOTHING:
             batch, self._ahead = self._ahead, _NOTHING
             yield batch
+            # A worker that has joined in the middle of an epoch asks for more than its batches, the others do not. All
+            # of them have to go on to the end of the epoch: at another boundary they would wait for each other.
+            if self.loader.is_over:
+                return
             self._ahead = self._next()
 
     def _fetch(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -70,6 +71,37 @@ def test_all_samples_of_all_epochs_come_once() -> None:
     assert framework.state.step == 6
     assert framework.loader.epoch == EPOCHS
     assert framework.loader.shortfall() is None
+
+
+def test_whether_a_framework_asks_for_more_than_an_epoch_has_makes_no_difference_to_its_boundaries() -> None:
+    """One that entered in the middle of an epoch does, and another one counts; they have to meet at the same ones."""
+
+    def boundaries(takes: Callable[[Feed], Iterator[Any]]) -> int:
+        framework, count = Framework(), 0
+
+        class Counts:
+            def __init__(self, inner: Any) -> None:
+                self.inner = inner
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.inner, name)
+
+            def reach_boundary(self) -> None:
+                nonlocal count
+                count += 1
+                self.inner.reach_boundary()
+
+        def enter(is_left: bool) -> None:
+            framework.loader.hooks = Counts(framework.loader.hooks)
+            for _ in range(EPOCHS):
+                for batch in takes(framework.feed):
+                    framework.feed.until_reduced(batch, framework.compute)
+                    framework.optimizer.step()
+
+        framework.feed.train(framework.state, EPOCHS, STEPS, enter, lambda: False)
+        return count
+
+    assert boundaries(iter) == boundaries(lambda feed: islice(iter(feed), len(feed)))
 
 
 def test_the_micro_batches_of_a_step_are_one_batch_for_the_framework() -> None:
