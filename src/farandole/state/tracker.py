@@ -44,12 +44,23 @@ class MetricsWriter(Protocol):
     """
 
     def open(self, run: str) -> Mapping[str, int]:
-        """Open it, and return the newest step of each name that it has of this run. `run` identifies the training,
-        also when it continues from a checkpoint."""
+        """Open it.
+
+        Args:
+            run: Identifies the training, also when it continues from a checkpoint.
+
+        Returns:
+            The newest step of each name that it has of this run.
+        """
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values of a step, so that they are kept when the process is killed afterwards."""
+        """Write the values of a step, so that they are kept when the process is killed afterwards.
+
+        Args:
+            step: The number of the step.
+            values: The values by name.
+        """
         ...
 
     def close(self) -> None:
