@@ -6,6 +6,7 @@ restarted as a whole, the time until all workers of the next attempt have, in tu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -64,6 +65,11 @@ class Job:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        # Workers of torchrun are in sessions of their own, and survive when it is killed or overlooks the signal.
+        for pid in self.steps():
+            with contextlib.suppress(OSError):
+                if str(self.folder) in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
 
     def steps(self) -> Steps:
         """Return the complete lines of each process."""
