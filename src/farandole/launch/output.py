@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, Generic, Literal, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Generic, Literal, TextIO, TypeAlias, TypeVar, cast
 
 from farandole.config import JobConfig
 from farandole.errors import ConfigError
-from farandole.launch.terminal_line import TerminalLine, unbuffered, write_all
 from farandole.machine import wall_time_s
+from farandole.wire.sockets import can_write
+
+if TYPE_CHECKING:
+    from farandole.launch.terminal_line import TerminalLine
 
 _COLOURS = (36, 33, 32, 35, 34, 31)  # cyan, yellow, green, magenta, blue, red: neighbours differ
 
@@ -345,6 +348,40 @@ class BackgroundWriter(Generic[Target]):
             taken = self._waiting, self._dropped_bytes
             self._waiting, self._waiting_bytes, self._dropped_bytes = [], 0, 0
             return taken
+
+
+def unbuffered(stream: TextIO) -> BinaryIO:
+    """Return the unbuffered byte stream of a text stream: a thread that is blocked in a buffered write holds a lock
+    that the interpreter needs when it exits."""
+    stream.flush()
+    binary = getattr(stream, "buffer", None)
+    if binary is None:  # a notebook's
+        return cast(BinaryIO, _TextOnly(stream))
+    raw: BinaryIO = getattr(binary, "raw", binary)
+    return raw
+
+
+class _TextOnly:
+    """Takes bytes for a stream that accepts text only."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._stream.write(bytes(data).decode("utf-8", "backslashreplace"))
+        self._stream.flush()
+        return len(data)
+
+
+def write_all(raw: BinaryIO, data: bytes) -> None:
+    """Write all of `data`, and wait as long as needed. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        written: int | None = raw.write(rest)
+        if written is None:  # another process has made our terminal non-blocking
+            can_write(raw, within_s=1.0)
+        else:
+            rest = rest[written:]
 
 
 def _joined(pieces: list[tuple[Target, bytes]]) -> list[tuple[Target, bytes]]:

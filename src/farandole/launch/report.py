@@ -30,9 +30,9 @@ from farandole.events import (
     WorkerSpawned,
     WorkerTrainsAlone,
 )
-from farandole.launch.output import OWN_PREFIX, BackgroundWriter
+from farandole.launch.output import OWN_PREFIX, BackgroundWriter, unbuffered, write_all
 from farandole.launch.progress_line import Part, ProgressLine
-from farandole.launch.terminal_line import TerminalLine, unbuffered, write_all
+from farandole.launch.terminal_line import TerminalLine
 from farandole.machine import now_s
 
 _LAST_LINES = 5  # of a lost worker's stderr; all of them when verbose
@@ -115,7 +115,8 @@ class Report:
     def on_event(self, event: Event) -> None:
         """Report an event."""
         self._remember(event)
-        self._progress.on_event(event)
+        if self.line is not None:
+            self._progress.on_event(event)
         if not self._is_wanted(event):
             return
         if isinstance(event, UserCodeFailed):  # its stderr has shown the traceback already

@@ -1,5 +1,5 @@
-"""A line that stays at the bottom of a terminal while everything else scrolls above it; and writes to streams that wait
-for no lock of the interpreter. Used by report.py and output.py, from their threads.
+"""A line that stays at the bottom of a terminal while everything else scrolls above it. The threads of report.py and
+output.py use it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import BinaryIO, TextIO, cast
+from typing import BinaryIO, TextIO
 
 from farandole.env import read_terminal_name
+from farandole.launch.output import unbuffered, write_all
 from farandole.launch.progress_line import Part, fitted
-from farandole.wire.sockets import can_write
 
 COLUMNS = 80
 """The width of a terminal that does not tell its own."""
@@ -146,40 +146,3 @@ def colours_after(before: tuple[bytes, ...], data: bytes) -> tuple[bytes, ...]:
         colours.pop(found[0], None)  # the newest of several comes last
         colours[found[0]] = None
     return tuple(colours)[-_MOST_COLOURS:]
-
-
-# Writes that hold no lock of the interpreter --------------------------------------------------------------------------
-
-
-def unbuffered(stream: TextIO) -> BinaryIO:
-    """Return the unbuffered byte stream of a text stream: a thread that is blocked in a buffered write holds a lock
-    that the interpreter needs when it exits."""
-    stream.flush()
-    binary = getattr(stream, "buffer", None)
-    if binary is None:  # a notebook's
-        return cast(BinaryIO, _TextOnly(stream))
-    raw: BinaryIO = getattr(binary, "raw", binary)
-    return raw
-
-
-class _TextOnly:
-    """Takes bytes for a stream that accepts text only."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, data: bytes | memoryview) -> int:
-        self._stream.write(bytes(data).decode("utf-8", "backslashreplace"))
-        self._stream.flush()
-        return len(data)
-
-
-def write_all(raw: BinaryIO, data: bytes) -> None:
-    """Write all of `data`, and wait as long as needed. Raises OSError."""
-    rest = memoryview(data)
-    while rest:
-        written: int | None = raw.write(rest)
-        if written is None:  # another process has made our terminal non-blocking
-            can_write(raw, within_s=1.0)
-        else:
-            rest = rest[written:]
