@@ -305,8 +305,19 @@ class Wake:
     def is_set(self) -> bool:
         return self._is_set
 
+    @property
+    def is_open(self) -> bool:
+        """False after close(), and in a forked child: the thread to be woken stayed with the parent."""
+        return self._sender.fileno() >= 0
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the flag is set, and return whether it is."""
+        poll = select.poll()
+        poll.register(self._receiver, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
     def set(self) -> None:
-        """Set the flag. Raises OSError in a forked child: the thread to be woken stayed with the parent."""
+        """Set the flag, while it is open."""
         if not self._is_set:
             self._is_set = True  # first: a thread that finds the descriptor readable reads this without the lock
             self._sender.send(b"\0")

@@ -38,15 +38,22 @@ class Call:
     Args:
         name: The user's name; None for a running number.
         group: The tensors of a grouped function; None for the plain one.
+        is_awaited: The function waits for its result.
 
     Raises:
         ValueError: The process set was not added, or lacks this rank.
     """
 
     def __init__(
-        self, kind: Kind, name: str | None, process_set: ProcessSet, group: Sequence[torch.Tensor] | None = None
+        self,
+        kind: Kind,
+        name: str | None,
+        process_set: ProcessSet,
+        group: Sequence[torch.Tensor] | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> None:
-        self.named = engine()
+        self.named, self._is_awaited = engine(), is_awaited
         self.kind, self.process_set = kind, process_set
         number = process_set.process_set_id
         prefix = ("" if group is None else "grouped_") + kind.name.lower()
@@ -65,9 +72,10 @@ class Call:
             raise ValueError(f"{self.name}: expected a list of tensors, got {type(group).__name__}")
         self._tensors = None if group is None else len(group)
         if kind is Kind.ALLTOALL:
-            self.handle: Handle = AlltoallHandle()
+            self.handle: Handle = AlltoallHandle(run_until_done=self.named.run_until_done)
         else:
-            self.handle = Handle(1 if self._tensors is None else self._tensors, is_group=group is not None)
+            parts = 1 if self._tensors is None else self._tensors
+            self.handle = Handle(parts, is_group=group is not None, run_until_done=self.named.run_until_done)
         self.submissions: list[Submission] = []
 
     def add(
@@ -108,7 +116,7 @@ class Call:
     def submit(self) -> Handle:
         """Submit all tensors at once."""
         if self.submissions:
-            self.named.submit(self.submissions)
+            self.named.submit(self.submissions, is_awaited=self._is_awaited)
         return self.handle
 
 
@@ -202,7 +210,7 @@ def allreduce_together_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Submit many allreduces at once, so that the other ranks learn of all in one round.
+    """Submit many allreduces at once, so that the other ranks learn of all in one round. The caller waits at once.
 
     All are submitted or none. Unlike in a group they need not be the same on all ranks: each is executed when all ranks
     have submitted it. Raises the errors of allreduce_async_().
@@ -219,11 +227,11 @@ def allreduce_together_(
             check_reduction(call, tensor, Reduction(op), (prescale_factor, postscale_factor))
             call.add(tensor, in_place=True, op=Reduction(op), prescale=prescale_factor, postscale=postscale_factor)
         submissions += call.submissions
-    handle = Handle(len(submissions), is_group=True)
+    handle = Handle(len(submissions), is_group=True, run_until_done=engine().run_until_done)
     for part, submission in enumerate(submissions):
         submission.handle, submission.part = handle, part  # the waiting thread is woken once, not for each
     if submissions:
-        engine().submit(submissions)
+        engine().submit(submissions, is_awaited=True)
     return handle
 
 

@@ -1,9 +1,10 @@
-"""Run the named collectives of one generation in a thread that matches the operations of all ranks and executes them.
+"""Match the named operations of all ranks of one generation, and execute them, in rounds.
 
-Callers submit from any thread and in any order, and wait on handles. The thread sleeps until this rank has submitted an
-operation or another rank has begun a round. Then all ranks exchange their request lists (Rounds), make the same
-decision (negotiation.py), and execute it in the same order (tensor_queue.py). A world of one does all this in the
-calling thread.
+Callers submit from any thread and in any order, and wait on handles. In a round all ranks exchange their request lists
+(Rounds), make the same decision (negotiation.py), and execute it in the same order (tensor_queue.py). One thread at a
+time runs the rounds of a rank: a caller that waits for its operation, so that no other thread has to be woken for it;
+or, for operations that nobody waits for, a thread that sleeps until there is one, here or on another rank. A world of
+one has no such thread.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from farandole.collectives.named.stages import (
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.named.tensor_queue import Executor, Submission, TensorQueue
+from farandole.collectives.named.tensor_queue import Executor, Handle, Submission, TensorQueue
 from farandole.collectives.named.timeline import Timeline, process_timeline
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
+from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import now_s
 from farandole.membership import Placement
 
@@ -50,6 +52,10 @@ Connect = Callable[[tuple[int, ...], int], Transport]
 # The time for the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
 _CLOSE_TIMEOUT_S = 5.0
 _CHECK_EVERY_S = 1.0  # the interval of checks for stalls; a waiting thread wakes up as often
+
+# After an operation of this rank the thread leaves the next round to the next caller for this time. A round that
+# another rank has begun meanwhile can decide nothing without this one: operations of all ranks wait for its request.
+_LEFT_TO_CALLERS_S = 1.0
 
 
 class NamedCollectives:
@@ -86,7 +92,9 @@ class NamedCollectives:
         self._wake = Wake() if placement.size > 1 else None
         self._queue = TensorQueue(self._wake)
         self._is_closing = False
-        self._alone = threading.Lock()
+        self._turn = threading.Lock()
+        """Held by the thread that runs rounds, and so uses the transports."""
+        self._left_to_callers_until_s = 0.0
         self._thread: threading.Thread | None = None
         if self._wake is not None:
             self._thread = threading.Thread(
@@ -108,17 +116,45 @@ class NamedCollectives:
         """Return the number for an unnamed operation: the same on all members, as long as all submit the same."""
         return next(self._numbers[kind, process_set])
 
-    def submit(self, submissions: Sequence[Submission]) -> None:
+    def submit(self, submissions: Sequence[Submission], *, is_awaited: bool = False) -> None:
         """Submit operations; the other ranks learn of all of them in one round. Callable from any thread.
+
+        Args:
+            is_awaited: The caller waits for the operations at once, and runs their rounds then (run_until_done).
 
         Raises ValueError when one of the names is in flight in its process set, and the error that ended this
         generation if it has ended; then none is submitted. Raises StepError where collectives are refused (world.py).
         """
         if submissions:
             world.raise_if_refused(submissions[0].key.name)
-        self._queue.add(submissions)
-        if self._thread is None:
+        self._queue.add(submissions, wakes=not is_awaited)
+        if self._wake is None:
             self._run_alone()
+
+    def run_until_done(self, handle: Handle) -> None:
+        """Run rounds in the calling thread until the handle is done or this rank has left, unless another thread runs
+        them. Callable from any thread."""
+        if self._wake is None:
+            return
+        if self._turn.acquire(blocking=False):
+            try:
+                while not handle.is_done:
+                    with WaitingForPeers():
+                        is_due = self._wait_for_reason(self._wake)
+                    if not is_due:
+                        break
+                    self._round()
+            except BaseException as error:
+                self._end(error)
+                if not isinstance(error, Exception):
+                    raise  # the caller was interrupted
+            finally:
+                self._turn.release()
+            is_left = not self._queue.is_empty  # operations of other callers
+        else:
+            is_left = self._queue.has_unsent
+        if is_left:
+            self._queue.wake()
 
     def raise_if_ended(self) -> None:
         """Raise the error that would end an operation now; for a world of one, where no other rank needs it."""
@@ -129,6 +165,8 @@ class NamedCollectives:
         """End running, waiting and later operations with GenerationEnded. Callable from any thread."""
         for transport in list(self._transports.values()):
             transport.abort(reason)
+        if self._thread is not None and self._thread.is_alive():
+            self._queue.wake()
 
     def wait_until_quiet(self) -> None:
         """Wait, after abort(), until all handles have ended and no tensor of the user is touched any more."""
@@ -136,6 +174,8 @@ class NamedCollectives:
             self._run_alone()
         else:
             self._thread.join()
+            with self._turn:
+                pass  # a caller in another thread has ended its round
 
     def close(self) -> None:
         """Take part in a round that has begun, then leave. Operations that still wait end with GenerationEnded.
@@ -159,13 +199,24 @@ class NamedCollectives:
     def _run(self, wake: Wake) -> None:
         """Run the thread, from the first round to the last."""
         try:
-            while self._wait_for_reason(wake):
-                self._round()
+            while True:
+                self._leave_to_callers(wake)
+                with self._turn:
+                    if not self._wait_for_reason(wake):
+                        return
+                    self._round()
         except BaseException as error:  # noqa: BLE001 - every handle gets it
             self._end(error)
 
+    def _leave_to_callers(self, wake: Wake) -> None:
+        """Sleep while the next caller may run the next round."""
+        while len(self._sets) == 1 and self._queue.is_empty and not (wake.is_set or self._is_closing):
+            left_s = self._left_to_callers_until_s - now_s()
+            if left_s <= 0 or wake.wait(left_s):
+                return
+
     def _run_alone(self) -> None:
-        with self._alone:
+        with self._turn:
             try:
                 self._round()
             except BaseException as error:  # noqa: BLE001 - as in _run
@@ -175,6 +226,7 @@ class NamedCollectives:
         """Wait until a round is due. Return False when this rank is to leave instead."""
         transport = self._transports[GLOBAL_SET]
         while not self._queue.has_unsent:
+            self._queue.clear_wake()
             if self._is_closing:
                 return False
             if self._check_stalls():
@@ -207,6 +259,7 @@ class NamedCollectives:
 
     def _round(self) -> None:
         """Exchange requests with all ranks, and carry out the responses. Raises the errors of the transport."""
+        has_requests = self._queue.has_unsent
         requests = [submission.request for submission in self._queue.take_unsent()]
         request_list = self._negotiation.request_list(self._rank, requests, self._expired)
         self._expired = ()
@@ -215,6 +268,8 @@ class NamedCollectives:
             self._record(request_lists)
         for response in self._negotiation.round(request_lists):
             self._carry_out(response)
+        if has_requests:
+            self._left_to_callers_until_s = now_s() + _LEFT_TO_CALLERS_S
 
     def _record(self, request_lists: Sequence[RequestList]) -> None:
         """Record the requests of a round on the timeline."""

@@ -74,7 +74,7 @@ def allreduce(
         >>> fd.allreduce(torch.tensor([1.0, 2.0]), op=fd.Sum)  # on one worker
         tensor([1., 2.])
     """
-    call = Call(Kind.ALLREDUCE, name, process_set)
+    call = Call(Kind.ALLREDUCE, name, process_set, is_awaited=True)
     scales = prescale_factor, postscale_factor
     return _reduce(_AllReduce, call, [tensor], compression, reduction(op, average), scales)[0]
 
@@ -111,7 +111,7 @@ def allreduce_(
             CollectiveMismatch, on all ranks, when they disagree about it.
         NotInitialized: `init()` was not called.
     """
-    call = Call(Kind.ALLREDUCE, name, process_set)
+    call = Call(Kind.ALLREDUCE, name, process_set, is_awaited=True)
     handle = submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor, in_place=True)
     result: torch.Tensor = handle.take()
     return result
@@ -141,7 +141,7 @@ def allgather(
         >>> fd.allgather(torch.tensor([[1, 2]]))  # on one worker
         tensor([[1, 2]])
     """
-    call = Call(Kind.ALLGATHER, name, process_set)
+    call = Call(Kind.ALLGATHER, name, process_set, is_awaited=True)
     return _differentiable(_AllGather, lambda inputs: submit_gathering(call, inputs), [tensor], process_set)[0]
 
 
@@ -170,7 +170,7 @@ def broadcast(
         >>> fd.broadcast(torch.tensor([7]), root_rank=0)
         tensor([7])
     """
-    call = Call(Kind.BROADCAST, name, process_set)
+    call = Call(Kind.BROADCAST, name, process_set, is_awaited=True)
     return _differentiable(
         _Broadcast, lambda inputs: submit_broadcast(call, inputs[0], root_rank), [tensor], root_rank, process_set
     )[0]
@@ -233,7 +233,7 @@ def alltoall(
         >>> rows
         tensor([0, 1, 2])
     """
-    call = Call(Kind.ALLTOALL, name, process_set)
+    call = Call(Kind.ALLTOALL, name, process_set, is_awaited=True)
     output, received = _differentiable(
         _AllToAll, lambda inputs: submit_exchange(call, inputs[0], splits), [tensor], process_set
     )
@@ -274,7 +274,7 @@ def reducescatter(
         >>> fd.reducescatter(torch.tensor([1.0, 2.0]), op=fd.Sum)  # on one worker: all rows
         tensor([1., 2.])
     """
-    call = Call(Kind.REDUCESCATTER, name, process_set)
+    call = Call(Kind.REDUCESCATTER, name, process_set, is_awaited=True)
     scales = prescale_factor, postscale_factor
     return _reduce(_ReduceScatter, call, [tensor], compression, reduction(op), scales)[0]
 
@@ -300,7 +300,7 @@ def join(device: int = -1) -> int:
         >>> fd.join()  # on one worker
         0
     """
-    call = Call(Kind.JOIN, None, global_process_set)
+    call = Call(Kind.JOIN, None, global_process_set, is_awaited=True)
     call.add()
     last: int = call.submit().take()
     return last
@@ -321,7 +321,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Examples:
         >>> fd.barrier()
     """
-    call = Call(Kind.BARRIER, None, process_set)
+    call = Call(Kind.BARRIER, None, process_set, is_awaited=True)
     call.add()
     call.submit().take()
 
@@ -365,7 +365,7 @@ def grouped_allreduce(
         >>> fd.grouped_allreduce([torch.ones(2), torch.zeros(1)], name="both")
         [tensor([1., 1.]), tensor([0.])]
     """
-    call = Call(Kind.ALLREDUCE, name, process_set, tensors)
+    call = Call(Kind.ALLREDUCE, name, process_set, tensors, is_awaited=True)
     scales = prescale_factor, postscale_factor
     return _reduce(_AllReduce, call, tensors, compression, reduction(op, average), scales)
 
@@ -402,7 +402,7 @@ def grouped_allreduce_(
             CollectiveMismatch, on all ranks, when they disagree about it.
         NotInitialized: `init()` was not called.
     """
-    call = Call(Kind.ALLREDUCE, name, process_set, tensors)
+    call = Call(Kind.ALLREDUCE, name, process_set, tensors, is_awaited=True)
     handle = submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor, in_place=True)
     results: tuple[torch.Tensor, ...] = handle.take()
     return results
@@ -430,7 +430,7 @@ def grouped_allgather(
             CollectiveMismatch, on all ranks, when they disagree about it.
         NotInitialized: `init()` was not called.
     """
-    call = Call(Kind.ALLGATHER, name, process_set, tensors)
+    call = Call(Kind.ALLGATHER, name, process_set, tensors, is_awaited=True)
     return _differentiable(_AllGather, lambda inputs: submit_gathering(call, inputs), tensors, process_set)
 
 
@@ -466,7 +466,7 @@ def grouped_reducescatter(
             CollectiveMismatch, on all ranks, when they disagree about it.
         NotInitialized: `init()` was not called.
     """
-    call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
+    call = Call(Kind.REDUCESCATTER, name, process_set, tensors, is_awaited=True)
     scales = prescale_factor, postscale_factor
     return _reduce(_ReduceScatter, call, tensors, compression, reduction(op), scales)
 

@@ -76,25 +76,29 @@ def synchronize(handle: object) -> Any:
 class Handle:
     """The result of one call of a public function: of one operation, or of all operations of a group, its parts.
 
-    The collectives' thread fills it, one part at a time; its result is taken once, by any thread.
+    The thread that runs the rounds fills it, one part at a time; its result is taken once, by any thread.
 
     Args:
         parts: The number of operations.
         is_group: The result is a tuple of one value for each part, instead of the one value.
+        run_until_done: Called with the handle by a thread that waits for it; may run the rounds.
 
     Attributes:
         received: For each part of an allgather or alltoall, the number of rows from each member.
     """
 
-    __slots__ = ("_error", "_is_group", "_is_taken", "_left", "_results", "_until_done", "received")
+    __slots__ = ("_error", "_is_group", "_is_taken", "_left", "_results", "_run_until_done", "_until_done", "received")
 
-    def __init__(self, parts: int = 1, *, is_group: bool = False) -> None:
+    def __init__(
+        self, parts: int = 1, *, is_group: bool = False, run_until_done: Callable[[Handle], None] | None = None
+    ) -> None:
         self.received: list[list[int]] = [[]] * parts
         self._results: list[Any] = [None] * parts
         self._left = parts
         self._is_group = is_group
         self._is_taken = False
         self._error: BaseException | None = None
+        self._run_until_done = run_until_done
         self._until_done = threading.Lock()  # an Event costs 3 us more, on each of two threads
         if parts:
             self._until_done.acquire()
@@ -110,7 +114,7 @@ class Handle:
         return self._is_taken
 
     def finish(self, part: int, result: Any) -> None:
-        """Complete one part. Only the collectives' thread calls it."""
+        """Complete one part. Only the thread that runs the rounds calls it."""
         self._results[part] = result
         self._end_one()
 
@@ -122,6 +126,8 @@ class Handle:
 
     def wait(self) -> None:
         """Wait until all parts have ended. There is no deadline: a lost rank ends them with an error."""
+        if self._left and self._run_until_done is not None:
+            self._run_until_done(self)
         if self._until_done.acquire(blocking=False):
             self._until_done.release()
             return
@@ -161,7 +167,7 @@ class AlltoallHandle(Handle):
 class Submission:
     """The part of one rank in one operation: its request, its tensor, and the handle that waits for it.
 
-    The caller's thread creates it; the collectives' thread does the rest.
+    The caller's thread creates it; the thread that runs the rounds does the rest.
 
     Attributes:
         tensor: The user's tensor, on any device, contiguous or not; None where there is none.
@@ -240,8 +246,8 @@ class Submission:
 class TensorQueue:
     """The submissions of this rank that have not ended yet. Thread-safe. After end() it accepts no more.
 
-    Callers add them, the collectives' thread takes them. `wake` is set while there are submissions whose requests were
-    not sent yet; None where no thread waits for it.
+    Callers add them, the thread that runs the rounds takes them. `wake` is set to wake a thread for submissions whose
+    requests were not sent yet; None where no thread waits for it.
     """
 
     def __init__(self, wake: Wake | None) -> None:
@@ -260,8 +266,8 @@ class TensorQueue:
         """True when no submission is waiting for its end."""
         return not self._in_flight
 
-    def add(self, submissions: Sequence[Submission]) -> None:
-        """Add all of the submissions or none.
+    def add(self, submissions: Sequence[Submission], *, wakes: bool = True) -> None:
+        """Add all of the submissions or none. Unless it `wakes` the thread, the caller runs the next round.
 
         Raises ValueError for a name that is in flight, the error of end() if it was called, and RuntimeError in a
         forked child.
@@ -277,7 +283,13 @@ class TensorQueue:
                     f"{name} was submitted twice: an operation of this name is in flight. Call synchronize() on its "
                     f"handle first, or give this one another name"
                 )
-            self._set_wake()
+            if self._wake is not None and not self._wake.is_open:
+                raise RuntimeError(
+                    "collectives work only in the process that called init(), not in one forked from it (a loader "
+                    "worker?)"
+                )
+            if wakes:
+                self._set_wake()
             self._unsent += submissions
             self._in_flight |= by_key
 
@@ -286,15 +298,15 @@ class TensorQueue:
         with self._lock:
             self._set_wake()
 
+    def clear_wake(self) -> None:
+        """Let the thread sleep again, unless there are submissions whose requests were not sent."""
+        with self._lock:
+            if self._wake is not None and not self._unsent:
+                self._wake.clear()
+
     def _set_wake(self) -> None:
-        if self._wake is None:
-            return
-        try:
+        if self._wake is not None and self._wake.is_open:
             self._wake.set()
-        except OSError:
-            raise RuntimeError(
-                "collectives work only in the process that called init(), not in one forked from it (a loader worker?)"
-            ) from None
 
     def take_unsent(self) -> list[Submission]:
         """Take the submissions whose requests have not been sent to the other ranks. They are sent next."""
