@@ -58,18 +58,19 @@ def submit(
     process_set: int = GLOBAL_SET,
     in_place: bool = False,
     op: Reduction = Reduction.SUM,
+    is_awaited: bool = False,
     **said: Any,
 ) -> Handle:
     """Submit one operation; everything that operations.py would have checked is up to the test."""
-    key = Key(process_set, kind, name)
+    key, handle = Key(process_set, kind, name), Handle(run_until_done=named.run_until_done)
     if tensor is None:
-        submission = Submission(Request(key, **said))
+        submission = Submission(Request(key, **said), handle=handle)
     else:
         dtype = str(tensor.dtype).removeprefix("torch.")
         request = Request(key, dtype, tuple(tensor.shape) or (1,) * (kind is Kind.ALLGATHER), op=op, **said)
-        submission = Submission(request, tensor, in_place)
-    named.submit([submission])
-    return submission.handle
+        submission = Submission(request, tensor, in_place, handle)
+    named.submit([submission], is_awaited=is_awaited)
+    return handle
 
 
 def allreduce(named: NamedCollectives, name: str, tensor: torch.Tensor, **said: Any) -> Handle:

@@ -144,10 +144,12 @@ class NamedCollectives:
                     if not is_due:
                         break
                     self._round()
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - every handle gets it
                 self._end(error)
-                if not isinstance(error, Exception):
-                    raise  # the caller was interrupted
+            except BaseException as interruption:
+                self.abort(f"a named operation was interrupted by {type(interruption).__name__}")
+                self._end_by_transport()
+                raise
             finally:
                 self._turn.release()
             is_left = not self._queue.is_empty  # operations of other callers
