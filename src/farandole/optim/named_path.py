@@ -11,22 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from farandole.collectives import world
 from farandole.collectives.named.calls import Reduced, allreduce_together_
-from farandole.collectives.named.compression import NoneCompressor
+from farandole.collectives.named.compression import Compressor, NoneCompressor
 from farandole.collectives.named.engine import engine
 from farandole.collectives.named.negotiation import Average, Sum
 from farandole.collectives.named.operations import sparse_allreduce_async
 from farandole.collectives.named.tensor_queue import Handle, synchronize
 from farandole.collectives.named.timeline import process_timeline
 from farandole.errors import HorovodInternalError
+from farandole.optim.named_buckets import NamedBuckets, fits, may_use_buckets
 from farandole.optim.optimizer_mixin import counts_passes
 from farandole.optim.options import Options
 from farandole.optim.passes import Passes
+
+# Sets of parameters whose gradients one optimizer reduces together, and for which it keeps buckets: all of them, and
+# those that a script trains without the others in some steps.
+_MOST_SETS = 2
 
 
 class NamedPath:
@@ -39,12 +45,16 @@ class NamedPath:
         self._options = options
         self._passes = passes
         self._sparse_dims: dict[int, int] = {}
+        self._buckets: dict[tuple[int, ...], NamedBuckets] = {}  # by the ids of their parameters
+        self._newest: NamedBuckets | None = None  # those of the last reduction
         self._pass_id: int | None = None
         self.was_synchronized = False
         self.name(names)
 
     def name(self, names: dict[torch.Tensor, str]) -> None:
         """Set the current parameters."""
+        self._buckets.clear()
+        self._newest = None
         groups = _groups(list(names), self._options.groups)
         self._named = [Named(parameter, name, groups.get(id(parameter))) for parameter, name in names.items()]
 
@@ -55,6 +65,8 @@ class NamedPath:
         if not self._is_active():
             return
         self._passes.count(id(parameter))
+        if self._newest is not None:
+            self._newest.take(parameter)
         # Private, but the only identity of a backward pass: torch 2.13, torch/autograd/graph.py, uses it so, too.
         # queue_callback(): see optim/loader_path.py.
         pass_id = torch._C._current_graph_task_id()
@@ -109,9 +121,8 @@ class NamedPath:
         keys = self._passes.unreduced(id(each.parameter) for each in participants)
         if not keys:
             return None
-        reduction = NamedReduction(
-            [each for each in participants if id(each.parameter) in keys], self._options, self._sparse_dims
-        )
+        named = [each for each in participants if id(each.parameter) in keys]
+        reduction = NamedReduction(named, self._options, self._sparse_dims, self._buckets_of(named))
         try:
             reduction.submit()
         except HorovodInternalError:
@@ -119,6 +130,25 @@ class NamedPath:
             raise
         self._passes.reduced(keys)
         return reduction
+
+    def _buckets_of(self, named: Sequence[Named]) -> NamedBuckets | None:
+        """Return the buckets of those that can be in one; None if there are none, or no other worker."""
+        self._newest = None
+        if world.current().placement.size == 1 or not may_use_buckets(self._options):
+            return None
+        dense = [each for each in named if fits(each.parameter) and not self._is_sparse(each.parameter)]
+        if not dense:
+            return None
+        key = tuple([id(each.parameter) for each in dense])
+        if key not in self._buckets:
+            if len(self._buckets) == _MOST_SETS:
+                del self._buckets[next(iter(self._buckets))]
+            self._buckets[key] = NamedBuckets([(each.parameter, each.name) for each in dense])
+        self._newest = self._buckets[key]
+        return self._newest
+
+    def _is_sparse(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._sparse_dims or (parameter.grad is not None and parameter.grad.is_sparse)
 
     def _finish(self, reduction: NamedReduction | None) -> None:
         if reduction is None:
@@ -132,6 +162,8 @@ class NamedPath:
     def _abandon(self) -> None:
         """Drop all gradients. They may be partly reduced, so they must not be used or added to."""
         self.forget()
+        for buckets in self._buckets.values():
+            buckets.forget()
         for each in self._named:
             each.parameter.grad = None
 
@@ -174,10 +206,14 @@ class NamedReduction:
     """Reduction of some gradients of one optimizer. They must not be changed between submit() and finish().
 
     sparse_dims  number of sparse dimensions of a parameter's sparse gradients, by its id; grows
+    buckets      they have some of the gradients; None: none of them
     """
 
-    def __init__(self, named: Sequence[Named], options: Options, sparse_dims: dict[int, int]) -> None:
-        self._named = named
+    def __init__(
+        self, named: Sequence[Named], options: Options, sparse_dims: dict[int, int], buckets: NamedBuckets | None
+    ) -> None:
+        self._named, self._buckets = named, buckets
+        self._apart = [each for each in named if buckets is None or not buckets.have(each.parameter)]
         self._options = options
         self._sparse_dims = sparse_dims
         self._waits: list[Callable[[], None]] = []
@@ -192,10 +228,14 @@ class NamedReduction:
         try:
             units = self._units()
             dense = [self._pack(unit) for unit in units if not self._is_gathered(unit[0].parameter)]
+            packed = self._pack_buckets()
             handle = allreduce_together_(
-                [unit.reduced for unit in dense], self._options.op, *self._scales(), self._options.process_set
+                [reduced for reduced, _ in packed] + [unit.reduced for unit in dense],
+                self._options.op,
+                *self._scales(),
+                self._options.process_set,
             )
-            self._waits.append(lambda: self._unpack(dense, handle))
+            self._waits.append(lambda: self._unpack(packed, dense, handle))
             for unit in units:
                 if self._is_gathered(unit[0].parameter):
                     self._waits.append(self._gathers(unit[0]))
@@ -242,7 +282,7 @@ class NamedReduction:
         """Return the groups of gradients that are reduced all or none. Sparse gradients are alone: they are
         gathered."""
         units: dict[object, list[Named]] = {}
-        for each in self._named:
+        for each in self._apart:
             self._gradient(each.parameter)
             is_alone = each.group is None or self._is_gathered(each.parameter)
             units.setdefault(each.name if is_alone else each.group, []).append(each)
@@ -279,8 +319,28 @@ class NamedReduction:
         reduced = Reduced(f"gradient.{unit[0].name}", tensors, is_group=unit[0].group is not None)
         return _PackedGradients(unit, reduced, [ctx for _, ctx in compressed])
 
-    def _unpack(self, all_packed: Sequence[_PackedGradients], handle: Handle) -> None:
+    def _pack_buckets(self) -> list[tuple[Reduced, Callable[[], object]]]:
+        """Return what is reduced of the buckets, each with what is to be done afterwards."""
+        if self._buckets is None:
+            return []
+        self._buckets.fill()
+        compression, packed = self._options.compression, list[tuple[Reduced, Callable[[], object]]]()
+        for name, flat in self._buckets.flats():
+            sent, ctx = compression.compress(flat)
+            packed.append((Reduced(name, [sent]), partial(_decompress, flat, sent, ctx, compression)))
+        return packed
+
+    def _unpack(
+        self,
+        buckets: Sequence[tuple[Reduced, Callable[[], object]]],
+        all_packed: Sequence[_PackedGradients],
+        handle: Handle,
+    ) -> None:
         synchronize(handle)  # in place: the sent tensors hold the result
+        for _, decompress in buckets:
+            decompress()
+        if self._buckets is not None:
+            self._buckets.publish()
         for packed in all_packed:
             for each, tensor, ctx in zip(packed.unit, packed.reduced.tensors, packed.contexts, strict=True):
                 _write(each.parameter, self._options.compression.decompress(tensor, ctx))
@@ -298,6 +358,11 @@ class _PackedGradients:
     unit: list[Named]
     reduced: Reduced
     contexts: list[Any]
+
+
+def _decompress(flat: torch.Tensor, sent: torch.Tensor, ctx: Any, compression: Compressor) -> None:
+    if sent is not flat:
+        flat.copy_(compression.decompress(sent, ctx))
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
