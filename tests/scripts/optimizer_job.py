@@ -192,6 +192,89 @@ def check_load_state_dict_counts_from_zero() -> None:
     assert equal_everywhere(model)
 
 
+def check_gradients_that_a_script_keeps_stay_as_they_were() -> None:
+    """Those of the last step, or parts of them, while `.grad` is that of the next one."""
+    ways: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda g: g, lambda g: g.view(-1), lambda g: g.detach()]
+    for way in ways:
+        model = net()
+        optimizer = sgd(model)
+        kept: list[torch.Tensor] = []
+        for step in range(6):
+            optimizer.zero_grad()
+            values = [each.clone() for each in kept]
+            wanted = averaged(model, step)
+            loss(model, data(fd.rank(), step)).backward()
+            assert all(map(torch.equal, kept, values))
+            assert same(gradients(model), wanted)
+            kept = [way(gradient) for gradient in gradients(model)]
+            optimizer.step()
+        assert len(optimizer._named_path._newest._buffers) == 2
+
+
+def check_a_script_that_keeps_no_gradient_needs_one_buffer() -> None:
+    for to_none in (True, False):
+        model = net()
+        optimizer = sgd(model)
+        for step in range(5):
+            optimizer.zero_grad(set_to_none=to_none)
+            wanted = averaged(model, step)
+            loss(model, data(fd.rank(), step)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+            assert same(gradients(model), wanted)
+        assert len(optimizer._named_path._newest._buffers) == 1
+
+
+def check_gradients_of_several_kinds() -> None:
+    """Dtypes, memory formats, and one that autograd differentiates again."""
+    torch.manual_seed(1)
+    model = torch.nn.ModuleDict(
+        {
+            "image": torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+            "narrow": torch.nn.Linear(3, 2).bfloat16(),
+            "wide": torch.nn.Linear(3, 2).double(),
+        }
+    )
+    optimizer = sgd(model)
+
+    def loss_of(rank: int, step: int) -> torch.Tensor:
+        x = data(rank, step)
+        image = x.float().repeat(4, 3)[:9, :9].expand(1, 3, 9, 9).contiguous(memory_format=torch.channels_last)
+        return (
+            model["image"](image).square().mean()
+            + model["narrow"](x.bfloat16()).square().mean()
+            + model["wide"](x).square().mean()
+        )
+
+    for step in range(3):
+        optimizer.zero_grad()
+        total = sum(loss_of(rank, step) for rank in range(fd.size()))
+        wanted = [part / fd.size() for part in torch.autograd.grad(total, list(model.parameters()))]  # type: ignore[arg-type]
+        loss_of(fd.rank(), step).backward(create_graph=step == 1)
+        tolerances = [2e-2 if part.dtype == torch.bfloat16 else 1e-6 for part in wanted]
+        assert all(
+            torch.allclose(a, b, rtol=0, atol=atol)
+            for a, b, atol in zip(gradients(model), wanted, tolerances, strict=True)
+        )
+        assert all(g.requires_grad == (step == 1) for g in gradients(model))
+        optimizer.step()
+    assert equal_everywhere(model)
+
+
+def check_ranks_that_reduce_different_gradients() -> None:
+    model = net()
+    if fd.rank() == 0:
+        model[0].bias.requires_grad_(False)
+    optimizer = sgd(model)
+    with raises(HorovodInternalError, "gradients.0.weight"):
+        loss(model, data(fd.rank())).backward()
+    model[0].bias.requires_grad_(True)
+    optimizer.abandon_step()
+    wanted = averaged(model, 1)
+    loss(model, data(fd.rank(), 1)).backward()
+    assert same(gradients(model), wanted)
+
+
 def check_parts_that_only_some_ranks_use() -> None:
     """Rank 0 uses one head, the others the other; nobody waits in backward for what comes in step()."""
     trunk, one, two = net(1), net(2), net(3)

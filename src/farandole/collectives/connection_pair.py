@@ -376,6 +376,18 @@ def combiner(op: Reduction) -> Callable[..., torch.Tensor]:
     return combine
 
 
+def combiners(op: Reduction, ranks: int) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """Return combiner(op), and the function by which the last of the tensors of `ranks` ranks is combined: for AVERAGE
+    another one, which divides the sum while it is in the cache. Raises ValueError as combiner()."""
+    if op is not Reduction.AVERAGE:
+        return combiner(op), combiner(op)
+
+    def average(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return torch.add(a, b, out=out).div_(ranks)
+
+    return torch.add, average
+
+
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's own memory as one dimension, outside autograd.
 

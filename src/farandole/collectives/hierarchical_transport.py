@@ -143,7 +143,7 @@ class HierarchicalTransport:
         data = message_slots[0].data
         nbytes = flat.numel() * flat.element_size()
         if self._layout.place == 0:
-            combine_data(flat, message_slots, combine)
+            combine_data(flat, message_slots, combine, combine)
             data[nbytes:][: len(trailer) * self.size] = self._across_leaders(header, flat, message_slots, combine)
             data[:nbytes].view(flat.dtype).copy_(flat)
         self._group.meet(header)
@@ -166,7 +166,7 @@ class HierarchicalTransport:
             elif self._rings.across is not None:
                 self._rings.across.reduce_as(header, part, b"", combine)
 
-        message_slots = self._group.reduce(header, trailer, flat, combine, self._layout.rings, finish)
+        message_slots = self._group.reduce(header, trailer, flat, combine, combine, self._layout.rings, finish)
         return self._trailers(message_slots[0].data, len(trailer))
 
     def _across_leaders(

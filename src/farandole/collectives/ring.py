@@ -22,7 +22,7 @@ from farandole.collectives.connection_pair import (
     PeerCalled,
     Schedule,
     byte_view,
-    combiner,
+    combiners,
     dtype_code,
     flat_view,
 )
@@ -100,12 +100,12 @@ class RingTransport:
         return self._connections.still_since_s
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
-        flat, combine = flat_view(tensor), combiner(op)
+        flat, (combine, last) = flat_view(tensor), combiners(op, self._size)
         total_bytes = flat.numel() * flat.element_size()
         header = Header(
             TransportOperation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(trailer)
         )
-        return self.reduce_as(header, flat, trailer, combine)
+        return self.reduce_as(header, flat, trailer, combine, last)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         header = Header(TransportOperation.ALL_GATHER, self._sequence + 1, trailer_bytes=_SLIP_BYTES)
@@ -163,18 +163,26 @@ class RingTransport:
         self._names = names
         self._connections.look_around(look_around, every_s)
 
-    def reduce_as(self, header: Header, flat: torch.Tensor, trailer: bytes, combine: Combine) -> list[bytes]:
-        """Reduce a flat tensor, possibly a part of the tensor that the header describes, as all_reduce() does."""
+    def reduce_as(
+        self, header: Header, flat: torch.Tensor, trailer: bytes, combine: Combine, last: Combine | None = None
+    ) -> list[bytes]:
+        """Reduce a flat tensor, possibly a part of the tensor that the header describes, as all_reduce() does.
+
+        The last of the ranks' tensors is combined by `last`, unless that is None.
+        """
+        last = last or combine
         total_bytes = flat.numel() * flat.element_size()
         if choose_algorithm(total_bytes, self._size) is Algorithm.GATHER:
             blobs = self._gather(header, bytes(byte_view(flat)) + trailer, [total_bytes + len(trailer)] * self._size)
-            _combine_into(flat, blobs, combine)
+            _combine_into(flat, blobs, combine, last)
             return [bytes(blob[total_bytes:]) for blob in blobs]
         trailers = [bytearray(len(trailer)) for _ in range(self._size)]
         trailers[self._rank][:] = trailer
         outgoing: Outgoing = deque()
         self._run(
-            header, outgoing, reduce_around(outgoing, self._agreement(header), self._rank, flat, trailers, combine)
+            header,
+            outgoing,
+            reduce_around(outgoing, self._agreement(header), self._rank, flat, trailers, combine, last),
         )
         return [bytes(each) for each in trailers]
 
@@ -333,14 +341,14 @@ class RingTransport:
         self._connections.shut_down()
 
 
-def _combine_into(flat: torch.Tensor, blobs: list[bytearray], combine: Combine) -> None:
+def _combine_into(flat: torch.Tensor, blobs: list[bytearray], combine: Combine, last: Combine) -> None:
     """Reduce the tensors at the front of all blobs, in the order of the ranks, as every rank does."""
     if flat.numel() == 0:
         return
-    first, second, *others = (torch.frombuffer(blob, dtype=flat.dtype, count=flat.numel()) for blob in blobs)
-    combine(first, second, out=flat)
-    for other in others:
-        combine(flat, other, out=flat)
+    first, *others = (torch.frombuffer(blob, dtype=flat.dtype, count=flat.numel()) for blob in blobs)
+    for number, other in enumerate(others, start=1):
+        function = last if number == len(others) else combine
+        function(flat if number > 1 else first, other, out=flat)
 
 
 # The header -----------------------------------------------------------------------------------------------------------
@@ -485,12 +493,14 @@ def reduce_around(
     flat: torch.Tensor,
     trailers: list[bytearray],
     combine: Combine,
+    last: Combine,
 ) -> Schedule:
     """Reduce `flat` over all ranks in place: reduce-scatter, then all-gather, each of size - 1 steps.
 
     In step s of the reduce-scatter a rank receives chunk and trailer of rank - s - 1, combines its own part with the
-    chunk and passes both on. Then it owns the finished chunk of the next rank, and the finished chunks go around once
-    more. Each chunk is reduced once, along one path, so that all ranks get the same bits.
+    chunk (by `last` in the last step), and passes both on. Then it owns the finished chunk of the next rank, and the
+    finished chunks go around once more. Each chunk is reduced once, along one path, so that all ranks get the same
+    bits.
     """
     size = len(trailers)
     data, item_bytes = byte_view(flat), flat.element_size()
@@ -511,6 +521,7 @@ def reduce_around(
     agreement.check(header)
     for step in range(size - 1):
         owner = rank - step - 1
+        function = last if step == size - 2 else combine
         trailer = memoryview(trailers[owner])
         yield trailer
         if step < size - 2:
@@ -518,7 +529,7 @@ def reduce_around(
         for start, stop in runs(owner):
             yield staging[: (stop - start) * item_bytes]
             mine = flat[start:stop]
-            combine(mine, arrived[: stop - start], out=mine)
+            function(mine, arrived[: stop - start], out=mine)
             outgoing.append(part(start, stop))
     for step in range(size - 1):
         for start, stop in runs(rank - step):

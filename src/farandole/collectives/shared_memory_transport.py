@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from farandole.collectives.chunks import blocks, chunk_bounds
-from farandole.collectives.connection_pair import Interruption, combiner, dtype_code, flat_view
+from farandole.collectives.connection_pair import Interruption, combiners, dtype_code, flat_view
 from farandole.collectives.ring import HEADER_BYTES, Agreement, Combine, Header, RingTransport, TransportOperation
 from farandole.collectives.shared_memory_tensors import (
     TENSOR_REF_BYTES,
@@ -226,7 +226,7 @@ class SharedMemoryTransport:
         return self._size
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
-        flat, combine = flat_view(tensor), combiner(op)
+        flat, (combine, last) = flat_view(tensor), combiners(op, self._size)
         if flat.numel() == 0 or len(trailer) > MAX_PAYLOAD_BYTES:
             return self._ring.all_reduce(flat, trailer, op)
         nbytes = flat.numel() * flat.element_size()
@@ -236,9 +236,9 @@ class SharedMemoryTransport:
         with self._ring.running(header):
             if nbytes <= DATA_BYTES:
                 message_slots = self._group.post(header, trailer, flat)
-                combine_data(flat, message_slots, combine)
+                combine_data(flat, message_slots, combine, last)
             else:
-                message_slots = self._group.reduce(header, trailer, flat, combine, owners=self._size)
+                message_slots = self._group.reduce(header, trailer, flat, combine, last, owners=self._size)
             return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -441,13 +441,14 @@ class SharedMemoryGroup:
         trailer: bytes,
         flat: torch.Tensor,
         combine: Combine,
+        last: Combine,
         owners: int,
         finish: Finish | None = None,
     ) -> list[MessageSlot]:
         """Reduce a tensor piece by piece. Return the message slots of all ranks, with the trailer.
 
-        For each piece, all ranks make theirs readable, and meet; each of the first `owners` ranks reduces its part, and
-        all meet; each copies the parts of the others.
+        For each piece, all ranks make theirs readable, and meet; each of the first `owners` ranks reduces its part,
+        with `last` for the last of the tensors, and all meet; each copies the parts of the others.
         """
         mine, ready = self._make_ref(flat)
         message_slots = self.post(header, trailer + mine.pack())
@@ -468,8 +469,10 @@ class SharedMemoryGroup:
             parts = self._from_mine([*chunk_bounds(stop - start, owners), *[(0, 0)] * (self.size - owners)])
             for low, high in blocks(*parts[0], _BLOCK_BYTES // flat.element_size()):
                 reduced = regions[0][low:high]
-                for region in regions[1:]:
+                for region in regions[1:-1]:
                     combine(reduced, region[low:high], out=reduced)
+                if self.size > 1:
+                    last(reduced, regions[-1][low:high], out=reduced)
             if finish is not None and self.place < owners:
                 finish(regions[0][slice(*parts[0])], number, message_slots)
             self.meet(header)
@@ -554,9 +557,10 @@ class SharedMemoryGroup:
         return by_place[self.place :] + by_place[: self.place]
 
 
-def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine) -> None:
+def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine, last: Combine) -> None:
     """Reduce the tensors in the data of all message slots into `flat`, in the order of the ranks, on whichever rank."""
     nbytes = flat.numel() * flat.element_size()
     first, *others = (message_slot.data[:nbytes].view(flat.dtype) for message_slot in message_slots)
-    for number, other in enumerate(others):
-        combine(flat if number else first, other, out=flat)
+    for number, other in enumerate(others, start=1):
+        function = last if number == len(others) else combine
+        function(flat if number > 1 else first, other, out=flat)

@@ -11,7 +11,7 @@ import torch
 class Reduction(enum.IntEnum):
     """The `op` of a reducing collective, numbered as in Horovod.
 
-    Transports know SUM, MIN, MAX and PRODUCT; the others are composed of them.
+    Transports know SUM, MIN, MAX and PRODUCT, some of them AVERAGE; the others are composed of them.
     """
 
     AVERAGE = 0
@@ -45,7 +45,8 @@ class Transport(Protocol):
         Args:
             tensor: The tensor; it may be empty.
             trailer: Bytes of the same length on all ranks that travel along without a message of their own.
-            op: SUM, MIN, MAX or PRODUCT.
+            op: SUM, MIN, MAX or PRODUCT. RingTransport and SharedMemoryTransport know AVERAGE, too, of floating point
+                numbers: each part of the sum is divided while it is in the cache.
 
         Returns:
             The trailers of all ranks, by rank.

@@ -19,8 +19,11 @@ from farandole.collectives.connection_pair import Wake, as_bytes, byte_view, fla
 from farandole.collectives.named import adasum
 from farandole.collectives.named.stages import Key, Kind, MatchedOperation, Request
 from farandole.collectives.named.timeline import Timeline
+from farandole.collectives.ring import RingTransport
 from farandole.collectives.shared_memory_tensors import shareable_zeros
+from farandole.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.transport import Reduction, Transport
+from farandole.collectives.transport_choice import host_transport
 from farandole.liveness.status_reporting import WaitingForPeers
 
 
@@ -492,6 +495,9 @@ def _cut(tensor: torch.Tensor, request: Request, place: int) -> torch.Tensor:
 # In an allreduce, this rank's submission `own` is None when this rank has joined: then it contributes zeros.
 
 _SUMMED = {Reduction.AVERAGE: Reduction.SUM}
+_AVERAGING = (RingTransport, SharedMemoryTransport)
+"""They divide each part of the sum while it is in the cache."""
+_WIDE = (torch.float32, torch.float64)
 _LOGICAL = {Reduction.SUM: Reduction.MAX, Reduction.PRODUCT: Reduction.MIN}
 """Bools travel as uint8: their sum is `or`, their product is `and`."""
 
@@ -580,6 +586,10 @@ def _reduce(flat: torch.Tensor, request: Request, transport: Transport) -> None:
     prescale(flat, request.prescale)
     if op is Reduction.ADASUM:
         adasum.reduce(flat, transport)
+    elif op is Reduction.AVERAGE and flat.dtype in _WIDE and isinstance(host_transport(transport), _AVERAGING):
+        transport.all_reduce(flat, op=op)
+        prescale(flat, request.postscale)
+        return
     elif transport.size > 1:
         transport.all_reduce(flat, op=_SUMMED.get(op, op))
     postscale(flat, op, transport.size, request.postscale)
