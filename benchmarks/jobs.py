@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -98,3 +99,17 @@ def wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) -
 
 def result_of(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "result.json").read_text()))
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Have this number of processes that take all the processor time they can get."""
+    code = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()

@@ -7,13 +7,11 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.jobs import busy_processes
 from benchmarks.recovery import WORKLOAD
 from farandole.testing.faults.backends import LabBackend
 from farandole.testing.lab import Lab
@@ -36,7 +34,7 @@ def measure(minutes: float) -> dict[str, Any]:
         with contextlib.closing(LabBackend(lab, [1] * HOSTS, folder)) as backend:
             flags = ["-np", str(HOSTS), "--quiet", "--events", str(events), *backend.flags]
             words = ["--hold-s", str(HOLD_S)]
-            with RunningJob(flags, WORKLOAD, words, folder, folder / "output") as job, _busy():
+            with RunningJob(flags, WORKLOAD, words, folder, folder / "output") as job, busy_processes(_busy()):
                 backend.start_agents()
                 latest = job.wait_until(all_training(HOSTS), _DEADLINE_S)
                 first = latest[0]["ns"]
@@ -49,7 +47,7 @@ def measure(minutes: float) -> dict[str, Any]:
     row = {
         "hosts": HOSTS,
         "minutes": round((applied[-1] - first) / 60e9, 2),
-        "busy_processes": _BUSY_PER_CORE * (os.cpu_count() or 1),
+        "busy_processes": _busy(),
         "holds": holds,
         "steps": len(applied),
         "verdicts": verdicts,
@@ -58,16 +56,5 @@ def measure(minutes: float) -> dict[str, Any]:
     return row
 
 
-@contextlib.contextmanager
-def _busy() -> Iterator[None]:
-    """Processes that take all the processor time they can get."""
-    count = _BUSY_PER_CORE * (os.cpu_count() or 1)
-    code = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
+def _busy() -> int:
+    return _BUSY_PER_CORE * (os.cpu_count() or 1)

@@ -46,6 +46,7 @@ def tables(results: Row) -> str:
         "patience": _patience,
         "step_time": _step_time,
         "small_batches": _small_batches,
+        "busy_machine": _busy_machine,
         "all_reduce": _all_reduce,
         "commit": _commit,
         "memory": _memory,
@@ -153,6 +154,13 @@ def _small_batches(rows: Sequence[Row]) -> Iterator[str]:
     batches = dict.fromkeys((row["label"], row["batch"]) for row in rows)
     yield "As above, with fewer samples for each worker, as where a global batch is divided among many: communication"
     yield f"is more of a step. Samples: {', '.join(f'{label} {batch}' for label, batch in batches)}."
+    yield ""
+    yield from _against_ddp(rows)
+
+
+def _busy_machine(rows: Sequence[Row]) -> Iterator[str]:
+    yield "## Step time on a busy machine"
+    yield f"As above, beside {rows[0]['busy']} processes that take all the processor time they can get."
     yield ""
     yield from _against_ddp(rows)
 

@@ -58,6 +58,9 @@ def main() -> None:
         "small-batches": lambda: step_time.table(
             options.models, [2], ["tcp", "shm"], ["farandole"], options.turns, options.seconds, is_small=True
         ),
+        "busy-machine": lambda: step_time.table(
+            options.models, [2], ["tcp", "shm"], list(step_time.USES), options.turns, options.seconds, busy=options.busy
+        ),
         "all-reduce": lambda: all_reduce.table(options.workers, options.transports, options.turns, options.seconds / 4),
         "commit": lambda: step_time.commit_table(options.transports, options.turns, _LONGER * options.seconds),
         "memory": lambda: memory.table(options.transports),
@@ -91,6 +94,7 @@ def _parse() -> argparse.Namespace:
         *_ON_A_LAB,
         "step-time",
         "small-batches",
+        "busy-machine",
         "all-reduce",
         "commit",
         "memory",
@@ -109,6 +113,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(DEFAULT_TRANSPORTS))
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--busy", type=int, default=2, help="processes beside the workers (busy-machine)")
     parser.add_argument("--turns", type=int, default=15, help="most, in each job")
     parser.add_argument("--seconds", type=float, default=8.0, help="after which no turn of a job begins")
     parser.add_argument(

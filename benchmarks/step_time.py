@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import two_hosts
 from benchmarks.gate import host
-from benchmarks.jobs import TRANSPORTS, OneHost
+from benchmarks.jobs import TRANSPORTS, OneHost, busy_processes
 from benchmarks.models import TASKS
 from benchmarks.ways import COMMITS
 
@@ -32,9 +32,14 @@ def table(
     turns: int,
     seconds: float,
     is_small: bool = False,
+    busy: int = 0,
 ) -> list[Row]:
-    """Measure, and print each row when it is there. `is_small`: with the models' small batches."""
-    what = "step time with small batches" if is_small else "step time"
+    """Measure, and print each row when it is there.
+
+    is_small  with the models' small batches
+    busy      number of processes beside the workers that take all the processor time they can get
+    """
+    what = f"step time{' with small batches' if is_small else ''}{f' beside {busy} busy processes' if busy else ''}"
     print(f"\n{what}, one thread each; ratios: median [quartiles] of turns")
     print(
         f"{'model':>15} {'workers':>7} {'transport':>13} {'used':>10} {'Farandole':>10} {'DDP':>8} {'plain':>8} "
@@ -51,16 +56,24 @@ def table(
                 if across and count < two_hosts.FEWEST:
                     continue
                 for model in models:
-                    rows.append(against_ddp(model, count, transport, use, turns, seconds, is_small))
+                    rows.append(against_ddp(model, count, transport, use, turns, seconds, is_small, busy))
                     _print(rows[-1])
     print_means(rows)
     return rows
 
 
 def against_ddp(
-    model: str, workers: int, transport: str, use: str, turns: int, seconds: float, is_small: bool = False
+    model: str,
+    workers: int,
+    transport: str,
+    use: str,
+    turns: int,
+    seconds: float,
+    is_small: bool = False,
+    busy: int = 0,
 ) -> Row:
-    said = _run(model, workers, transport, [use], turns, seconds, beside=BESIDE, is_small=is_small)
+    with busy_processes(busy):
+        said = _run(model, workers, transport, [use], turns, seconds, beside=BESIDE, is_small=is_small)
     times = said["times_ms"]
     return {
         "model": model,
@@ -70,6 +83,7 @@ def against_ddp(
         "transport": transport,
         "transport_class": said["transport_class"],
         "use": use,
+        "busy": busy,
         "turns": len(times[use]),
         "ms": {"farandole": _median(times[use]), **{way: _median(times[way]) for way in BESIDE}},
         "ratio": {way: quartiles(times[use], times[way]) for way in BESIDE},

@@ -61,9 +61,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Without one, as in Horovod:
 
-    - Gradients are averaged over the workers by named operations, `gradient.NAME`. They are final when `backward()`
-      returns if it left no parameter of the optimizer without its gradients; in any case when `synchronize()` or
-      `step()` returns. Parameters without a gradient take part with zeros.
+    - Gradients are averaged over the workers by named operations: all dense ones on the CPU by one for each dtype,
+      `gradients.NAME` with the name of the first parameter; the others by `gradient.NAME`. They are final when
+      `backward()` returns if it left no parameter of the optimizer without its gradients; in any case when
+      `synchronize()` or `step()` returns. Parameters without a gradient take part with zeros.
     - `step(closure)` reduces after each call of the closure. `step()` without a closure returns True.
     - Horovod's scripts call `synchronize()` before they change gradients, and `step()` inside `with
       skip_synchronize():`; the first without the second gives a warning.

@@ -169,7 +169,7 @@ def report_first_step(
 #
 #     who registers    world_builder.py, each object of a generation before it can block: builders of rings, rings, the
 #                      transports built upon them, and the point-to-point connections. On the main thread; for a process
-#                      set on the thread of the named collectives.
+#                      set on the thread that runs the round.
 #     who aborts       link.py, on the link's thread: at an ABORT all objects of older generations, and at a STOP, when
 #                      the job is over, all objects.
 #     who closes       context.py, on the main thread: the objects of all other generations when a new one is in sync

@@ -6,7 +6,7 @@ An operation passes these stages. Each stage has one type, named after it:
         Submission        one rank's part: request, tensor and handle        operations.py, asynchronous.py
             |             A Call makes and checks it, as far as one          calls.py
             |             rank alone can; it enters this rank's TensorQueue  tensor_queue.py
-    the collectives' thread, on all ranks at once: one round                 engine.py
+    the thread that runs the rounds, on all ranks at once: one round         engine.py
             |
         Request           the description of it that the other ranks need    stages.py
             |             Each rank sends a RequestList; a request that the  engine.py (Rounds)

@@ -314,7 +314,7 @@ def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the collectives' thread can read the tensor.
+    """Return whether the thread that runs the rounds can read the tensor.
 
     An error in that thread would come too late: the other ranks rely on this one then, and it would end the generation.
     """

@@ -1,4 +1,4 @@
-"""The submissions of one rank, in the queue between its callers and the collectives' thread, and their handles.
+"""The submissions of one rank, in the queue between its callers and the thread that runs the rounds, and their handles.
 
 poll() and synchronize() are public: scripts call them with the handle of an asynchronous operation.
 """
