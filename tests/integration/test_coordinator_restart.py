@@ -20,7 +20,7 @@ import pytest
 
 from farandole.config import JobConfig
 from farandole.coordinator.coordinator_process import EPOCHS_OF_A_LAUNCHER
-from farandole.coordinator.journal import Journal, JournalFiles, JournalIdentity, decoded, files_in_memory
+from farandole.coordinator.journal import Journal, JournalFiles, decoded, files_in_memory
 from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.events import CoordinatorRestarted, Event
 from farandole.launch.job_files import running
@@ -292,7 +292,7 @@ def test_the_coordinator_of_a_launcher_that_takes_over_cannot_be_outdone_by_thos
 
 
 def epoch_in(files: JournalFiles) -> int:
-    data = Journal(files, JournalIdentity("job")).read()
+    data = Journal(files, "job").read()
     assert data is not None
     return decoded(data)[0].job.coordinator_epoch
 

@@ -26,10 +26,13 @@ class MovingJob(running_job.RunningJob):
     with one slot on each of the last two. What they print is in files of `folder`.
 
     by_addresses  the agents know the addresses of the first two hosts, and the token; else the job file
+    source        the folder of the launcher's package; None: that of the tests
     """
 
-    def __init__(self, lab: Lab, folder: Path, *flags: str, by_addresses: bool = False) -> None:
-        self._lab, self._place = lab, lab.hosts[0]
+    def __init__(
+        self, lab: Lab, folder: Path, *flags: str, by_addresses: bool = False, source: Path | None = None
+    ) -> None:
+        self._lab, self._place, self._source = lab, lab.hosts[0], source
         self.state, self._stop, self.output = folder / "state", folder / "stop", folder / "output"
         self._flags = ["--state", str(self.state), "--events", str(folder / "events.jsonl"), *flags]
         self._words = ["--epochs", "1000000", "--stop", str(self._stop), "--item-ms", "1"]
@@ -64,6 +67,8 @@ class MovingJob(running_job.RunningJob):
         # The folder of running jobs is not shared: a launcher removes the files of processes that it does not see, and
         # the hosts have process ids of their own.
         environment = {**(environment or os.environ), "XDG_RUNTIME_DIR": str(self._place.folder)}
+        if self._source is not None:
+            environment["PYTHONPATH"] = f"{self._source}:{environment.get('PYTHONPATH', '')}"
         return self._place.start(command, environment=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def said(self) -> str:
@@ -86,9 +91,9 @@ class MovingJob(running_job.RunningJob):
         self._place.signal(pid)
         self.process.wait(_DEADLINE_S)
 
-    def start_on(self, host: Host) -> None:
-        """Start the same command there."""
-        self._place = host
+    def start_on(self, host: Host, source: Path | None = None) -> None:
+        """Start the same command there, with the package in the folder `source`."""
+        self._place, self._source = host, source
         with self.output.open("ab") as output:
             self.process = self._start(self.command(), output, None)
 
@@ -98,6 +103,18 @@ class MovingJob(running_job.RunningJob):
         assert self.wait(_DEADLINE_S) == 0, self.said()
         for agent in self._agents:
             assert agent.wait(_DEADLINE_S) == 0
+
+    def kill_process(self, name: str) -> None:
+        """kill -9 of the launcher's process of this name: COORDINATOR_NAME or FACTORY_NAME."""
+        for pid, outside in self._place.processes().items():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{outside}/comm").read_text().strip() == name:
+                    self._place.signal(pid)
+
+    def kill_worker(self, record: Mapping[str, Any]) -> None:
+        """kill -9 of the worker with this record."""
+        (host,) = (each for each in self._lab.hosts if each.name == record["host"])
+        host.signal(record["pid"])
 
     def supersede(self) -> None:
         """Let the launcher believe that another one has taken over, which it survives where a network file system has

@@ -34,7 +34,6 @@ from farandole.wire.control import (
     Status,
     Subscribe,
 )
-from farandole.wire.messages import PROTOCOL_VERSION
 
 EVENTS_SHOWN = 20
 """The number of events in a status."""
@@ -122,13 +121,9 @@ class Clients:
         """Return the last measurements by worker."""
         return {name: each for workers in self.telemetry.values() for name, each in workers.items()}
 
-    async def serve(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
+    async def serve(self, channel: Channel[ClientMessage]) -> None:
         """Serve the command until it closes the connection, which raises ConnectionError. Raises ProtocolError when the
         command violates the protocol."""
-        if hello.version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the command uses version {hello.version} of the protocol, this job version {PROTOCOL_VERSION}"
-            )
         try:
             while True:
                 self._answer(channel, await channel.receive())

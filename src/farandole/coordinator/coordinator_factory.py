@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from farandole.coordinator.coordinator_process import run_coordinator
-from farandole.coordinator.journal import JournalFiles
+from farandole.coordinator.journal import FORMAT, SOFTWARE, JournalFiles
 from farandole.env import is_under_slurm
 from farandole.errors import FarandoleError
 
@@ -37,11 +37,18 @@ _BEGIN_S = 60.0  # of a program that imports everything first
 
 # An answer of the factory: its kind, a process, and an exit code or an error number.
 _ANSWER = struct.Struct("=cii")
-_FORKED, _ENDED, _FAILED = b"f", b"e", b"x"
+_FORKED, _ENDED, _FAILED, _CHANGED = b"f", b"e", b"x", b"c"
+
+_RELEASE = f"{SOFTWARE}, format {FORMAT}"
 
 
 class FactoryLost(FarandoleError):
     """The factory has ended, or does not answer, or cannot fork."""
+
+
+class SoftwareChanged(FarandoleError):
+    """A factory that was started as a program is of another release than the launcher: its coordinators would not
+    understand the launcher."""
 
 
 class ForkedCoordinator:
@@ -82,7 +89,8 @@ class CoordinatorFactory:
         """Start a factory as a program of its own. Raises FactoryLost."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", "farandole.coordinator.coordinator_factory", str(theirs.fileno())]
+            command = [sys.executable, "-m", "farandole.coordinator.coordinator_factory"]
+            command += [str(theirs.fileno()), _RELEASE]
             try:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
             except OSError as error:
@@ -108,7 +116,8 @@ class CoordinatorFactory:
         return cls(pid, ours, lambda: os.waitpid(pid, 0), _FORK_S)
 
     async def fork_coordinator(self, link: int, journal: JournalFiles) -> ForkedCoordinator:
-        """Return a coordinator that has these descriptors, as run_coordinator takes them. Raises FactoryLost."""
+        """Return a coordinator that has these descriptors, as run_coordinator takes them. Raises FactoryLost, and
+        SoftwareChanged."""
         if self._is_closed:
             raise FactoryLost("it is closed")
         if self._loop is None:
@@ -162,6 +171,10 @@ class CoordinatorFactory:
             if kind == _FORKED:
                 self._coordinators[pid] = ForkedCoordinator(pid)
                 self._answer.set_result(pid)
+            elif kind == _CHANGED:
+                self._answer.set_exception(
+                    SoftwareChanged(f"Farandole was changed on the disk since this launcher, {SOFTWARE}, was started")
+                )
             else:
                 self._answer.set_exception(OSError(number, os.strerror(number)))
 
@@ -197,11 +210,12 @@ def _thread_count() -> int:
 
 
 def main() -> NoReturn:
-    """Be the factory that listens at the descriptor in the first argument."""
-    _to_the_end(lambda: _serve(socket.socket(fileno=int(sys.argv[1]))))
+    """Be the factory that listens at the descriptor in the first argument, for a launcher of the release in the
+    second."""
+    _to_the_end(lambda: _serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]))
 
 
-def _serve(channel: socket.socket) -> None:
+def _serve(channel: socket.socket, release: str = _RELEASE) -> None:
     """Fork a coordinator for each request, and report when one has ended; until the launcher is gone. Signals to the
     process group are for the launcher, which tells coordinators what to do."""
     announcements = (signal.SIGUSR1, signal.SIGUSR2) if is_under_slurm() else ()
@@ -228,6 +242,9 @@ def _serve(channel: socket.socket) -> None:
         except ConnectionResetError:  # it was killed before it had read an answer
             return
         if not message:
+            return
+        if release != _RELEASE:
+            answer(_CHANGED, 0, 0)
             return
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # its end is not reported before its beginning
         try:

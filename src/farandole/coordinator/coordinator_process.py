@@ -11,12 +11,14 @@ import socket
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from farandole.coordinator.journal import (
+    SOFTWARE,
     CoordinatorState,
     Journal,
     JournalError,
     JournalFiles,
-    JournalIdentity,
     StateEncoder,
     decoded,
 )
@@ -30,6 +32,7 @@ from farandole.coordinator.launcher_link import (
     CoordinatorSetup,
     Ended,
     FramesHandled,
+    KeptFrames,
     Link,
     Listen,
     Listening,
@@ -42,8 +45,10 @@ from farandole.coordinator.server import Coordinator
 from farandole.errors import ConfigError
 from farandole.events import Event
 from farandole.membership import Address
+from farandole.wire.authentication import spoken_versions
 from farandole.wire.channel import HANDSHAKE_DEADLINE_S
 from farandole.wire.message_log import MessageLog
+from farandole.wire.messages import OLDEST_PROTOCOL_VERSION
 from farandole.wire.sockets import listening_sockets
 
 EPOCHS_OF_A_LAUNCHER = 1_000_000
@@ -100,7 +105,7 @@ class _Process:
     async def run(self) -> None:
         setup: CoordinatorSetup = await self._link.receive()
         self._setup = setup
-        self._journal = Journal(self._journal_files, JournalIdentity(setup.job_id), is_durable=bool(setup.launcher))
+        self._journal = Journal(self._journal_files, setup.job_id, is_durable=bool(setup.launcher))
         try:
             restored, is_moved = self._restore()
         except JournalError as damage:
@@ -165,11 +170,13 @@ class _Process:
         data = self._journal.read()
         if data is None:
             return None, False
-        state, (frames, launcher) = decoded(data)
-        if launcher != self._setup.launcher:
+        state, beside = decoded(data)
+        _check_protocol(state)
+        kept = msgspec.msgpack.decode(beside, type=KeptFrames)
+        if kept.launcher != self._setup.launcher:
             epoch = (state.job.coordinator_epoch // EPOCHS_OF_A_LAUNCHER + 1) * EPOCHS_OF_A_LAUNCHER
             return replace(state, job=replace(state.job, coordinator_epoch=epoch - 1)), True
-        self._frames = frames
+        self._frames = kept.log()
         self._frames.confirm(self._setup.handled)
         for frame in self._frames.after(self._setup.handled):
             self._link.send(frame)
@@ -200,7 +207,7 @@ class _Process:
         if state.job.ending is not None and state.job.ending.is_done and not self._is_over:
             self._is_over = True
             self._keep(Over())
-        self._journal.write(self._encoder.encode(state, (self._frames, self._setup.launcher)))
+        self._journal.write(self._encoder.encode(state, KeptFrames.of(self._setup.launcher, self._frames)))
         self._send_unsent()
         self._link.send(FramesHandled(self._frames.handled))
 
@@ -261,6 +268,16 @@ class _Process:
         self._link.send(Listening(self._coordinator.addresses, self._frames.handled))
         self._is_listening = True
         return True
+
+
+def _check_protocol(state: CoordinatorState) -> None:
+    """Raise JournalError when agents of the job speak versions of the protocol that are too old for this release."""
+    for agent, session in state.sessions.items():
+        if session.protocol < OLDEST_PROTOCOL_VERSION:
+            raise JournalError(
+                f"agent {agent} uses version {session.protocol} of the protocol, and this release, {SOFTWARE}, speaks "
+                f"{spoken_versions()}: continue with the release that the agent has, and let the job end there"
+            )
 
 
 def run_coordinator(link: int, journal: JournalFiles) -> None:

@@ -14,10 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from farandole import events
 from farandole.config import JobConfig
+from farandole.coordinator.journal import JournalError
 from farandole.coordinator.server import Outcome
 from farandole.membership import Address, Origin
 from farandole.wire.channel import LENGTH
+from farandole.wire.message_log import MessageLog
 from farandole.wire.messages import OutputMessage, Welcome
 
 ALIVE_EVERY_S = 0.1
@@ -143,6 +148,32 @@ class AdmitToStore:
 @dataclass(frozen=True)
 class ClearStore:
     """All workers are started anew."""
+
+
+class KeptFrames(msgspec.Struct, frozen=True):
+    """The log of a coordinator's counted frames, with its launcher, as its journal has it: each frame by the name of
+    its class. Only the coordinators of the same launcher, so of the same release, read the frames."""
+
+    launcher: str
+    handled: int = 0
+    confirmed: int = 0
+    kept: tuple[tuple[str, msgspec.Raw], ...] = ()
+
+    @classmethod
+    def of(cls, launcher: str, log: MessageLog[object]) -> KeptFrames:
+        kept = ((type(each).__name__, msgspec.Raw(msgspec.msgpack.encode(each))) for each in log.kept)
+        return cls(launcher, log.handled, log.confirmed, tuple(kept))
+
+    def log(self) -> MessageLog[object]:
+        """Return the log. Raises JournalError when it cannot be decoded."""
+        try:
+            kept = [
+                msgspec.msgpack.decode(data, type=Over if name == Over.__name__ else getattr(events, name))
+                for name, data in self.kept
+            ]
+        except (AttributeError, msgspec.MsgspecError) as error:
+            raise JournalError(f"the coordinator's journal cannot be read ({error})") from None
+        return MessageLog(self.handled, self.confirmed, kept)
 
 
 class Link:

@@ -546,7 +546,7 @@ class Coordinator:
             try:
                 hello = await _receive_hello(channel)
                 if isinstance(hello, ClientHello):
-                    await self._serve_command(channel.expecting(CLIENT_MESSAGES), hello)
+                    await self._serve_command(channel.expecting(CLIENT_MESSAGES))
                 elif isinstance(hello, GuardHello):
                     await self._serve_guard(channel.expecting(GUARD_MESSAGES), hello)
                 else:
@@ -560,9 +560,9 @@ class Coordinator:
             if (task := asyncio.current_task()) is not None and task in self._strangers:
                 self._refused(ConnectionRefused(who, str(error)))
 
-    async def _serve_command(self, channel: Channel[ClientMessage], hello: ClientHello) -> None:
+    async def _serve_command(self, channel: Channel[ClientMessage]) -> None:
         self._introduced(self._serving)
-        await self._commands.serve(channel, hello)
+        await self._commands.serve(channel)
 
     async def _serve_guard(self, channel: Channel[AgentDied], hello: GuardHello) -> None:
         """Wait for the report that the guard's agent has died: its workers are killed, and need not be waited for."""
@@ -619,7 +619,9 @@ class Coordinator:
                     epoch=self._job.coordinator_epoch,
                 )
             )
-        self._sessions[hello.agent] = AgentSession(hello.process, hello.is_apart, MessageLog())
+        self._sessions[hello.agent] = AgentSession(
+            hello.process, hello.is_apart, MessageLog(), protocol=channel.version
+        )
         self._channels[hello.agent] = channel
         self._record_silence(hello.agent, self._sessions[hello.agent])
         if self._offers_joined and hello.host not in self._offered:
@@ -655,7 +657,7 @@ class Coordinator:
         self._record_silence(hello.agent, self._sessions[hello.agent])
         heartbeat_id = self._heartbeats.begin(hello.agent) if session.is_apart else b""
         session.log.confirm(resumes.handled)
-        session.confirmed = session.log.handled
+        session.confirmed, session.protocol = session.log.handled, channel.version
         channel.send(
             Resumed(
                 self._job.coordinator_epoch,

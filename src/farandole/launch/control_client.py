@@ -31,7 +31,6 @@ from farandole.wire.control import (
     ToClient,
 )
 from farandole.wire.encryption import Certificates, load_certificates
-from farandole.wire.messages import PROTOCOL_VERSION
 
 DONE, NOT_DONE = 0, 1
 
@@ -138,7 +137,7 @@ class Client:
 
         async def redial() -> Channel[ToClient]:
             channel = await connect(address.host, address.port, token, job, TO_CLIENT, tls)
-            channel.send(ClientHello(PROTOCOL_VERSION))
+            channel.send(ClientHello())
             return channel
 
         try:

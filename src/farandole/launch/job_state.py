@@ -8,8 +8,7 @@ DIR/journal-N-0, -1    the files of the journal (coordinator/journal.py) of the 
 DIR/job                the job file, unless --job-file names another one
 
 Each launcher has journal files of its own, to which it copies the newest state: a coordinator of an older launcher,
-which may live on behind a broken network, cannot write there. Only the files' owner may read them: the journal is
-unpickled, and the token is in it.
+which may live on behind a broken network, cannot write there. Only the files' owner may read them: the token is there.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import secrets
 import select
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from farandole.config import JobConfig
-from farandole.coordinator.journal import Journal, JournalError, JournalFiles, JournalIdentity
+from farandole.coordinator.journal import FORMAT, SOFTWARE, Journal, JournalError, JournalFiles, why_unreadable
 from farandole.env import CheckpointEnv
 from farandole.errors import ConfigError
 from farandole.machine import now_s
@@ -76,12 +75,13 @@ class _Owner(msgspec.Struct, frozen=True):
 
 
 class _Version(msgspec.Struct, frozen=True):
-    """The part of job.json that every version has."""
+    """The part of job.json that every version has. `format`: as in JournalIdentity."""
 
     version: str
+    format: int = 1
 
 
-class _Job(_Version, frozen=True):
+class _Job(_Version, frozen=True, kw_only=True):
     """Content of job.json. `number` is that of the launcher whose journal counts."""
 
     job_id: str
@@ -123,7 +123,6 @@ class FolderState:
             self._lock = self._locked(self._folder / _LOCK, "another launcher")
             self._job = self._read_job(command, config, token)
             self.job_id, self.token = self._job.job_id, self._job.token
-            self._identity = JournalIdentity(self.job_id)
             self._data = self._former_journal()
             self.is_continued = self._data is not None
             owner = _Owner(self.launcher, os.uname().nodename, os.getpid())
@@ -148,8 +147,10 @@ class FolderState:
             files = [self._new_journal_file(path) for path in self._journal_paths(number)]
             self.journal_files = (files[0], files[1])
             if self._data is not None:
-                Journal(self.journal_files, self._identity, is_durable=True).write(self._data)
-            self._job = msgspec.structs.replace(self._job, number=number, checkpoint=checkpoint)
+                Journal(self.journal_files, self.job_id, is_durable=True).write(self._data)
+            self._job = msgspec.structs.replace(
+                self._job, version=SOFTWARE, format=FORMAT, number=number, checkpoint=checkpoint
+            )
             _replace(self._folder / _JOB, msgspec.json.encode(self._job))
         except OSError as error:
             raise self._error(f"no files can be written there: {error.strerror}") from error
@@ -168,7 +169,7 @@ class FolderState:
         with contextlib.suppress(JournalError, OSError):
             files = getattr(self, "journal_files", None)
             is_over |= files is None and self._data is None
-            is_over |= files is not None and Journal(files, self._identity).read() is None
+            is_over |= files is not None and Journal(files, self.job_id).read() is None
         if is_over:
             self._is_over = True
             with contextlib.suppress(OSError):
@@ -210,18 +211,24 @@ class FolderState:
         return None
 
     def _read_job(self, command: Sequence[str], config: JobConfig, token: bytes | None) -> _Job:
-        version, settings = JournalIdentity("").version, _settings(config)
+        settings = _settings(config)
         try:
             data = (self._folder / _JOB).read_bytes()
         except FileNotFoundError:
-            return _Job(version, secrets.token_hex(8), token or new_token(), 0, tuple(command), settings)
+            return _Job(
+                version=SOFTWARE,
+                format=FORMAT,
+                job_id=secrets.token_hex(8),
+                token=token or new_token(),
+                number=0,
+                command=tuple(command),
+                config=settings,
+            )
         anew = f"to begin the job anew, remove {self._folder}"
         try:
-            found = msgspec.json.decode(data, type=_Version).version
-            if found != version:
-                raise self._error(
-                    f"its job was begun by Farandole {found}, and this is {version}: continue with that version; {anew}"
-                )
+            found = msgspec.json.decode(data, type=_Version)
+            if problem := why_unreadable(found.format, found.version):
+                raise self._error(f"its job {problem}; {anew}")
             job = msgspec.json.decode(data, type=_Job)
         except msgspec.MsgspecError:
             raise self._error(f"{_JOB} is damaged ({len(data)} bytes); {anew}") from None
@@ -230,7 +237,8 @@ class FolderState:
                 f"its job runs {' '.join(job.command)}, not {' '.join(command)}; give the same command, or another "
                 f"folder; {anew}"
             )
-        if different := [name for name in settings if settings[name] != job.config.get(name)]:
+        defaults = {each.name: each.default for each in fields(JobConfig)}  # of options that the version did not have
+        if different := [name for name in settings if settings[name] != job.config.get(name, defaults[name])]:
             (name, *_) = different
             raise self._error(
                 f"its job was begun with other options ({name} {job.config.get(name)!r}, not {settings[name]!r}); give "
@@ -250,7 +258,7 @@ class FolderState:
                 raise self._error(f"{path.name} is missing; to begin the job anew, remove {self._folder}")
             files.append(self._locked(path, "the coordinator of the former launcher"))
         try:
-            return Journal((files[0], files[1]), self._identity).read()
+            return Journal((files[0], files[1]), self.job_id).read()
         except JournalError as error:
             raise self._error(f"{error}; to begin the job anew, remove {self._folder}") from None
 

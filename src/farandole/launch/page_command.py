@@ -31,7 +31,6 @@ from farandole.launch.run_parser import USAGE_ERROR, Parser
 from farandole.wire.channel import TO_CLIENT, Channel, connect
 from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, ClientHello, Declined, ToClient
 from farandole.wire.encryption import load_certificates
-from farandole.wire.messages import PROTOCOL_VERSION
 
 _LAST_MESSAGES_S = 1.0
 
@@ -159,7 +158,7 @@ async def _serve(
             except ConnectionError as error:
                 failure = error
             else:
-                channel.send(ClientHello(PROTOCOL_VERSION))
+                channel.send(ClientHello())
                 return channel
         raise failure
 

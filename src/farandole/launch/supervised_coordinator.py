@@ -13,7 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from farandole.coordinator.control_requests import JobSummary
-from farandole.coordinator.coordinator_factory import CoordinatorFactory, FactoryLost, ForkedCoordinator
+from farandole.coordinator.coordinator_factory import (
+    CoordinatorFactory,
+    FactoryLost,
+    ForkedCoordinator,
+    SoftwareChanged,
+)
 from farandole.coordinator.failure_detection import JobClock, Silence
 from farandole.coordinator.job import format_exit
 from farandole.coordinator.journal import JournalFiles, files_in_memory
@@ -237,6 +242,10 @@ class SupervisedCoordinator:
         while True:
             try:
                 ended = await self._run_one()
+            except SoftwareChanged as changed:
+                raise CoordinatorFailed(
+                    f"no other coordinator can take over: {changed}, so {self._what_now()}"
+                ) from None
             except FactoryLost as lost:
                 self._note_death(0, f"could not be started: {lost}")
                 continue

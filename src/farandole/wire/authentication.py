@@ -4,8 +4,8 @@ child, and the MAC on each frame of an agent's connection.
 Pure: bytes in, bytes out. channel.py moves them for control connections (an agent or a command dials the coordinator),
 collectives/ for data connections (a worker dials another one). The order is the same:
 
-    dialer   -> listener   hello:      version, nonce of the dialer, subject: whom it wants to reach
-    listener -> dialer     challenge:  version, nonce of the listener, its name
+    dialer   -> listener   hello:      its newest version, nonce of the dialer, subject: whom it wants to reach
+    listener -> dialer     challenge:  the version to be used, nonce of the listener, its name
     dialer   -> listener   proof of the dialer
     listener -> dialer     proof of the listener
 
@@ -13,6 +13,10 @@ The dialer speaks first: a listener keeps nothing for those that say nothing, it
 counts, and TLS begins in the same way. The dialer also proves first: a stranger must not get a proof of the token,
 which a person may have chosen. A stranger learns only the listener's name, the id of the job. The proofs of the two
 roles differ, so that neither can be sent back as the other.
+
+The version to be used is the newest one that both ends speak: the dialer's newest, or the listener's if that is older.
+Both versions are part of each proof. So nobody on the path can make two ends use an older version than they would
+otherwise: an offer or an answer that was changed on the way ends the handshake.
 
 On a control connection the session's keys follow, one for each direction, derived from the token and both nonces; no
 frame can be replayed, reordered, dropped from the middle, reflected or moved into another connection or job. Without
@@ -31,7 +35,7 @@ import msgspec
 
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.membership import GenerationId
-from farandole.wire.messages import PROTOCOL_VERSION
+from farandole.wire.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 MAC_BYTES = 32
 NONCE_BYTES = 32
@@ -92,9 +96,9 @@ class Role(enum.Enum):
 class Proofs:
     """The proofs of one handshake: that each end knows a key.
 
-    Every value depends on the version of the protocol and on all fields that both ends have seen, each end's nonce
-    among them. So nothing can be replayed, moved to a connection between others, or be of another version; and the
-    proofs of the two roles differ, so that neither can be sent back as the other.
+    Every value depends on all fields that both ends have seen, each end's nonce and the versions of the protocol among
+    them. So nothing can be replayed, moved to a connection between others, or be of another version; and the proofs of
+    the two roles differ, so that neither can be sent back as the other.
 
     Args:
         key: The job token, or a key that is derived from a secret.
@@ -103,7 +107,7 @@ class Proofs:
     """
 
     def __init__(self, key: bytes, purpose: bytes, *fields: bytes) -> None:
-        self._key, self._fields = key, (purpose, PROTOCOL_VERSION.to_bytes(2, "big"), *fields)
+        self._key, self._fields = key, (purpose, *fields)
 
     def of(self, role: Role) -> bytes:
         """Return the proof of the end with this role."""
@@ -113,19 +117,19 @@ class Proofs:
         """Return whether this is the proof of the end with this role."""
         return hmac.compare_digest(proof, self.of(role))
 
-    def session(self, own: Role) -> Session:
+    def session(self, own: Role, version: int = PROTOCOL_VERSION) -> Session:
         """Return the session of the end with the role `own`, with keys that only the two ends know."""
-        return Session(self._derive(b"frames of", own), self._derive(b"frames of", own.other))
+        return Session(self._derive(b"frames of", own), self._derive(b"frames of", own.other), version)
 
     def _derive(self, what: bytes, role: Role) -> bytes:
         return _derive(self._key, what, role.value, *self._fields)
 
 
 class Session:
-    """Seals and opens the frames of one authenticated connection."""
+    """Seals and opens the frames of one authenticated connection. `version`: of the protocol on it."""
 
-    def __init__(self, send_key: bytes, receive_key: bytes) -> None:
-        self._send_key, self._receive_key = send_key, receive_key
+    def __init__(self, send_key: bytes, receive_key: bytes, version: int = PROTOCOL_VERSION) -> None:
+        self._send_key, self._receive_key, self.version = send_key, receive_key, version
         self._sent = self._received = 0
 
     def seal(self, payload: bytes) -> bytes:
@@ -158,6 +162,9 @@ class _Handshake:
     """One end of the handshake. Pass at most `missing` received bytes at a time to feed(), and send its result, until
     `session` is set.
 
+    Attributes:
+        version: That of the protocol that both ends use, once `session` is set.
+
     feed() raises ProtocolError for bytes that are not of a handshake or are of another version, and AuthenticationError
     for a wrong proof. The connection must be closed then.
     """
@@ -170,6 +177,7 @@ class _Handshake:
         self._received = b""
         self._limit = _GREETING.size + SUBJECT_LIMIT
         self._proofs: Proofs | None = None
+        self.version = PROTOCOL_VERSION
         self.session: Session | None = None
 
     @property
@@ -207,10 +215,13 @@ class _Handshake:
         return int(length)
 
     def _greeting(self, text: bytes) -> bytes:
-        return _framed(_GREETING.pack(_MAGIC, PROTOCOL_VERSION, self._nonce) + text)
+        return _framed(_GREETING.pack(_MAGIC, self.version, self._nonce) + text)
 
-    def _begin_proofs(self, key: bytes, subject: bytes, name: bytes, dialer: bytes, listener: bytes) -> Proofs:
-        self._proofs = Proofs(key, self._purpose.value, subject, name, dialer, listener)
+    def _begin_proofs(
+        self, key: bytes, offered: int, subject: bytes, name: bytes, dialer: bytes, listener: bytes
+    ) -> Proofs:
+        versions = (each.to_bytes(2, "big") for each in (offered, self.version))
+        self._proofs = Proofs(key, self._purpose.value, *versions, subject, name, dialer, listener)
         self._limit = PROOF_BYTES
         return self._proofs
 
@@ -221,7 +232,7 @@ class _Handshake:
                 f"the {self.role.other.name.lower()} did not prove the token{of}; both ends need the same job id and "
                 "the same token"
             )
-        self.session = proofs.session(self.role)
+        self.session = proofs.session(self.role, self.version)
 
 
 class DialerHandshake(_Handshake):
@@ -254,9 +265,9 @@ class DialerHandshake(_Handshake):
         if self._proofs is not None:
             self._accept(self._proofs, message, self._name)
             return b""
-        version, nonce, self._name = _parse_greeting(message)
-        _check_version(version)
-        proofs = self._begin_proofs(self._key, self._subject, self._name, self._nonce, nonce)
+        self.version, nonce, self._name = _parse_greeting(message)
+        _check_version(self.version)
+        proofs = self._begin_proofs(self._key, PROTOCOL_VERSION, self._subject, self._name, self._nonce, nonce)
         return _framed(proofs.of(self.role))
 
 
@@ -291,16 +302,18 @@ class ListenerHandshake(_Handshake):
     def challenge(self, key: bytes, name: bytes = b"") -> bytes:
         """Return the challenge for the dialer, with this side's name.
 
-        One of another version gets it, too: it says then which versions differ.
+        One that is too old gets it, too: it says then which versions differ.
         """
         assert self.subject is not None, "the dialer has not said whom it wants to reach"
         self._name = name
-        self._begin_proofs(key, self.subject, name, self._dialers_nonce, self._nonce)
+        if self._dialers_version >= OLDEST_PROTOCOL_VERSION:
+            self.version = min(self._dialers_version, PROTOCOL_VERSION)
+        self._begin_proofs(key, self._dialers_version, self.subject, name, self._dialers_nonce, self._nonce)
         return self._greeting(name)
 
     def check_version(self) -> None:
-        """Raise ProtocolError when the dialer uses another version of the protocol."""
-        _check_version(self._dialers_version)
+        """Raise ProtocolError when this side does not speak a version that the dialer speaks."""
+        _check_version(min(self._dialers_version, PROTOCOL_VERSION))
 
     def _receive(self, message: bytes) -> bytes:
         if self._proofs is not None:
@@ -326,11 +339,18 @@ def _parse_greeting(message: bytes) -> tuple[int, bytes, bytes]:
 
 
 def _check_version(version: int) -> None:
-    if version != PROTOCOL_VERSION:
+    if not OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
         raise ProtocolError(
-            f"the other side uses version {version} of the protocol, this side version {PROTOCOL_VERSION}; "
+            f"the other side uses version {version} of the protocol, this side {spoken_versions()}; "
             "install the same version of Farandole on all hosts"
         )
+
+
+def spoken_versions() -> str:
+    """Return the versions of the protocol that this release speaks, for messages."""
+    if OLDEST_PROTOCOL_VERSION == PROTOCOL_VERSION:
+        return f"version {PROTOCOL_VERSION}"
+    return f"versions {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
 
 
 def _derive(key: bytes, *parts: bytes) -> bytes:

@@ -181,6 +181,11 @@ class Channel(Generic[T]):
         return self._stream.outgoing()
 
     @property
+    def version(self) -> int:
+        """The version of the protocol that both ends use."""
+        return self._session.version
+
+    @property
     def own_host(self) -> str:
         """The numeric address by which this side reaches the other."""
         return str(self._writer.get_extra_info("sockname")[0])

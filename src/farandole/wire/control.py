@@ -19,8 +19,6 @@ from farandole.wire.messages import Message
 class ClientHello(Message, frozen=True):
     """The first message of a command, after both ends proved the job token."""
 
-    version: int
-
 
 class AskStatus(Message, frozen=True):
     """Request the status of the job. Answer: Status."""

@@ -9,7 +9,7 @@ its log, and it confirms only what the journal holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -54,10 +54,20 @@ class MessageLog(Generic[T]):
         handled: The number of the other side's messages that this side has handled.
     """
 
-    def __init__(self) -> None:
-        self.handled = 0
-        self._confirmed = 0
-        self._kept: deque[T] = deque()
+    def __init__(self, handled: int = 0, confirmed: int = 0, kept: Iterable[T] = ()) -> None:
+        self.handled = handled
+        self._confirmed = confirmed
+        self._kept: deque[T] = deque(kept)
+
+    @property
+    def confirmed(self) -> int:
+        """The number of this side's messages that the other side has handled, as far as it has said so."""
+        return self._confirmed
+
+    @property
+    def kept(self) -> tuple[T, ...]:
+        """The messages after these."""
+        return tuple(self._kept)
 
     @property
     def sent(self) -> int:

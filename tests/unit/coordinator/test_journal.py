@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from farandole.coordinator import journal
 from farandole.coordinator.job import Job
 from farandole.coordinator.journal import (
     AgentSession,
@@ -14,16 +18,16 @@ from farandole.coordinator.journal import (
     Journal,
     JournalError,
     JournalFiles,
-    JournalIdentity,
     StateEncoder,
     decoded,
     files_in_memory,
 )
+from farandole.coordinator.launcher_link import KeptFrames
 from farandole.membership import Address
 from farandole.wire.message_log import MessageLog
 from tests.support.told_job import ToldJob
 
-JOB = JournalIdentity("a-job")
+JOB = "a-job"
 
 
 @pytest.fixture
@@ -34,10 +38,13 @@ def files() -> Iterator[JournalFiles]:
         os.close(descriptor)
 
 
-def write(files: JournalFiles, *states: bytes, identity: JournalIdentity = JOB) -> None:
-    journal = Journal(files, identity)
+FIXTURES = Path(__file__).parent
+
+
+def write(files: JournalFiles, *states: bytes, job: str = JOB) -> None:
+    opened = Journal(files, job)
     for state in states:
-        journal.write(state)
+        opened.write(state)
 
 
 def read(files: JournalFiles) -> bytes | None:
@@ -107,15 +114,69 @@ def test_a_journal_without_any_complete_state_is_damaged_and_no_job_begins_anew_
 
 
 def test_a_journal_of_another_job_is_refused(files: JournalFiles) -> None:
-    write(files, b"one", identity=JournalIdentity("another"))
+    write(files, b"one", job="another")
     with pytest.raises(JournalError, match="is of job another, not of a-job"):
         read(files)
 
 
-def test_a_journal_of_another_version_is_refused(files: JournalFiles) -> None:
-    write(files, b"one", identity=JournalIdentity("a-job", "0.0.9 (protocol 1)"))
-    with pytest.raises(JournalError, match=r"written by Farandole 0.0.9 \(protocol 1\), and this is .*: continue with"):
+def test_a_journal_of_a_newer_format_is_refused_with_what_to_do(
+    files: JournalFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "FORMAT", journal.FORMAT + 1)
+    monkeypatch.setattr(journal, "SOFTWARE", "9.0 (protocol 90)")
+    write(files, b"one")
+    monkeypatch.undo()
+    expected = (
+        rf"written by Farandole .* in format {journal.FORMAT + 1}, and this is .*, which reads {journal.FORMAT}: "
+    )
+    with pytest.raises(JournalError, match=expected + "continue with Farandole .* or a newer one"):
         read(files)
+
+
+def test_a_journal_of_an_older_format_is_read_by_a_release_that_says_so(
+    files: JournalFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in the format of this release from then on."""
+    write(files, StateEncoder().encode(state_of(ToldJob(3).hello("w0").job), None))
+    older = journal.FORMAT
+    monkeypatch.setattr(journal, "FORMAT", older + 2)
+
+    def first(content: dict[str, Any]) -> dict[str, Any]:
+        content["state"]["job"]["wanted"] = content["state"]["job"].pop("target")
+        return content
+
+    def second(content: dict[str, Any]) -> dict[str, Any]:
+        content["state"]["job"]["target"] = content["state"]["job"].pop("wanted") + 10
+        return content
+
+    monkeypatch.setattr(journal, "MIGRATIONS", {older: first, older + 1: second})
+    data = read(files)
+    assert data is not None
+    assert decoded(data)[0].job.target == 13
+    write(files, data)
+    monkeypatch.setattr(journal, "MIGRATIONS", {})
+    assert read(files) == data
+
+
+def test_a_migration_that_fails_is_an_error(files: JournalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(files, b"nonsense")
+    older = journal.FORMAT
+    monkeypatch.setattr(journal, "FORMAT", older + 1)
+    monkeypatch.setattr(journal, "MIGRATIONS", {older: lambda content: content["state"]})
+    with pytest.raises(JournalError, match=rf"of format {older}, cannot be turned into format {older + 1}"):
+        read(files)
+
+
+def test_this_release_reads_the_state_of_a_real_job_of_its_format() -> None:
+    """The fixture is a journal of this format. If it cannot be read any more, a release with the same number of the
+    format could not take over either: raise the number, add a migration, and keep the fixture."""
+    with (FIXTURES / f"journal-{journal.FORMAT}").open("rb") as file:
+        data = Journal((file.fileno(), file.fileno()), "e0e0912defb8639d").read()
+    assert data is not None
+    state, beside = decoded(data)
+    assert (state.job.generation is not None) & (len(state.job.workers) == 2)
+    assert state.sessions.keys() == state.job.agents.keys()
+    assert [name for name, _ in msgspec.msgpack.decode(beside, type=KeptFrames).kept] == []
 
 
 def test_a_full_disk_is_an_error_and_the_state_before_counts(files: JournalFiles, tmp_path: os.PathLike[str]) -> None:
@@ -148,9 +209,9 @@ def test_each_state_of_a_job_is_decoded_as_it_was_whatever_has_changed_since_the
     ):
         change()
         state, beside = decoded(encoder.encode(state_of(told.job), ["beside"]))
+        assert msgspec.msgpack.decode(beside) == ["beside"]
         assert state.job == told.job
         assert list(state.job.workers) == list(told.job.workers)
-        assert beside == ["beside"]
 
 
 def test_only_what_has_changed_is_encoded_again() -> None:
@@ -169,5 +230,5 @@ def test_only_what_has_changed_is_encoded_again() -> None:
 
 
 def test_a_state_that_no_version_of_this_software_has_written_is_an_error() -> None:
-    with pytest.raises(JournalError, match=r"cannot be read .*: was Farandole changed while the job ran"):
+    with pytest.raises(JournalError, match=r"the coordinator's journal cannot be read \("):
         decoded(b"nonsense")

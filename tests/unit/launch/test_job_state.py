@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from farandole.config import JobConfig
-from farandole.coordinator.journal import Journal, JournalIdentity
+from farandole.coordinator.journal import FORMAT, SOFTWARE, Journal
 from farandole.env import CheckpointEnv
 from farandole.errors import ConfigError
 from farandole.launch import job_state
@@ -40,7 +40,7 @@ def begun(folder: Path, *states: bytes, checkpoint: CheckpointEnv | None = None)
     """A launcher that has begun, and whose coordinator has written these states."""
     state = opened(folder)
     state.begin(checkpoint)
-    journal = Journal(state.journal_files, JournalIdentity(state.job_id), is_durable=True)
+    journal = Journal(state.journal_files, state.job_id, is_durable=True)
     for each in states:
         journal.write(each)
     return state
@@ -64,7 +64,7 @@ def test_the_next_launcher_has_the_job_its_token_and_the_newest_state_in_files_o
     assert state.is_continued
     assert (state.job_id, state.token) == (former.job_id, former.token)
     state.begin(None)
-    assert Journal(state.journal_files, JournalIdentity(state.job_id)).read() == b"two"
+    assert Journal(state.journal_files, state.job_id).read() == b"two"
     assert sorted(each.name for each in folder.iterdir()) == ["job.json", "journal-2-0", "journal-2-1", "lock"]
 
 
@@ -137,10 +137,27 @@ def test_another_command_does_not_continue_the_job(folder: Path) -> None:
     assert opened(folder, config=replace(CONFIG, tls="/other/place")).is_continued  # on another machine
 
 
-def test_another_version_does_not_continue_the_job(folder: Path) -> None:
+def test_another_version_continues_the_job_if_it_reads_its_format(folder: Path) -> None:
     killed(folder, b"one")
-    change(folder, version="0.0.1 (protocol 1)", token=7)  # and with other fields
-    with pytest.raises(ConfigError, match=r"begun by Farandole 0.0.1 \(protocol 1\), and this is .*: continue with"):
+    change(folder, version="0.0.1 (protocol 1)", config={"num_proc": 3}, later=1)  # it knew fewer options
+    state = opened(folder)
+    assert state.is_continued
+    state.begin(None)
+    assert msgspec.json.decode((folder / "job.json").read_bytes())["version"] == SOFTWARE
+
+
+@pytest.mark.parametrize(("number", "advice"), [(1, ""), (FORMAT + 1, " or a newer one")])
+def test_a_version_that_does_not_read_its_format_does_not_continue_the_job(
+    folder: Path, number: int, advice: str
+) -> None:
+    killed(folder, b"one")
+    change(folder, version="0.0.1 (protocol 1)", format=number, token=7)  # and with other fields
+    expected = (
+        rf"was written by Farandole 0.0.1 \(protocol 1\) in format {number}, and this is .*, which reads {FORMAT}"
+    )
+    with pytest.raises(
+        ConfigError, match=rf"{expected}: continue with Farandole 0.0.1 \(protocol 1\){advice}; to begin"
+    ):
         opened(folder)
 
 
@@ -167,7 +184,7 @@ def test_a_journal_of_another_job_or_without_a_complete_state_is_an_error(folder
 def test_a_job_that_goes_on_keeps_its_run_id_and_the_owner_of_its_checkpoints(folder: Path, tmp_path: Path) -> None:
     settings = CheckpointEnv(str(tmp_path / "checkpoints"))
     with beginning(settings, first := opened(folder)) as beginning_of_job:
-        Journal(first.journal_files, JournalIdentity(first.job_id)).write(b"one")
+        Journal(first.journal_files, first.job_id).write(b"one")
         first.close()
     with beginning(settings, opened(folder)) as later:
         assert later.environment == beginning_of_job.environment

@@ -117,10 +117,78 @@ def test_a_recorded_listener_is_refused() -> None:
         feed(later, farewell)
 
 
+def speaking(monkeypatch: pytest.MonkeyPatch, oldest: int, newest: int) -> None:
+    """This release speaks these versions of the protocol from now on."""
+    monkeypatch.setattr(authentication, "OLDEST_PROTOCOL_VERSION", oldest)
+    monkeypatch.setattr(authentication, "PROTOCOL_VERSION", newest)
+
+
+@pytest.mark.parametrize(
+    ("dialers", "listeners", "agreed"),
+    [((4, 6), (5, 8), 6), ((5, 8), (4, 6), 6), ((6, 6), (5, 6), 6), ((3, 5), (5, 9), 5)],
+)
+def test_two_releases_use_the_newest_version_that_both_speak(
+    monkeypatch: pytest.MonkeyPatch, dialers: tuple[int, int], listeners: tuple[int, int], agreed: int
+) -> None:
+    speaking(monkeypatch, *dialers)
+    dialer = dialing()
+    hello = dialer.begin()
+    speaking(monkeypatch, *listeners)
+    listener = ListenerHandshake(Purpose.CONTROL)
+    feed(listener, hello)
+    challenge = listener.challenge(TOKEN, b"job")
+    speaking(monkeypatch, *dialers)
+    proof = feed(dialer, challenge)
+    speaking(monkeypatch, *listeners)
+    farewell = feed(listener, proof)
+    speaking(monkeypatch, *dialers)
+    feed(dialer, farewell)
+    assert dialer.session is not None
+    assert listener.session is not None
+    assert dialer.session.version == listener.session.version == agreed
+
+
+@pytest.mark.parametrize(("dialers", "listeners"), [((7, 9), (4, 6)), ((4, 6), (7, 9))])
+def test_releases_without_a_common_version_refuse_each_other(
+    monkeypatch: pytest.MonkeyPatch, dialers: tuple[int, int], listeners: tuple[int, int]
+) -> None:
+    speaking(monkeypatch, *dialers)
+    dialer = dialing()
+    hello = dialer.begin()
+    speaking(monkeypatch, *listeners)
+    listener = ListenerHandshake(Purpose.CONTROL)
+    feed(listener, hello)
+    challenge = listener.challenge(TOKEN, b"job")
+    speaking(monkeypatch, *dialers)
+    expected = rf"uses version {listeners[1]} of the protocol, this side versions {dialers[0]} to {dialers[1]}; install"
+    with pytest.raises(ProtocolError, match=expected):
+        feed(dialer, challenge)
+
+
+@pytest.mark.parametrize("is_offer", [True, False])
+def test_nobody_on_the_path_makes_two_ends_use_an_older_version(
+    monkeypatch: pytest.MonkeyPatch, is_offer: bool
+) -> None:
+    """Both ends speak 5 to 7. The offer of the dialer, or the answer of the listener, says 6 when it arrives."""
+    speaking(monkeypatch, 5, 7)
+
+    def lowered(greeting: bytes) -> bytes:
+        return greeting.replace(b"farandol\x00\x07", b"farandol\x00\x06", 1)
+
+    dialer, listener = dialing(), ListenerHandshake(Purpose.CONTROL)
+    hello = dialer.begin()
+    feed(listener, lowered(hello) if is_offer else hello)
+    challenge = listener.challenge(TOKEN, b"job")
+    proof = feed(dialer, challenge if is_offer else lowered(challenge))
+    with pytest.raises(AuthenticationError, match="did not prove the token"):
+        feed(listener, proof)
+    assert listener.session is None
+
+
 def test_another_version_is_refused_with_both_versions_named_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     dialer = dialing()
     hello = dialer.begin()
-    monkeypatch.setattr(authentication, "PROTOCOL_VERSION", 99)
+    speaking(monkeypatch, 99, 99)
     listener = ListenerHandshake(Purpose.CONTROL)
     feed(listener, hello)
     challenge = listener.challenge(TOKEN, b"job")
