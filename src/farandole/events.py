@@ -154,6 +154,42 @@ class CoordinatorRestarted(Event):
 
 
 @dataclass(frozen=True)
+class JobRebuilding(Event):
+    """The coordinator's journal is lost. For `within_s` at least, agents may tell of their workers, which continue."""
+
+    reason: str
+    within_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"the state of the job is lost ({self.reason}); it will be rebuilt from what the agents tell within "
+            f"{self.within_s:g} s, and the workers continue"
+        )
+
+
+@dataclass(frozen=True)
+class JobRebuilt(Event):
+    """The job was rebuilt from what the agents have told: of these workers, and of all but `missing` members of the
+    newest generation. Nobody has told what the job knew besides: counts of failures, drained hosts, a size that was set
+    by a command."""
+
+    workers: tuple[str, ...]
+    generation: int
+    missing: int
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        missing = f"; {count(self.missing, 'member')} of it told nothing" if self.missing else ""
+        return (
+            f"the job was rebuilt from what the agents told: {named(self.workers) or 'no worker'} of generation "
+            f"{self.generation}{missing}. Counts of failures, drained hosts, and a size that was set by `farandole "
+            "scale` are forgotten"
+        )
+
+
+@dataclass(frozen=True)
 class CoordinatorUnreachable(Event):
     """The connection to the coordinator has ended; the workers continue for up to `patience_s`; None: for any time."""
 

@@ -23,14 +23,21 @@ _DEADLINE_S, _PORT = 60.0, 29400
 
 class MovingJob(running_job.RunningJob):
     """`farandole run --state` of elastic_job.py on the first host of a lab, which trains until `finish()`, and an agent
-    with one slot on each of the last two. What they print is in files of `folder`.
+    on each of the last two. What they print is in files of `folder`.
 
     by_addresses  the agents know the addresses of the first two hosts, and the token; else the job file
     source        the folder of the launcher's package; None: that of the tests
+    slots         of each agent
     """
 
     def __init__(
-        self, lab: Lab, folder: Path, *flags: str, by_addresses: bool = False, source: Path | None = None
+        self,
+        lab: Lab,
+        folder: Path,
+        *flags: str,
+        by_addresses: bool = False,
+        source: Path | None = None,
+        slots: int = 1,
     ) -> None:
         self._lab, self._place, self._source = lab, lab.hosts[0], source
         self.state, self._stop, self.output = folder / "state", folder / "stop", folder / "output"
@@ -47,7 +54,7 @@ class MovingJob(running_job.RunningJob):
         job_file = Path(self._flags[-1]) if by_addresses else self.state / "job"
         self._wait_until(job_file.exists)
         for host in lab.hosts[-2:]:
-            words = ["agent", *where, "--host", host.name, "--verbose"]
+            words = ["agent", *where, "--host", host.name, "--slots", str(slots), "--verbose"]
             with (folder / f"agent-{host.name}").open("wb") as output:
                 self._agents.append(host.start([sys.executable, "-m", "farandole", *words], stderr=output))
 
@@ -130,6 +137,10 @@ class MovingJob(running_job.RunningJob):
     def wait_for_agents(self, times: int) -> None:
         """Wait until both agents have reached a coordinator again so often."""
         self._wait_until(lambda: all(text.count("has reached the coordinator again") == times for text in self.told()))
+
+    def wait_for_event(self, kind: str) -> None:
+        """Wait until a launcher has reported an event of this kind."""
+        self._wait_until(lambda: bool(self.events(kind)))
 
     def told(self) -> list[str]:
         """What the agents have printed."""

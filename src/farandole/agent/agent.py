@@ -254,7 +254,7 @@ class Agent:
         hello = AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION, process=config.process)
         channel = await self._dial()
         channel.send(hello)
-        reconnecting = Reconnecting(hello, self._dial, config.patience_s, self._on_event)
+        reconnecting = Reconnecting(config.job_id, hello, self._dial, config.patience_s, self._on_event)
         return CoordinatorSession(channel, reconnecting=reconnecting if config.patience_s else None)
 
     async def _dial(self) -> Channel[ToAgent]:

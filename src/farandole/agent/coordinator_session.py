@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from farandole.agent.session_records import SessionRecords
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.events import CoordinatorBack, CoordinatorUnreachable, Event
 from farandole.machine import since_boot_s
@@ -23,6 +24,7 @@ from farandole.wire.messages import (
     Resumed,
     Resumption,
     SessionOver,
+    TellWorkers,
     ToAgent,
     WorkerPrinted,
     WorkerRanked,
@@ -42,6 +44,7 @@ _PATIENT_EVERY = 4
 class Reconnecting:
     """How a session is resumed.
 
+    job_id      of the job that the agent serves
     hello       the agent's first message on each connection
     dial        returns a new connection to the coordinator. Raises ConnectionError, AuthenticationError or
                 ProtocolError when there is none now
@@ -49,6 +52,7 @@ class Reconnecting:
     on_event    gets CoordinatorUnreachable and CoordinatorBack
     """
 
+    job_id: str
     hello: AgentHello
     dial: Callable[[], Awaitable[Channel[ToAgent]]]
     patience_s: float
@@ -67,6 +71,7 @@ class CoordinatorSession:
     def __init__(self, channel: Channel[ToAgent], epoch: int = 1, reconnecting: Reconnecting | None = None) -> None:
         self._channel, self._epoch, self._reconnecting = channel, epoch, reconnecting
         self._log: MessageLog[Message] = MessageLog()
+        self._records = SessionRecords()
         self._confirmed = 0
         self._output: list[Message] = []  # that waits for a connection
         self._output_bytes = 0
@@ -97,6 +102,7 @@ class CoordinatorSession:
     def send(self, message: Message) -> None:
         """Send a message, now or on the next connection. What a later message replaces, such as a heartbeat, is dropped
         where there is no connection."""
+        self._records.note_sent(message)
         if is_counted(message):
             self._log.keep(message)
         elif isinstance(message, WorkerRanked):
@@ -136,6 +142,7 @@ class CoordinatorSession:
                 continue
             if is_counted(message):
                 self._log.handled += 1
+            self._records.note_received(message)
             return message
 
     def close(self) -> None:
@@ -162,7 +169,7 @@ class CoordinatorSession:
                 async with asyncio.timeout(min(limit_s, how.patience_s - away_s)):
                     channel = await how.dial()
                     try:
-                        resumed = await self._introduce(channel, how.hello)
+                        resumed = await self._introduce(channel, how)
                     except BaseException:
                         channel.abort()
                         raise
@@ -178,16 +185,28 @@ class CoordinatorSession:
             return
         raise ConnectionError(f"{why}, and it was not back after {how.patience_s:g} s ({reason or 'no answer'})")
 
-    async def _introduce(self, channel: Channel[ToAgent], hello: AgentHello) -> Resumed:
-        channel.send(msgspec.structs.replace(hello, resumes=Resumption(self._epoch, self._log.handled)))
+    async def _introduce(self, channel: Channel[ToAgent], how: Reconnecting) -> Resumed:
+        channel.send(msgspec.structs.replace(how.hello, resumes=Resumption(self._epoch, self._log.handled)))
         answer = await channel.receive()
+        begins_anew = isinstance(answer, TellWorkers)
+        if isinstance(answer, TellWorkers):
+            self._check_epoch(answer.epoch)
+            channel.send(self._records.told(how.job_id))
+            answer = await channel.receive()
         if isinstance(answer, SessionOver):
             raise _SessionLost(answer.reason)
         if not isinstance(answer, Resumed):
             raise ProtocolError(f"it answered with {type(answer).__name__}, not with Resumed")
-        if answer.epoch < self._epoch:
-            raise ProtocolError(f"it is of epoch {answer.epoch}, which epoch {self._epoch} has replaced")
+        self._check_epoch(answer.epoch)
+        if begins_anew:
+            # Messages that the former coordinator had not confirmed are sent again: each of them is either a part of
+            # what was told, or has an effect only once.
+            self._log = MessageLog(kept=self._log.kept)
         return answer
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise ProtocolError(f"it is of epoch {epoch}, which epoch {self._epoch} has replaced")
 
     def _continue_on(self, channel: Channel[ToAgent], resumed: Resumed) -> None:
         self._channel, self._epoch, self.is_connected = channel, resumed.epoch, True

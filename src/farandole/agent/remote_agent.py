@@ -137,7 +137,7 @@ class JoiningAgent:
                     f"machine ({error.strerror}); give the folder that has its files here with --folder"
                 ) from None
             self._on_event(AgentServes(welcome.job_id, config.slots))
-            reconnecting = Reconnecting(hello, self._dial_again, welcome.patience_s, self._on_event)
+            reconnecting = Reconnecting(welcome.job_id, hello, self._dial_again, welcome.patience_s, self._on_event)
             session = CoordinatorSession(channel, welcome.epoch, reconnecting if welcome.patience_s else None)
             output = ForwardedOutput(session)
             self._agent = Agent(config, output, self._on_event, session, call)

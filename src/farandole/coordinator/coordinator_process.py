@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
+from farandole.coordinator.job import new_job
 from farandole.coordinator.journal import (
     SOFTWARE,
     CoordinatorState,
@@ -169,7 +170,7 @@ class _Process:
         on a link are numbered from the start of its launcher."""
         data = self._journal.read()
         if data is None:
-            return None, False
+            return (None, False) if not self._setup.lost else (self._unknown_state(), True)
         state, beside = decoded(data)
         _check_protocol(state)
         kept = msgspec.msgpack.decode(beside, type=KeptFrames)
@@ -182,10 +183,17 @@ class _Process:
             self._link.send(frame)
         return state, False
 
+    def _unknown_state(self) -> CoordinatorState:
+        """Return the state of a coordinator that only knows that there is a job."""
+        setup = self._setup
+        epoch = setup.number * EPOCHS_OF_A_LAUNCHER - 1
+        job = new_job(setup.config, setup.job_id, epoch, setup.origin, setup.first_hosts)
+        return CoordinatorState(job, 0.0, 0, {}, {}, {}, frozenset(), (), lost=setup.lost)
+
     def _addresses(self, restored: CoordinatorState, is_moved: bool) -> tuple[Sequence[str], int]:
         """Return the hosts and the port at which to listen: those of the former coordinator, or after a move those of
         this machine, if possible with the same port."""
-        port = restored.addresses[0].port
+        port = restored.addresses[0].port if restored.addresses else self._setup.port
         if not is_moved:
             return [each.host for each in restored.addresses], port
         hosts = self._setup.hosts

@@ -44,6 +44,10 @@ SOFTWARE = f"{farandole.__version__} (protocol {PROTOCOL_VERSION})"
 """This release, for people."""
 
 
+class JournalDamaged(JournalError):
+    """No state in it is complete."""
+
+
 class JournalIdentity(msgspec.Struct, frozen=True):
     """What a journal belongs to. `version` is that of the software that has written it, for messages; the `format`
     decides who can read it. The first one, of pickled states, had no number."""
@@ -73,6 +77,8 @@ class AgentSession:
     journaled  the number of its messages whose consequences are in the journal
     confirmed  the number of those that it knows to be so
     protocol   the version of the protocol on its last connection
+    epoch      of the coordinator with which it began, if it began by telling of its workers; its messages to former
+               coordinators have other numbers
     """
 
     process: str
@@ -81,6 +87,7 @@ class AgentSession:
     journaled: int = 0
     confirmed: int = 0
     protocol: int = PROTOCOL_VERSION
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class CoordinatorState:
     offered, joined   slots by host, as in HostsOffered; of the agents that have joined beside those
     agent_hosts       addresses from which agents have connected
     addresses         at which it listens
+    lost              why the state before was lost: the agents are to tell what the job is, and nothing else of it is
+                      known; empty: it was not
     """
 
     job: Job
@@ -102,6 +111,7 @@ class CoordinatorState:
     joined: Mapping[str, int]
     agent_hosts: frozenset[str]
     addresses: tuple[Address, ...]
+    lost: str = ""
 
 
 _PARTS: Mapping[str, Any] = {
@@ -244,7 +254,7 @@ class Journal:
         if not states:
             sizes = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
             if all(sizes):  # where one is empty, the first coordinator died as it wrote the first state
-                raise JournalError(
+                raise JournalDamaged(
                     f"the coordinator's journal is damaged: neither of its files, of {sizes[0]} and {sizes[1]} bytes, "
                     "has a complete state"
                 )

@@ -39,6 +39,9 @@ class CoordinatorSetup:
     launcher   identifies this launcher, where another one may take over after it (launch/job_state.py); the journal
                lies in a folder then. Empty: its death is the end of the job
     wants_summaries  whether the launcher wants a JobSummary every SUMMARY_EVERY_S seconds
+    number     how many launchers the job has had, with this one; its coordinators' epochs are above those of the former
+               ones, whatever these were. 0: it is the only one
+    lost       why the journal of the former launcher is lost: the agents are to tell what the job is; empty: it is not
     """
 
     config: JobConfig
@@ -53,6 +56,8 @@ class CoordinatorSetup:
     handled: int = 0
     launcher: str = ""
     wants_summaries: bool = False
+    number: int = 0
+    lost: str = ""
 
 
 # Frames to the coordinator: a Call, which is counted, or one of the others.

@@ -20,7 +20,7 @@ from farandole.coordinator.command_server import Clients
 from farandole.coordinator.control_requests import JobSummary
 from farandole.coordinator.decide import decide, next_deadline
 from farandole.coordinator.failure_detection import HangDetector, JobClock, Silence
-from farandole.coordinator.heartbeat_port import HeartbeatPort
+from farandole.coordinator.heartbeat_port import AgentHeartbeats
 from farandole.coordinator.inputs import (
     AgentConnected,
     AgentLost,
@@ -35,10 +35,11 @@ from farandole.coordinator.inputs import (
 )
 from farandole.coordinator.job import Action, EndJob, Log, SendAgent, new_job
 from farandole.coordinator.journal import AgentSession, CoordinatorState
+from farandole.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed
 from farandole.coordinator.store_server import Store, StoreServer
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
-from farandole.events import ConnectionRefused, CoordinatorStalled, Event
-from farandole.liveness.heartbeats import SLOW_BUDGET_S, Heartbeats, heartbeat_period_s
+from farandole.events import ConnectionRefused, CoordinatorStalled, Event, JobRebuilding
+from farandole.liveness.heartbeats import heartbeat_period_s
 from farandole.machine import different_software, installed_software, now_s
 from farandole.membership import Address, Origin
 from farandole.wire.channel import (
@@ -61,7 +62,6 @@ from farandole.wire.messages import (
     AgentHello,
     AgentLeaving,
     AgentMessage,
-    CoordinatorHeartbeat,
     GuardHello,
     Handled,
     Heartbeat,
@@ -74,6 +74,7 @@ from farandole.wire.messages import (
     SessionOver,
     Spawn,
     StacksWritten,
+    TellWorkers,
     ToAgent,
     Welcome,
     WorkerDying,
@@ -81,11 +82,16 @@ from farandole.wire.messages import (
     WorkerPrinted,
     WorkerRanked,
     WorkerSilent,
+    WorkersTold,
     WriteStacks,
 )
 from farandole.wire.sockets import listening_sockets
 
 _SHORTEST_WAIT_S = 0.001
+
+TELLING_S = 2 * HANDSHAKE_DEADLINE_S
+"""Seconds for which agents may tell of their workers after the journal was lost. They look for this coordinator every
+half second, and may be held up by addresses that do not answer."""
 
 _SHORT_REST_S = 0.02
 _RETURN_LOOK_S = 0.02  # at the end of a job, between two looks for agents of the former coordinator
@@ -179,6 +185,8 @@ class Coordinator:
         self._attempt = 0
         self._journal, self._restored, self._returning_s = journal, restored, returning_s
         self._returning: set[str] = set()  # agents of the former coordinator that have not come yet
+        self._lost = ""  # why there is no former state: nothing is decided until agents have told what the job is
+        self._told: dict[str, ToldAgent] = {}
         self._outgoing: list[tuple[Channel[AgentMessage], ToAgent]] = []  # to be sent once the journal has them
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
@@ -211,6 +219,10 @@ class Coordinator:
         former coordinator has stopped: no deadline passes meanwhile."""
         self._clock.continue_from(state.now_s)
         self._job = replace(state.job, coordinator_epoch=state.job.coordinator_epoch + 1)
+        if state.lost:
+            self._lost, self._lost_s = state.lost, self._clock.now_s()
+            self._on_event(JobRebuilding(state.lost, TELLING_S))
+            return
         self._attempt, self._offered, self._joined = state.attempt, dict(state.offered), dict(state.joined)
         self._agent_hosts |= state.agent_hosts
         for agent, session in state.sessions.items():
@@ -238,6 +250,7 @@ class Coordinator:
             joined=self._joined,
             agent_hosts=frozenset(self._agent_hosts),
             addresses=self._listener.addresses,
+            lost=self._lost,
         )
 
     async def listen(self, hosts: Sequence[str]) -> None:
@@ -383,6 +396,8 @@ class Coordinator:
         if self._decision is not None:
             self._decision.cancel()
             self._decision = None
+        if self._lost and not self._may_rebuild():
+            return
         inputs, self._inbox = self._inbox, []
         self._knows_steps = False
         if not inputs:
@@ -390,7 +405,9 @@ class Coordinator:
         self._notice_stall()
         began_s = self._loop.time()
         try:
-            self._job, actions = decide(self._job, inputs, self._clock.now_s())
+            actions = self._rebuild() if self._lost else []
+            self._job, decided = decide(self._job, inputs, self._clock.now_s())
+            actions += decided
             deadline_s = next_deadline(self._job)
         except Exception as error:  # noqa: BLE001 - a bug in a rule ends the job, and says so
             self._fail(error)
@@ -405,6 +422,19 @@ class Coordinator:
         self._set_tick(deadline_s)
         ended_s = self._loop.time()
         self._rests_until_s = ended_s + rest_s(ended_s - began_s)
+
+    def _may_rebuild(self) -> bool:
+        """Return whether the agents have had the time to tell of their workers, or the user wants the job to end."""
+        waited_s = self._clock.now_s() - self._lost_s
+        patience_s = 0.0 if self._welcome is None else self._welcome.patience_s
+        is_time = waited_s >= TELLING_S and (is_enough(self._told) or waited_s >= patience_s)
+        return is_time or any(isinstance(each, StopRequested) for each in self._inbox)
+
+    def _rebuild(self) -> list[Action]:
+        """Replace the job by that of which the agents have told; the inputs since then wait."""
+        self._job, actions = rebuilt(self._job, self._told, self._lost, self._clock.now_s())
+        self._attempt, self._lost, self._told = self._job.attempt, "", {}
+        return actions
 
     def _do(self, action: Action) -> None:
         if isinstance(action, SendAgent):
@@ -464,6 +494,8 @@ class Coordinator:
             budget_s = self._job.config.detection_budget_s
             reason = f"nothing was received from it for {silent_s:.2f} s (--detection-budget {budget_s:g})"
             self._lose(agent, reason, self._lease_end_s(agent), silent_s)
+        if self._lost and self._may_rebuild():
+            self._decide(Tick())
         if self._clock.now_s() >= self._next_hang_look_s:
             self._next_hang_look_s = self._clock.now_s() + self._hang_detector.look_every_s
             if (stalled := self._hang_detector.look(self._job, self._clock.now_s())) is not None:
@@ -508,7 +540,8 @@ class Coordinator:
         if (channel := self._channels.pop(agent, None)) is not None:
             channel.abort()
         self._on_output(agent, None)
-        self._report(AgentLost(agent, reason, lease_end_s, silent_s))
+        if self._told.pop(agent, None) is None:  # else it counts as one that has told nothing
+            self._report(AgentLost(agent, reason, lease_end_s, silent_s))
         if self._joined.pop(agent, None) is not None:
             self.offer(self._offered, may_change=True)
 
@@ -583,6 +616,8 @@ class Coordinator:
     async def _serve(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
         if hello.resumes is None:
             await self._begin(channel, hello)
+        elif self._lost and self._has_not_told(hello, hello.resumes):
+            await self._begin_anew(channel, hello, hello.resumes)
         else:
             self._resume(channel, hello, hello.resumes)
         try:
@@ -632,12 +667,8 @@ class Coordinator:
     def _resume(self, channel: Channel[AgentMessage], hello: AgentHello, resumes: Resumption) -> None:
         """Continue the session of an agent, whose workers run, on a new connection."""
         session, reason = self._sessions.get(hello.agent), ""
-        if resumes.epoch > self._job.coordinator_epoch:
-            raise ProtocolError(
-                f"agent {hello.agent} serves a coordinator of epoch {resumes.epoch}, which has replaced this one of "
-                f"epoch {self._job.coordinator_epoch}"
-            )
-        if session is None or session.process != hello.process:
+        self._check_epoch(hello, resumes)
+        if session is None or session.process != hello.process or resumes.epoch < session.epoch:
             reason = f"the coordinator has lost agent {hello.agent}, and continues without its workers"
         else:
             try:
@@ -648,16 +679,60 @@ class Coordinator:
         if session is None or reason:
             channel.send(SessionOver(reason))
             raise ProtocolError(reason)
-        self._introduced(self._conversations)
-        self._admit(channel.peer_host)
-        if (former := self._channels.pop(hello.agent, None)) is not None:
-            former.abort()
-        self._channels[hello.agent] = channel
-        self._returning.discard(hello.agent)
-        self._record_silence(hello.agent, self._sessions[hello.agent])
-        heartbeat_id = self._heartbeats.begin(hello.agent) if session.is_apart else b""
         session.log.confirm(resumes.handled)
         session.confirmed, session.protocol = session.log.handled, channel.version
+        self._continue_on(channel, hello.agent, session)
+        for message in unhandled:
+            channel.send(message)
+
+    def _has_not_told(self, hello: AgentHello, resumes: Resumption) -> bool:
+        """Return whether this agent, whose workers run, has not told of them, or does not know that it has."""
+        session = self._sessions.get(hello.agent)
+        return session is None or (session.process == hello.process and resumes.epoch < session.epoch)
+
+    async def _begin_anew(self, channel: Channel[AgentMessage], hello: AgentHello, resumes: Resumption) -> None:
+        """Let an agent whose workers run tell of them, and begin another session with it."""
+        self._check_epoch(hello, resumes)
+        channel.send(TellWorkers(self._job.coordinator_epoch))
+        try:
+            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+                told = await channel.receive()
+        except TimeoutError:
+            raise ConnectionError(f"it told nothing within {HANDSHAKE_DEADLINE_S:g} s") from None
+        if not isinstance(told, WorkersTold):
+            raise ProtocolError(f"it sent {type(told).__name__} instead of WorkersTold")
+        others = {name: each.hello.slots for name, each in self._told.items()}
+        reason = why_not_admitted(hello, others) or why_not_believed(self._job_id, hello, told, self._told)
+        if not self._lost:
+            reason = "the job was rebuilt without it, and continues without its workers"
+        if reason:
+            channel.send(SessionOver(reason))
+            raise ProtocolError(reason)
+        self._told[hello.agent] = ToldAgent(hello, told)
+        session = AgentSession(hello.process, hello.is_apart, MessageLog(), protocol=channel.version)
+        session.epoch = self._job.coordinator_epoch
+        self._sessions[hello.agent] = session
+        self._continue_on(channel, hello.agent, session)
+        if told.leaving:
+            self._report(AgentReported(hello.agent, AgentLeaving(told.leaving)))
+
+    def _check_epoch(self, hello: AgentHello, resumes: Resumption) -> None:
+        if resumes.epoch > self._job.coordinator_epoch:
+            raise ProtocolError(
+                f"agent {hello.agent} serves a coordinator of epoch {resumes.epoch}, which has replaced this one of "
+                f"epoch {self._job.coordinator_epoch}"
+            )
+
+    def _continue_on(self, channel: Channel[AgentMessage], agent: str, session: AgentSession) -> None:
+        """Continue a session on this connection."""
+        self._introduced(self._conversations)
+        self._admit(channel.peer_host)
+        if (former := self._channels.pop(agent, None)) is not None:
+            former.abort()
+        self._channels[agent] = channel
+        self._returning.discard(agent)
+        self._record_silence(agent, session)
+        heartbeat_id = self._heartbeats.begin(agent) if session.is_apart else b""
         channel.send(
             Resumed(
                 self._job.coordinator_epoch,
@@ -667,8 +742,6 @@ class Coordinator:
                 self.store_port,
             )
         )
-        for message in unhandled:
-            channel.send(message)
 
     def _admit(self, host: str) -> None:
         self._agent_hosts.add(host)
@@ -695,6 +768,8 @@ class Coordinator:
             return  # Outdated: the agent was declared lost, or has connected again.
         if isinstance(message, AgentHello):
             raise ProtocolError(f"agent {agent} sent AgentHello twice")
+        if isinstance(message, WorkersTold):
+            raise ProtocolError(f"agent {agent} sent WorkersTold without a request")
         if isinstance(message, Handled):
             self._sessions[agent].log.confirm(message.count)
             return
@@ -747,77 +822,3 @@ async def _receive_hello(
     if not isinstance(message, AgentHello | GuardHello | ClientHello):
         raise ProtocolError(f"it sent {type(message).__name__} before AgentHello")
     return message
-
-
-# The heartbeats of agents on other machines: over their connections, and as datagrams beside them ---------------------
-
-
-class AgentHeartbeats:
-    """`on_reached(agent, at_s)`: the agent has received what the coordinator sent at `at_s`, and its answer has
-    come."""
-
-    def __init__(
-        self, token: bytes, budget_s: float, now_s: Callable[[], float], on_reached: Callable[[str, float], None]
-    ) -> None:
-        self._now_s, self._on_reached = now_s, on_reached
-        self._budget_s = budget_s
-        self._heartbeats: dict[str, Heartbeats] = {}
-        self._received_s: dict[str, float] = {}
-        self._port = HeartbeatPort(token, self.record) if budget_s < SLOW_BUDGET_S else None
-        self.udp_port = 0
-        """UDP port on which datagrams are received; 0: none."""
-
-    async def open(self, address: Address) -> None:
-        """Also receive datagrams if the budget requires it and the port is free. On a good network TCP alone
-        suffices."""
-        if self._port is None:
-            return
-        try:
-            await self._port.open(address.host, address.port)
-            self.udp_port = address.port
-        except OSError:
-            if not self.udp_port:
-                self._port = None
-
-    def __contains__(self, agent: str) -> bool:
-        return agent in self._heartbeats
-
-    def begin(self, agent: str) -> bytes:
-        """Register an agent that has joined and return the id of its datagrams, which is empty if there are none."""
-        self._heartbeats[agent] = Heartbeats(self._now_s())
-        self._received_s[agent] = self._now_s()
-        return self._port.expect(agent) if self._port is not None else b""
-
-    def lease_end_s(self, agent: str) -> float | None:
-        """Return when the lease of an agent that is lost now ends, as far as is known: until then the agent or its
-        guard may let its workers run. The lease counts from the last heartbeat that the agent answered. None: the agent
-        never joined."""
-        received_s = self._received_s.get(agent)
-        return None if received_s is None else received_s + self._budget_s
-
-    def forget(self, agent: str) -> None:
-        self._heartbeats.pop(agent, None)
-        self._received_s.pop(agent, None)
-        if self._port is not None:
-            self._port.forget(agent)
-
-    def heartbeat(self, send: Callable[[str, CoordinatorHeartbeat], None], every_s: float) -> None:
-        """Send a heartbeat to each agent, with `send` and by datagram. Agents are to send theirs `every_s`."""
-        for agent, heartbeats in self._heartbeats.items():
-            sequence = heartbeats.next(self._now_s())
-            send(agent, CoordinatorHeartbeat(sequence, heartbeats.received, every_s))
-            if self._port is not None:
-                self._port.send(agent, sequence, heartbeats.received)
-
-    def record(self, agent: str, sequence: int, received: int) -> None:
-        """Record a heartbeat that came over TCP or as a datagram."""
-        heartbeats = self._heartbeats.get(agent)
-        if heartbeats is None:
-            return
-        self._received_s[agent] = self._now_s()
-        if heartbeats.record(sequence, received):
-            self._on_reached(agent, heartbeats.reached_s)
-
-    def close(self) -> None:
-        if self._port is not None:
-            self._port.close()

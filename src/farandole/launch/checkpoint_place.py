@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from farandole.checkpoint.folder import JobLock, begin_job, continue_job
+from farandole.checkpoint.folder import CheckpointFolder, JobLock, begin_job, continue_job
 from farandole.checkpoint.store import LocalStore
 from farandole.env import CheckpointEnv, environment_of
 from farandole.errors import ConfigError
@@ -76,10 +76,16 @@ def _continued(settings: CheckpointEnv | None, state: JobState) -> Iterator[Begi
     counting = _NumberRecorder(lock, Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=False))
     try:
         state.begin(former)
-        yield Beginning(None, environment_of(former), (note,), counting.watch)
+        yield Beginning(_origin(lock) if state.lost else None, environment_of(former), (note,), counting.watch)
     finally:
         counting.close()
         lock.close()
+
+
+def _origin(lock: JobLock) -> Origin:
+    """Return the numbers of a job that goes on, where its coordinator does not know them any more."""
+    found, _ = CheckpointFolder(lock.store).complete()
+    return Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=bool(found))
 
 
 class _NumberRecorder:

@@ -226,6 +226,8 @@ class _JobRun:
                     self._is_of_engine,
                     self._first_hosts(),
                     launcher="" if setup.state is None else setup.state.launcher,
+                    number=0 if setup.state is None else setup.state.number,
+                    lost="" if setup.state is None else setup.state.lost,
                 ),
                 on_event=self._on_decision,
                 on_output=output,

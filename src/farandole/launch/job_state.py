@@ -27,7 +27,15 @@ from typing import Protocol
 import msgspec
 
 from farandole.config import JobConfig
-from farandole.coordinator.journal import FORMAT, SOFTWARE, Journal, JournalError, JournalFiles, why_unreadable
+from farandole.coordinator.journal import (
+    FORMAT,
+    SOFTWARE,
+    Journal,
+    JournalDamaged,
+    JournalError,
+    JournalFiles,
+    why_unreadable,
+)
 from farandole.env import CheckpointEnv
 from farandole.errors import ConfigError
 from farandole.machine import now_s
@@ -42,14 +50,19 @@ class JobState(Protocol):
     """The part of a state that a launcher needs; FolderState is the one that there is.
 
     launcher      identifies this launcher among those of the job
+    number        how many launchers the job has had, with this one, once it has begun
     is_continued  whether another launcher has begun the job
+    lost          why the former launcher's journal cannot be used, though the job may run: its agents are to tell what
+                  they know; empty: it can, or there is none
     checkpoint    the settings with which it began, where it writes checkpoints
     """
 
     launcher: str
     job_id: str
     token: bytes
+    number: int
     is_continued: bool
+    lost: str
     journal_files: JournalFiles
 
     @property
@@ -123,8 +136,9 @@ class FolderState:
             self._lock = self._locked(self._folder / _LOCK, "another launcher")
             self._job = self._read_job(command, config, token)
             self.job_id, self.token = self._job.job_id, self._job.token
+            self.number, self.lost = self._job.number, ""
             self._data = self._former_journal()
-            self.is_continued = self._data is not None
+            self.is_continued = self._data is not None or bool(self.lost)
             owner = _Owner(self.launcher, os.uname().nodename, os.getpid())
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, msgspec.json.encode(owner), 0)
@@ -142,7 +156,7 @@ class FolderState:
 
     def begin(self, checkpoint: CheckpointEnv | None) -> None:
         """Take the job over, or begin it: from now on the journal of this launcher counts. Raises ConfigError."""
-        number = self._job.number + 1
+        number = self.number = self._job.number + 1
         try:
             files = [self._new_journal_file(path) for path in self._journal_paths(number)]
             self.journal_files = (files[0], files[1])
@@ -168,8 +182,9 @@ class FolderState:
             return
         with contextlib.suppress(JournalError, OSError):
             files = getattr(self, "journal_files", None)
-            is_over |= files is None and self._data is None
-            is_over |= files is not None and Journal(files, self.job_id).read() is None
+            if not self.lost:
+                is_over |= files is None and self._data is None
+                is_over |= files is not None and Journal(files, self.job_id).read() is None
         if is_over:
             self._is_over = True
             with contextlib.suppress(OSError):
@@ -249,16 +264,21 @@ class FolderState:
         return job
 
     def _former_journal(self) -> bytes | None:
-        """Return the newest state of the former launcher's coordinators, none of which runs; None: there is none."""
+        """Return the newest state of the former launcher's coordinators, none of which runs; None: there is none, or it
+        is lost."""
         if not self._job.number:
             return None
-        files = []
-        for path in self._journal_paths(self._job.number):
-            if not path.exists():
-                raise self._error(f"{path.name} is missing; to begin the job anew, remove {self._folder}")
-            files.append(self._locked(path, "the coordinator of the former launcher"))
+        paths = self._journal_paths(self._job.number)
+        missing = [path.name for path in paths if not path.exists()]
+        files = [self._locked(path, "the coordinator of the former launcher") for path in paths if path.exists()]
+        if missing:
+            self.lost = f"{' and '.join(missing)} is missing"
+            return None
         try:
             return Journal((files[0], files[1]), self.job_id).read()
+        except JournalDamaged as error:
+            self.lost = str(error)
+            return None
         except JournalError as error:
             raise self._error(f"{error}; to begin the job anew, remove {self._folder}") from None
 

@@ -318,7 +318,8 @@ class AgentHello(Message, frozen=True):
         process: Random, the same for the life of the agent's process: another one must not take its place.
         is_apart: It belongs to another machine, or was not started by the launcher. Answer: Welcome or Refused.
         software: The versions there; those of the coordinator must be equal. Empty: unknown.
-        resumes: Its workers run, and it continues its session. Answer: Resumed or SessionOver. None: it begins one.
+        resumes: Its workers run, and it continues its session. Answer: Resumed, SessionOver or TellWorkers. None: it
+            begins one.
     """
 
     agent: str
@@ -504,6 +505,56 @@ class CallReceived(Message, frozen=True):
     """Answer to CallComes: all parts of the call have arrived."""
 
 
+class ToldWorker(msgspec.Struct, frozen=True):
+    """A worker that runs, as far as its agent knows from the messages in both directions.
+
+    Attributes:
+        address, pid, has_met, is_elastic, ready, synced, stepped, finished, shortfall, static_because, is_leaving,
+            has_left: As in coordinator/job.py, Worker.
+        raised: The last line of the exception that ends it; empty: it has raised none.
+        generation, rank, size: Of its newest START; None: it had none.
+        announced: The highest number of an ABORT or a PREPARE for it.
+        released: The generation of its Released; 0: it had none.
+    """
+
+    worker: str
+    slot: int
+    address: DataAddress | None = None
+    pid: int = 0
+    has_met: bool = False
+    is_elastic: bool = False
+    generation: GenerationId | None = None
+    rank: int = 0
+    size: int = 0
+    announced: int = 0
+    ready: int = 0
+    synced: int = 0
+    stepped: int = 0
+    finished: int = 0
+    shortfall: Shortfall | None = None
+    static_because: str = ""
+    released: int = 0
+    is_leaving: bool = False
+    has_left: bool = False
+    raised: str = ""
+
+
+class WorkersTold(Message, frozen=True):
+    """Answer to TellWorkers: all workers of this agent that run. Answer: Resumed or SessionOver.
+
+    Attributes:
+        attempt: The highest one in which a worker was started here.
+        leaving: The reason of this agent's AgentLeaving; empty: it has sent none.
+        ending: The reason of the newest Stop for a worker; empty: there was none.
+    """
+
+    job_id: str
+    workers: tuple[ToldWorker, ...]
+    attempt: int = 0
+    leaving: str = ""
+    ending: str = ""
+
+
 OutputMessage: TypeAlias = WorkerPrinted | WorkerRanked | WorkerSilent
 
 AgentMessage: TypeAlias = (
@@ -521,6 +572,7 @@ AgentMessage: TypeAlias = (
     | WorkerSilent
     | ReturnPart
     | Handled
+    | WorkersTold
 )
 
 
@@ -574,6 +626,17 @@ class Resumed(Message, frozen=True):
     heartbeat_id: bytes = b""
     heartbeat_port: int = 0
     store_port: int = 0
+
+
+class TellWorkers(Message, frozen=True):
+    """Answer to an AgentHello that resumes: the coordinator has lost its journal, and finds out from the agents what
+    the job is. Answer: WorkersTold. The session begins anew; the agent keeps its workers.
+
+    Attributes:
+        epoch: As in Resumed.
+    """
+
+    epoch: int
 
 
 class SessionOver(Message, frozen=True):
@@ -690,6 +753,7 @@ class JobOver(Message, frozen=True):
 ToAgent: TypeAlias = (
     Welcome
     | Resumed
+    | TellWorkers
     | SessionOver
     | Handled
     | Refused
