@@ -78,7 +78,7 @@ class MembershipInvariants:
         self._was_synced = False
         self._left: set[str] = set()
         self._dying: set[str] = set()  # members reported as dying by a hint, where members are not needed any more then
-        self._released = False
+        self.released = False
         self._leaving: set[str] = set()
         self._spawned: set[str] = set()
         self._spawns: Counter[tuple[str, int]] = Counter()
@@ -187,11 +187,11 @@ class MembershipInvariants:
                 self._draining -= {agent for agent, of_agent in self._hosts.items() if of_agent == host}
                 self._reopenings += 1
             case AgentReported(agent, WorkerExited(worker, code)) if self._is_with(worker, agent):
-                if self._released and worker in self.members and code != 0:
+                if self.released and worker in self.members and code != 0:
                     self.failed_after_release = True
                 self._forget([worker])
             case AgentReported(agent, WorkerDying(worker)) if self._is_with(worker, agent):
-                is_elastic = bool(self._elastic.intersection(self.members)) and not self._released
+                is_elastic = bool(self._elastic.intersection(self.members)) and not self.released
                 counts = is_elastic and self._config.on_failure == "slot" and not self._is_ending
                 if counts and worker in self.members and worker not in self._left:
                     self._dying.add(worker)
@@ -232,7 +232,7 @@ class MembershipInvariants:
         was_member = worker in self.members and self._is_with(worker, happened.agent) and worker not in self._left
         host = self._hosts.get(happened.agent, "")
         is_ours = self._offers is None or host in self._offers
-        is_elastic = bool(self._elastic.intersection(self.members)) and not self._released and not self._is_ending
+        is_elastic = bool(self._elastic.intersection(self.members)) and not self.released and not self._is_ending
         return host if was_member and is_ours and is_elastic else None
 
     def _check_ban(self, event: HostBlacklisted) -> None:
@@ -284,7 +284,7 @@ class MembershipInvariants:
         self._is_restarting, self.members = True, ()
 
     def _check_became_static(self, event: JobBecameStatic) -> None:
-        assert self._released, f"{event} before the members were released"
+        assert self.released, f"{event} before the members were released"
         assert set(event.workers) <= set(self.members)
         self._is_static, self._is_finishing, self._was_synced = True, False, False
         self._elastic -= set(self.members)
@@ -292,7 +292,7 @@ class MembershipInvariants:
     def _check_attempt(self, worker: str, attempt: int) -> None:
         if self._is_restarting:
             if self._is_static:
-                self._is_static = self._released = False
+                self._is_static = self.released = False
             assert not self.slot_of, f"{worker} is started beside {sorted(self.slot_of)} of the last attempt"
             twins = [each for each, until_s in self._cut_off.items() if self._now_s < until_s]
             assert not twins, f"{worker} is started beside {twins}, whose lease is not over"
@@ -313,7 +313,7 @@ class MembershipInvariants:
         budget = 1 + self._config.restarts + self._reopenings + self.attempt
         within = self._config.on_failure == "host" or self._spawns[agent, slot] <= budget
         assert within, f"slot {slot} of {agent} restarted too often"
-        assert not self._released, f"{worker} was started after the release"
+        assert not self.released, f"{worker} was started after the release"
 
     def _check_told(self, agent: str, worker: str, message: object) -> None:
         may_be_gone = not isinstance(message, Abort | Prepare | Released)
@@ -337,7 +337,7 @@ class MembershipInvariants:
         elif isinstance(message, Released):
             assert worker in self.members, f"{worker} is released and is no member"
             assert message.number == self.number
-            self._released = True
+            self.released = True
         elif isinstance(message, Left):
             # A member leaves only when it, too, is quiescent: its peers may still read the data that it sent.
             assert worker not in self.members or self._ready.get(worker) == self._told.get(worker)

@@ -21,6 +21,7 @@ from farandole.wire.messages import (
     Leaving,
     Left,
     Message,
+    Newcomer,
     Prepare,
     Ready,
     Released,
@@ -32,6 +33,7 @@ from farandole.wire.messages import (
     Synced,
     ToldWorker,
     ToWorker,
+    WorkerDying,
     WorkerExited,
     WorkerMessage,
     WorkerMet,
@@ -44,11 +46,13 @@ class SessionRecords:
 
     def __init__(self) -> None:
         self._workers: dict[str, ToldWorker] = {}
-        self._attempt, self._leaving, self._ending = 0, "", ""
+        self._number = self._attempt = 0
+        self._leaving = self._ending = ""
 
     def told(self, job_id: str) -> WorkersTold:
         """Return the message that tells all of it."""
-        return WorkersTold(job_id, tuple(self._workers.values()), self._attempt, self._leaving, self._ending)
+        workers = tuple(self._workers.values())
+        return WorkersTold(job_id, workers, self._number, self._attempt, self._leaving, self._ending)
 
     def note_sent(self, message: Message) -> None:
         """Note a message of the agent."""
@@ -57,6 +61,8 @@ class SessionRecords:
                 self._note_worker(worker, payload)
             case WorkerExited(worker) | SpawnFailed(worker):
                 self._workers.pop(worker, None)
+            case WorkerDying(worker):
+                self._change(worker, is_dying=True)
             case WorkerMet(worker, True):
                 self._change(worker, has_met=True)
             case AgentLeaving(reason):
@@ -96,9 +102,13 @@ class SessionRecords:
 
     def _note_order(self, worker: str, order: ToWorker) -> None:
         match order:
+            case Newcomer():
+                self._change(worker, is_newcomer=True)
             case Start(id, placement):
+                self._number = max(self._number, id.number)
                 self._change(worker, generation=id, rank=placement.rank, size=placement.size)
             case Abort(number) | Prepare(number):
+                self._number = max(self._number, number)
                 self._change(worker, announced=number)
             case Released(number):
                 self._change(worker, released=number)

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from farandole.coordinator import regroup, worker_messages
+from farandole.coordinator import regroup, worker_failure, worker_messages
 from farandole.coordinator.job import (
     Action,
     AgentRecord,
@@ -33,9 +33,10 @@ from farandole.membership import GenerationId
 from farandole.wire.messages import AgentHello, Leaving, Newcomer, ToldWorker, WorkersTold
 
 _NAME = re.compile(r"w(0|[1-9]\d{0,8})")
-_NAMES_AHEAD = 1000
-"""Workers that are started later have numbers from the next multiple of this: names are never used again, and those of
-workers that have ended may have been higher than all that were told."""
+_AHEAD = 1000
+"""Later workers and generations have numbers from the next multiple of this: no number is used again, and those of
+workers that have ended, and of generations that were not announced to all, may have been higher than all that are told.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,15 @@ def why_not_believed(job_id: str, hello: AgentHello, told: WorkersTold, others: 
     return ""
 
 
-def is_enough(told: Mapping[str, ToldAgent]) -> bool:
-    """Return whether a job can be rebuilt: a strict majority of the newest generation is told of, or some of it if it was
-    released; before the first generation, some worker."""
+def is_enough(told: Mapping[str, ToldAgent], num_proc: int) -> bool:
+    """Return whether a job of so many workers can be rebuilt: a strict majority of the newest generation is told of, or
+    some of it if it was released. Where nobody tells of a generation, all members may be lost, and a job never starts
+    again at step 0 by itself: it can be rebuilt only if all workers wait for the first one."""
     workers = [each for _, each in _told_workers(told)]
     newest = _newest(workers)
     if newest is None:
-        return bool(workers)
+        has_begun = any(each.told.number for each in told.values()) or any(each.is_newcomer for each in workers)
+        return len(workers) >= num_proc and not has_begun
     members = [each for each in workers if each.generation == newest]
     return 2 * len(members) > members[0].size or any(each.released == newest.number for each in members)
 
@@ -97,25 +100,25 @@ def rebuilt(job: Job, told: Mapping[str, ToldAgent], reason: str, now_s: float) 
     members = sorted((each for each in workers if each.generation == newest is not None), key=lambda each: each.rank)
     missing = members[0].size - len(members) if members else 0
     number = newest.number if newest is not None else 0
+    announced = max([job.number, *(each.told.number for each in told.values())])
     was_released = any(each.released == number > 0 for each in members)
     static_because = next((each.static_because for each in members if was_released and each.static_because), "")
     is_over = was_released and not static_because
     # Workers of older generations have been excluded, unless the newest one was not announced to all of its members.
     former = _former(workers, newest) if missing and not was_released else []
+    in_order = sorted((*members, *former), key=lambda each: (each.rank, _generation_number(each)))
     transition = Transition(
         replace(
             job,
             agents=_agents(job, told, members),
             workers={each.worker: _worker(job, agent, each, newest, now_s) for agent, each in _told_workers(told)},
             slots={Slot(agent, each.slot): SlotUse() for agent, each in _told_workers(told)},
-            spawned=_next_name(workers),
-            number=max([job.number, *(max(_generation_number(each), each.announced) for each in workers)]),
+            spawned=_far_above(max(int(each.worker[1:]) for each in workers)) if workers else 0,
+            number=_far_above(announced) if workers else job.number,
             run_id=job.run_id if newest is None else newest.run_id,
-            generation=None
-            if newest is None
-            else Generation(newest, tuple(each.worker for each in (*members, *former))),
+            generation=None if newest is None else Generation(newest, tuple(each.worker for each in in_order)),
             is_elastic=any(each.is_elastic for each in workers) and not static_because,
-            was_synced=any(each.synced for each in (*members, *former)) and not static_because,
+            was_synced=any(each.synced for each in in_order) and not static_because,
             is_finishing=not was_released and any(each.finished == number >= each.ready for each in members),
             is_released=is_over,
             static_because=static_because,
@@ -125,22 +128,23 @@ def rebuilt(job: Job, told: Mapping[str, ToldAgent], reason: str, now_s: float) 
         now_s,
     )
     transition.log(JobRebuilt(tuple(each.worker for each in workers), number, missing, reason))
-    _go_on(transition, told, workers, {each.worker for each in (*members, *former)}, missing)
+    _go_on(transition, told, {each.worker for each in in_order}, missing, announced > number)
     return transition.job, transition.actions
 
 
 def _go_on(
     transition: Transition,
     told: Mapping[str, ToldAgent],
-    workers: Sequence[ToldWorker],
     members: Collection[str],
     missing: int,
+    has_change: bool,
 ) -> None:
     """Bring the workers to where the messages that were lost would have brought them."""
-    job = transition.job
-    if not is_enough(told):
-        found = f"{len(members)} of {counted(len(members) + missing, 'worker')} of generation {job.number}"
-        transition.end(1, f"The job cannot be rebuilt: its agents have told of {found if members else 'no worker'}.")
+    job, workers = transition.job, [each for _, each in _told_workers(told)]
+    if not is_enough(told, job.config.num_proc):
+        number = 0 if job.generation is None else job.generation.number
+        found = f"{len(members)} of {counted(len(members) + missing, 'worker')} of generation {number}"
+        transition.end(1, f"The job cannot be rebuilt: its agents have told of {found if members else 'no member'}.")
         return
     if ending := next((each.told.ending for each in told.values() if each.told.ending), ""):
         transition.end(1, ending)
@@ -148,18 +152,21 @@ def _go_on(
     for each in workers:
         if each.generation is not None and each.worker not in members:
             transition.kill(each.worker, 0.0, "the others have continued without it")
-        elif job.generation is not None and each.generation is None and each.address and not each.is_elastic:
+        elif job.generation is not None and each.generation is None and each.address and not each.is_newcomer:
             transition.send_to_workers([each.worker], Newcomer(len(members)))
         if each.is_leaving and not each.has_left:
             worker_messages.handle(transition, transition.job.workers[each.worker], Leaving())
+        if each.is_dying:
+            worker_failure.worker_dying(transition, transition.job.workers[each.worker])
     if job.generation is None or job.is_released:
         return
     lost = f"{counted(missing, 'member')} of generation {job.generation.number} {'is' if missing == 1 else 'are'} lost"
     if not job.is_elastic:
         if missing:
             transition.end(1, f"{lost} with the coordinator's journal, and the script cannot continue without them.")
-    elif missing or job.number > job.generation.number:
-        regroup.abort(transition, lost if missing else "a change was under way when the coordinator lost its journal")
+    elif missing or has_change:
+        transition.faults.append(lost if missing else "a change was under way when the coordinator lost its journal")
+    regroup.abort_for_faults(transition)
 
 
 def _told_workers(told: Mapping[str, ToldAgent]) -> list[tuple[str, ToldWorker]]:
@@ -174,8 +181,8 @@ def _newest(workers: Sequence[ToldWorker]) -> GenerationId | None:
 
 
 def _former(workers: Sequence[ToldWorker], newest: GenerationId | None) -> list[ToldWorker]:
-    """Return the workers of older generations that hold the state of the same run, the highest progress first."""
-    found = [
+    """Return the workers of older generations of the same run."""
+    return [
         each
         for each in workers
         if each.generation is not None
@@ -184,7 +191,6 @@ def _former(workers: Sequence[ToldWorker], newest: GenerationId | None) -> list[
         and each.generation.run_id == newest.run_id
         and not each.has_left
     ]
-    return sorted(found, key=lambda each: (-_generation_number(each), each.rank))
 
 
 def _agents(job: Job, told: Mapping[str, ToldAgent], members: Sequence[ToldWorker]) -> dict[str, AgentRecord]:
@@ -226,7 +232,5 @@ def _generation_number(told: ToldWorker) -> int:
     return 0 if told.generation is None else told.generation.number
 
 
-def _next_name(workers: Sequence[ToldWorker]) -> int:
-    if not workers:
-        return 0
-    return (max(int(each.worker[1:]) for each in workers) // _NAMES_AHEAD + 1) * _NAMES_AHEAD
+def _far_above(number: int) -> int:
+    return (number // _AHEAD + 1) * _AHEAD

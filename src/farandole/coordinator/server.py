@@ -427,7 +427,7 @@ class Coordinator:
         """Return whether the agents have had the time to tell of their workers, or the user wants the job to end."""
         waited_s = self._clock.now_s() - self._lost_s
         patience_s = 0.0 if self._welcome is None else self._welcome.patience_s
-        is_time = waited_s >= TELLING_S and (is_enough(self._told) or waited_s >= patience_s)
+        is_time = waited_s >= TELLING_S and (is_enough(self._told, self._config.num_proc) or waited_s >= patience_s)
         return is_time or any(isinstance(each, StopRequested) for each in self._inbox)
 
     def _rebuild(self) -> list[Action]:

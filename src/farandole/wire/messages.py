@@ -515,6 +515,8 @@ class ToldWorker(msgspec.Struct, frozen=True):
         generation, rank, size: Of its newest START; None: it had none.
         announced: The highest number of an ABORT or a PREPARE for it.
         released: The generation of its Released; 0: it had none.
+        is_newcomer: It was told that the job already ran when it came.
+        is_dying: Its WorkerDying was sent.
     """
 
     worker: str
@@ -537,12 +539,15 @@ class ToldWorker(msgspec.Struct, frozen=True):
     is_leaving: bool = False
     has_left: bool = False
     raised: str = ""
+    is_newcomer: bool = False
+    is_dying: bool = False
 
 
 class WorkersTold(Message, frozen=True):
     """Answer to TellWorkers: all workers of this agent that run. Answer: Resumed or SessionOver.
 
     Attributes:
+        number: The highest number of a generation, begun or announced, of which this agent knows.
         attempt: The highest one in which a worker was started here.
         leaving: The reason of this agent's AgentLeaving; empty: it has sent none.
         ending: The reason of the newest Stop for a worker; empty: there was none.
@@ -550,6 +555,7 @@ class WorkersTold(Message, frozen=True):
 
     job_id: str
     workers: tuple[ToldWorker, ...]
+    number: int = 0
     attempt: int = 0
     leaving: str = ""
     ending: str = ""

@@ -54,7 +54,8 @@ def member(rank: int, size: int = 3, id: GenerationId = FIRST, **known: object) 
 
 def agent(name: str, *workers: ToldWorker, slots: int = 8, **known: str) -> ToldAgent:
     hello = AgentHello(name, f"host-{name}", slots, PROTOCOL_VERSION, process="p", is_apart=True)
-    return ToldAgent(hello, WorkersTold("job", workers, **known))
+    number = max((each.announced for each in workers), default=0)
+    return ToldAgent(hello, WorkersTold("job", workers, number, **known))
 
 
 def told(*agents: ToldAgent) -> Mapping[str, ToldAgent]:
@@ -80,33 +81,33 @@ def test_a_job_of_which_all_members_are_told_goes_on_as_it_is() -> None:
     assert orders(actions) == []
     assert job.generation is not None
     assert (job.generation.id, job.generation.members) == (FIRST, ("w0", "w1", "w2"))
-    assert (job.number, job.change, job.is_elastic, job.was_synced) == (4, None, True, True)
+    assert (job.number, job.change, job.is_elastic, job.was_synced) == (1000, None, True, True)
     assert [each.name for each in sorted(job.agents.values(), key=lambda each: each.order)] == ["a", "b"]
     assert events(actions) == [JobRebuilt(("w0", "w1", "w2"), 4, 0, "it was removed")]
 
 
 def test_names_and_numbers_that_may_have_been_used_are_not_used_again() -> None:
     job, _ = rebuild(agent("a", member(0), member(1), member(2, announced=9)))
-    assert (job.number, job.spawned) == (10, 1000)  # an ABORT with 9 was told to one of them: all get another one
+    assert (job.number, job.spawned) == (1001, 1000)  # an ABORT was announced: all get another one
 
 
 @pytest.mark.parametrize("known", [{"announced": 6}, {"announced": 6, "ready": 6}])
 def test_a_change_that_was_under_way_becomes_a_regroup_of_all(known: dict[str, int]) -> None:
     job, actions = rebuild(agent("a", member(0), member(1, **known)), agent("b", member(2)))
     assert [message for _, message in orders(actions)] == [
-        ForwardToWorkers(("w0", "w1"), Abort(7, "a change was under way when the coordinator lost its journal")),
-        ForwardToWorkers(("w2",), Abort(7, "a change was under way when the coordinator lost its journal")),
+        ForwardToWorkers(("w0", "w1"), Abort(1001, "a change was under way when the coordinator lost its journal")),
+        ForwardToWorkers(("w2",), Abort(1001, "a change was under way when the coordinator lost its journal")),
     ]
     for name, of in (("w0", "a"), ("w1", "a"), ("w2", "b")):
-        job, actions = decide(job, [AgentReported(of, FromWorker(name, Ready(7)))], NOW_S)
+        job, actions = decide(job, [AgentReported(of, FromWorker(name, Ready(1001)))], NOW_S)
     starts = {name: each for _, message in orders(actions) for name, each in message.starts.items()}  # type: ignore[attr-defined]
-    assert starts["w2"].id == GenerationId(1, 2_000_000, 7, "job-7")
+    assert starts["w2"].id == GenerationId(1, 2_000_000, 1001, "job-1001")
     assert not starts["w2"].bootstrap
 
 
 def test_the_others_go_on_without_members_that_nobody_tells_of() -> None:
     job, actions = rebuild(agent("a", member(0), member(1)))
-    assert ("a", ForwardToWorkers(("w0", "w1"), Abort(5, "1 member of generation 4 is lost"))) in orders(actions)
+    assert ("a", ForwardToWorkers(("w0", "w1"), Abort(1001, "1 member of generation 4 is lost"))) in orders(actions)
     assert job.ending is None
 
 
@@ -115,10 +116,10 @@ def test_a_generation_that_was_not_announced_to_all_its_members_is_replaced_by_o
     one = member(0, size=3, id=SECOND)
     job, actions = rebuild(agent("a", one, member(1, size=3)), agent("b", member(2, id=SECOND)))
     assert job.generation is not None
-    assert job.generation.members == ("w0", "w2", "w1")
+    assert job.generation.members == ("w0", "w1", "w2")
     assert [message for _, message in orders(actions)] == [
-        ForwardToWorkers(("w0", "w1"), Abort(6, "1 member of generation 5 is lost")),
-        ForwardToWorkers(("w2",), Abort(6, "1 member of generation 5 is lost")),
+        ForwardToWorkers(("w0", "w1"), Abort(1001, "1 member of generation 5 is lost")),
+        ForwardToWorkers(("w2",), Abort(1001, "1 member of generation 5 is lost")),
     ]
 
 
@@ -155,11 +156,17 @@ def test_members_that_had_finished_and_were_not_released_are_released() -> None:
 
 @pytest.mark.parametrize(
     ("workers", "found"),
-    [([], "no worker"), ([member(0)], "1 of 3 workers of generation 4"), ([member(0, 4), member(1, 4)], "2 of 4")],
+    [
+        ([], "no member"),
+        ([member(0)], "1 of 3 workers of generation 4"),
+        ([member(0, 4), member(1, 4)], "2 of 4"),
+        ([ToldWorker(f"w{slot}", slot, is_newcomer=True) for slot in range(3)], "no member"),
+        ([ToldWorker("w0", 0)], "no member"),
+    ],
 )
 def test_a_job_without_a_majority_ends(workers: list[ToldWorker], found: str) -> None:
     """Nothing is decided before the patience of the agents is over (is_enough)."""
-    assert not is_enough(told(agent("a", *workers)))
+    assert not is_enough(told(agent("a", *workers)), 3)
     _, actions = rebuild(agent("a", *workers))
     (end,) = [each for each in events(actions) if isinstance(each, JobEnds)]
     assert end.exit_code == 1
