@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from farandole.config import JobConfig
 from farandole.coordinator.journal import CoordinatorState
@@ -58,7 +59,9 @@ class SlowStore:
 class Epoch:
     """One coordinator, its events, and its journal. `state`: that of the former one."""
 
-    def __init__(self, state: bytes | None = None, port: int = 0, config: JobConfig = CONFIG) -> None:
+    def __init__(
+        self, state: bytes | None = None, port: int = 0, config: JobConfig = CONFIG, welcome: Welcome = WELCOME
+    ) -> None:
         self.events, self.state = EventLog(), state
         self._channels: list[Channel[ToAgent]] = []
         self.coordinator = Coordinator(
@@ -67,7 +70,7 @@ class Epoch:
             job_id=JOB_ID,
             port=port,
             on_event=self.events,
-            welcome=WELCOME,
+            welcome=welcome,
             store=SlowStore(),
             journal=self._write,
             restored=None if state is None else pickle.loads(state),
@@ -236,11 +239,17 @@ def test_the_end_of_a_job_is_told_by_the_next_coordinator_to_agents_that_have_no
     run(test())
 
 
-@pytest.mark.parametrize("is_cut_off", [True, False])
-def test_workers_of_an_agent_without_a_connection_may_run_for_its_patience_longer(is_cut_off: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_cut_off", "outlives_silence", "is_longer"), [(True, False, False), (False, False, True), (True, True, True)]
+)
+def test_workers_of_an_agent_without_a_connection_may_run_for_its_patience_longer(
+    is_cut_off: bool, outlives_silence: bool, is_longer: bool
+) -> None:
+    """And those of an agent that is cut off, where another coordinator may take over."""
+
     async def test() -> float:
         config = JobConfig(num_proc=2, grace_s=0.0, takes_agents=True, detection_budget_s=0.3)
-        epoch = Epoch(config=config)
+        epoch = Epoch(config=config, welcome=replace(WELCOME, outlives_silence=outlives_silence))
         async with epoch.serves():
             channel = await epoch.meet()
             await receive(channel, Spawn)
@@ -253,4 +262,4 @@ def test_workers_of_an_agent_without_a_connection_may_run_for_its_patience_longe
             return state.job.lease_end_s - state.now_s
 
     lease_s = run(test())
-    assert lease_s < 0.3 if is_cut_off else PATIENCE_S - 0.3 < lease_s < PATIENCE_S + 0.3
+    assert PATIENCE_S - 0.3 < lease_s < PATIENCE_S + 0.3 if is_longer else lease_s < 0.3

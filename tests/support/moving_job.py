@@ -98,6 +98,11 @@ class MovingJob(running_job.RunningJob):
         self._place.signal(pid)
         self.process.wait(_DEADLINE_S)
 
+    def power_off(self) -> None:
+        """Power the host of the launcher off: nobody is told anything."""
+        self._place.power_off()
+        self.process.wait(_DEADLINE_S)
+
     def start_on(self, host: Host, source: Path | None = None) -> None:
         """Start the same command there, with the package in the folder `source`."""
         self._place, self._source = host, source
@@ -134,9 +139,9 @@ class MovingJob(running_job.RunningJob):
         before = max(map(step, self.latest().values()))
         self._wait_until(lambda: max(map(step, self.latest().values())) >= before + steps)
 
-    def wait_for_agents(self, times: int) -> None:
-        """Wait until both agents have reached a coordinator again so often."""
-        self._wait_until(lambda: all(text.count("has reached the coordinator again") == times for text in self.told()))
+    def wait_for_agents(self, times: int, told: str = "has reached the coordinator again") -> None:
+        """Wait until both agents have told so often that they have reached a coordinator again, or something else."""
+        self._wait_until(lambda: all(" ".join(text.split()).count(told) == times for text in self.told()))
 
     def wait_for_event(self, kind: str) -> None:
         """Wait until a launcher has reported an event of this kind."""

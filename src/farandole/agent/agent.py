@@ -105,6 +105,7 @@ class AgentConfig:
     tls                 the job's certificates, with which its TCP connections are encrypted; None: they are not
     patience_s          how long its workers continue when the connection to the coordinator has ended, until there is
                         another one; 0: not at all
+    outlives_silence    a coordinator that is silent for the budget counts as such an end: another one may take over
     """
 
     name: str
@@ -128,6 +129,7 @@ class AgentConfig:
     data_hosts: tuple[str, ...] = ()
     process: str = ""
     patience_s: float = 0.0
+    outlives_silence: bool = False
     tls: Certificates | None = field(default=None, repr=False)
 
 
@@ -494,7 +496,8 @@ class Agent:
 
     async def _hold_lease(self) -> Service:
         """Wait until the coordinator may have declared this agent lost: its workers must not run then. Never returns in
-        the coordinator's own process.
+        the coordinator's own process, nor where workers outlive the silence: the session looks for the next coordinator
+        then, and its patience has the limit.
 
         The time of a stall of this process counts: a host that was frozen has been replaced. The lease must appear over
         at two consecutive looks, because messages that have arrived are read between two looks.
@@ -507,6 +510,9 @@ class Agent:
             silent_s = since_boot_s() - self._heartbeats.reached_s
             # The end of the connection says that the coordinator has ended: then the session has the limit.
             looks = looks + 1 if silent_s >= 0.9 * budget_s and self._session.is_connected else 0
+            if looks == 2 and self._config.outlives_silence:
+                self._session.disconnect(silent_s)
+                looks = 0
         service = Service(EndOfService.LOST, f"the coordinator has not answered for {silent_s:.2f} s")
         self._on_event(CoordinatorLost(self._config.name, service.reason))
         self._stop_workers(service)

@@ -73,6 +73,7 @@ class CoordinatorSession:
         self._log: MessageLog[Message] = MessageLog()
         self._records = SessionRecords()
         self._confirmed = 0
+        self._silent_s = 0.0  # before the end of the connection
         self._output: list[Message] = []  # that waits for a connection
         self._output_bytes = 0
         self._ranked: dict[tuple[str, bool], WorkerRanked] = {}  # for the labels of lines
@@ -145,6 +146,12 @@ class CoordinatorSession:
             self._records.note_received(message)
             return message
 
+    def disconnect(self, silent_s: float) -> None:
+        """Give the connection up, on which the coordinator has been silent for so long, and look for the next one. The
+        patience counts from the beginning of the silence."""
+        self._silent_s = silent_s
+        self._channel.abort()
+
     def close(self) -> None:
         """Close the connection once all messages so far are sent. Idempotent."""
         self._channel.close()
@@ -157,7 +164,10 @@ class CoordinatorSession:
         """Continue on a new connection. Raises ConnectionError when there is none in time."""
         self._channel.abort()
         self.is_connected = False
-        began_s = since_boot_s()
+        began_s, silent_s = since_boot_s() - self._silent_s, self._silent_s
+        self._silent_s = 0.0
+        if silent_s:
+            why = ConnectionError(f"it has not answered for {silent_s:.2f} s")
         limit_s = how.patience_s if how.patience_s < float("inf") else None
         how.on_event(CoordinatorUnreachable(how.hello.agent, str(why), limit_s))
         reason: Exception = why

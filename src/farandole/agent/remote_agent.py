@@ -285,6 +285,7 @@ class JoiningAgent:
             max_restarts=welcome.max_restarts,
             data_hosts=tuple(own_addresses(options.interfaces)) if options.interfaces else (),
             process=self._process,
+            outlives_silence=welcome.outlives_silence,
             tls=options.tls,
         )
 

@@ -521,11 +521,13 @@ class Coordinator:
     def _lease_end_s(self, agent: str) -> float | None:
         """Return until when the workers of an agent that is lost now may run; None: it is not on another machine. An
         agent that has seen the end of its connection waits for the next coordinator, and keeps its workers meanwhile.
+        Where another one may take over from this one, so does an agent that hears nothing any more.
         """
         end_s = self._heartbeats.lease_end_s(agent)
-        if end_s is None or agent in self._channels or self._welcome is None:
+        if end_s is None or self._welcome is None:
             return end_s
-        return end_s + self._welcome.patience_s
+        waits = agent not in self._channels or self._welcome.outlives_silence
+        return end_s + (self._welcome.patience_s if waits else 0.0)
 
     def _lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
         if not all(isinstance(each, AgentLost) for each in self._inbox):

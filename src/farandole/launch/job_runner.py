@@ -272,6 +272,7 @@ class _JobRun:
             max_restarts=self._config.max_restarts or 0,
             needs_folder=self._setup.function is None,
             patience_s=0.0 if self._setup.function is not None else self._setup.patience_s,
+            outlives_silence=self._setup.state is not None,
         )
 
     def _job_file(self) -> JobFile:

@@ -599,6 +599,8 @@ class Welcome(Message, frozen=True):
         needs_folder: The agent cannot serve without `folder`; otherwise its own working directory takes its place.
         epoch: Of the coordinator: higher for each one that takes over.
         patience_s: How long workers continue when the connection to the coordinator has ended, until there is another.
+        outlives_silence: So they do when the coordinator is silent for longer than the budget: another one may take
+            over on another machine.
     """
 
     job_id: str
@@ -616,6 +618,7 @@ class Welcome(Message, frozen=True):
     needs_folder: bool = True
     epoch: int = 1
     patience_s: float = 0.0
+    outlives_silence: bool = False
 
 
 class Resumed(Message, frozen=True):
