@@ -161,17 +161,40 @@ def test_a_version_that_does_not_read_its_format_does_not_continue_the_job(
         opened(folder)
 
 
-def test_a_journal_of_another_job_or_without_a_complete_state_is_an_error(folder: Path) -> None:
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_job_goes_on_without_its_journal_and_the_coordinator_is_told_why(folder: Path, is_missing: bool) -> None:
+    former = killed(folder, b"one", b"two")
+    for index in (0, 1):
+        if not is_missing:
+            os.truncate(folder / f"journal-1-{index}", 20)
+        elif index:
+            (folder / f"journal-1-{index}").unlink()
+    state = opened(folder)
+    assert (state.is_continued, state.job_id, state.token) == (True, former.job_id, former.token)
+    assert ("journal-1-1 is missing" if is_missing else "neither of its files, of 20 and 20 bytes,") in state.lost
+    state.begin(None)
+    assert state.number == 2
+    assert Journal(state.journal_files, state.job_id).read() is None
+    state.end(is_over=False)
+    assert (folder / "job.json").exists()  # the coordinator has not begun: the agents may wait
+
+
+def test_a_coordinator_that_writes_to_the_rest_of_a_journal_keeps_the_next_launcher_away(folder: Path) -> None:
+    former = begun(folder, b"one")
+    of_coordinator = os.dup(former.journal_files[0])
+    former.close()
+    (folder / "journal-1-1").unlink()
+    try:
+        with pytest.raises(ConfigError, match=r"the coordinator of the former launcher .* has locked it"):
+            opened(folder)
+    finally:
+        os.close(of_coordinator)
+
+
+def test_a_journal_of_another_job_and_damaged_numbers_of_the_job_are_errors(folder: Path) -> None:
     killed(folder, b"one", b"two")
     change(folder, job_id="another")
     with pytest.raises(ConfigError, match=r"the coordinator's journal is of job .*, not of another; to begin the job"):
-        opened(folder)
-    for index in (0, 1):
-        os.truncate(folder / f"journal-1-{index}", 20)
-    with pytest.raises(ConfigError, match=r"damaged: neither of its files, of 20 and 20 bytes, .*; to begin the job"):
-        opened(folder)
-    (folder / "journal-1-1").unlink()
-    with pytest.raises(ConfigError, match="journal-1-1 is missing; to begin the job anew, remove"):
         opened(folder)
     (folder / "job.json").write_text("{")
     with pytest.raises(ConfigError, match=r"job.json is damaged \(1 bytes\); to begin the job anew, remove"):
