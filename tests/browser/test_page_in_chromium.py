@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import re
-import shutil
-import socket
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,21 +18,14 @@ from typing import Any
 import pytest
 
 from farandole import events
-from farandole.membership import WorkerTelemetry
-from farandole.page.job_history import JobHistory
 from farandole.testing.running_job import all_training
-from farandole.wire.control import Accepted, Status
+from tests.browser.first_paint import CHROMIUM, load, served_page
 from tests.support.jobs import ELASTIC_JOB, RunningJob, farandole
-from tests.unit.page.test_job_history import status
 
 playwright = pytest.importorskip("playwright.sync_api", reason="it needs playwright: make test-page")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="it needs axe-core: make test-page")
 pytest.importorskip("aiohttp", reason="it needs aiohttp: pip install 'farandole[page]'")
 pytest.importorskip("prometheus_client", reason="it needs prometheus_client: pip install 'farandole[page]'")
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="it needs Chromium: make test-page, or apt-get install chromium"),
@@ -240,45 +228,11 @@ def test_an_event_is_on_the_page_soon(seen: Seen) -> None:
 
 
 def test_the_first_paint_comes_soon(seen: Seen) -> None:
-    """Of a page of its own, with 64 workers: those of the job need the cores."""
-    with _served(status(telemetry=WorkerTelemetry(0.02, 0.005, 1, 120, 600), workers=64)) as url:
-        paints = []
-        for _ in range(10):
-            context = seen.browser.new_context()
-            page = context.new_page()
-            page.goto(url)
-            _wait_until(page, "performance.getEntriesByType('paint').length > 0")
-            paints.append(page.evaluate("performance.getEntriesByType('paint')[0].startTime"))
-            _wait_until(page, "document.querySelectorAll('#workers tr').length == 64")
-            context.close()
-    print(f"first paint: {', '.join(f'{each:.0f}' for each in sorted(paints))} ms")
-    assert min(paints) <= 200, paints  # others use the cores of this machine, too
-
-
-@contextlib.contextmanager
-def _served(shown: Status) -> Iterator[str]:
-    """Serve the page of a job with this status, from another thread."""
-    from farandole.page.page_server import PageServer, page_token  # here: where its packages are missing, tests skip
-
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def refuse(_: object) -> Accepted:
-        raise ConnectionError
-
-    history = JobHistory()
-    history.on_status(shown, time.time())
-    server = PageServer(history, page_token(b"token"), refuse, is_open=True)
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        asyncio.run_coroutine_threadsafe(server.start([sock]), loop).result(30)
-        try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}/"
-        finally:
-            asyncio.run_coroutine_threadsafe(server.stop(), loop).result(30)
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+    """While the four workers of the job use the cores, too."""
+    with served_page() as url:
+        paints = sorted(load(seen.browser, url).paint_ms for _ in range(10))
+    print(f"first paint: {', '.join(f'{each:.0f}' for each in paints)} ms")
+    assert statistics.median(paints) <= 200, paints
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -84,6 +87,22 @@ def test_the_page_is_small_and_complete() -> None:
         assert "http://" not in text.replace("http://www.w3.org/", ""), name
     for mentioned in [word.split('"')[0] for word in files["index.html"].split('"/static/')[1:]]:
         assert mentioned in files
+
+
+def test_the_first_paint_needs_one_request_and_nothing_else_may_be_in_the_page() -> None:
+    async def body() -> None:
+        async with serving() as served:
+            response = await served.get("/")
+            text, policy = await response.text(), response.headers["Content-Security-Policy"]
+            assert 'rel="stylesheet"' not in text
+            for kind, pattern in (("style", "<style>(.*?)</style>"), ("script", "<script>(.*?)</script>")):
+                (inside,) = re.findall(pattern, text, re.DOTALL)
+                digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+                assert f"{kind}-src 'self' 'sha256-{digest}'" in policy
+            assert "unsafe" not in policy
+            assert policy.startswith("default-src 'none'")
+
+    run(body())
 
 
 def test_files_are_served_and_others_are_not() -> None:

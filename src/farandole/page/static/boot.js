@@ -1,10 +1,11 @@
-// Loads the page's modules once its frame has been painted: what is there without data is visible at once.
+// Shows the rest of the page, and loads its modules, once its head has been painted: so it is visible at once.
 
 let hasBegun = false;
 
 function begin() {
   if (hasBegun) return;
   hasBegun = true;
+  document.documentElement.classList.add("ready");
   import("/static/page.js");
 }
 
