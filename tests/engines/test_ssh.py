@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from farandole.membership import Address
 from tests.engines.contract import EngineJob, check_contract, hosts_of
-from tests.support.jobs import farandole_run, processes_with
+from tests.support.jobs import farandole, farandole_run, processes_with
 
 CLIENT = """#!/bin/sh
 # Like ssh, it ends as the command does; the command is the last of its arguments.
@@ -130,6 +131,27 @@ def test_a_host_that_cannot_be_used_ends_the_job_at_once_with_the_reason(
     monkeypatch.setenv("PATH", StandInHosts(tmp_path).environment["PATH"])
     done = farandole_run("-np", "2", "-H", f"localhost:1,{host}:1", "true", fresh=True)
     assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
+
+
+def test_what_a_client_of_ssh_prints_is_among_the_events_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("PATH", StandInHosts(tmp_path).environment["PATH"])
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    script = "echo localhost:1; echo refused:1"
+    command = [*StandInHosts.program, "-q", "-np", "1", "--host-discovery-script", script, "sleep", "60"]
+    with subprocess.Popen(command) as job:
+        try:
+            deadline_s = time.monotonic() + 60
+            told: list[str] = []
+            while not any("Permission denied (publickey)" in line and "AgentPrinted" in line for line in told):
+                assert time.monotonic() < deadline_s, told
+                told = farandole("events", "--json").stdout.splitlines()
+        finally:
+            job.send_signal(signal.SIGINT)
+        assert job.wait(60) == 130
 
 
 @pytest.mark.parametrize(

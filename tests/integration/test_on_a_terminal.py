@@ -52,6 +52,32 @@ def test_a_job_tells_its_progress_over_a_recovery_and_in_a_narrow_terminal(tmp_p
         assert job.screen.rows[-2].endswith("2 workers finished the training.")
 
 
+FUNCTION_JOB = """
+import sys, time
+from pathlib import Path
+import farandole as fd
+
+def work(stop):
+    while not Path(stop).exists():
+        print("a line of the function", flush=True)
+        time.sleep(0.1)
+    return "the result"
+
+print(fd.run(work, (sys.argv[1],), num_proc=2, progress="auto"))
+"""
+
+
+def test_a_program_that_runs_a_function_may_show_the_line_of_its_job(tmp_path: Path) -> None:
+    program, stop = tmp_path / "program.py", tmp_path / "stop"
+    program.write_text(FUNCTION_JOB)
+    with OnTerminal([sys.executable, str(program), str(stop)], columns=WIDE) as job:
+        job.wait_until(lambda screen: re.search(r"0:0\d \| 2 workers", screen.last) is not None, LONG_S)
+        stop.touch()
+        assert job.wait(LONG_S) == 0, job.screen.rows
+        assert {re.sub(r"^\[w?\d\] ", "", row) for row in job.screen.rows[:-2]} == {"a line of the function"}
+        assert job.screen.rows[-2:] == ["['the result', 'the result']", ""]
+
+
 @pytest.mark.parametrize("how", ["ends", "Ctrl-C", "fails"])
 def test_the_output_of_noisy_workers_is_undamaged_and_the_terminal_clean_at_any_end(tmp_path: Path, how: str) -> None:
     stop = tmp_path / "stop"

@@ -61,6 +61,27 @@ class Feed:
                     yield self.told[-1]
 
 
+def test_a_job_of_torchrun_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    words = [str(ELASTIC_JOB), "--epochs", "1000000", "--stop", str(tmp_path / "stop")]
+    command = [sys.executable, "-m", "farandole", "torchrun", "--page=127.0.0.1:0", "--nproc-per-node=1", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stderr is not None
+        found = next(found for line in job.stderr if (found := re.search(r"page: (\S+)", line)))
+        try:
+            feed = Feed(found[1])
+            while not (status := feed.next("status")["status"]) or not status["step"]:
+                pass
+        finally:
+            (tmp_path / "stop").touch()
+        feed.rest()
+        told = job.stderr.read()
+    assert job.returncode == 0, told
+    assert feed.told[-1] == ("contact", {"contact": "ended"})
+
+
 def test_the_page_tells_all_of_a_job_also_of_its_next_coordinator_and_of_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -405,6 +405,11 @@ def test_hosts_in_three_ways(tmp_path: Path) -> None:
     assert said == [("localhost", "2")] * 2
 
 
+def test_a_wrong_word_for_the_progress_line_is_refused() -> None:
+    with pytest.raises(ConfigError, match="progress must be one of 'auto', 'never', 'always', got 'yes'"):
+        fd.run(rank, progress="yes")
+
+
 def test_inside_an_event_loop_and_in_a_thread() -> None:
     async def notebook() -> list[int]:
         return fd.run(rank, num_proc=2)

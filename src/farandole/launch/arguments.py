@@ -44,7 +44,7 @@ from farandole.launch.joining import (
     state_job_file,
     tls_folder,
 )
-from farandole.launch.page_address import PageAddress, parse_page_address
+from farandole.launch.page_address import PageOptions, page_options
 from farandole.launch.run_parser import CHECKPOINT_DEFAULTS, PROGRESS, STATE_PATIENCE_S, run_parser, unused_options
 
 
@@ -72,7 +72,7 @@ class RunOptions:
     discovery_script  a command that prints the hosts; slots_per_host: of hosts without a number
     environment       additional variables of the workers' environment
     events            the file to which every event is appended, as JSON
-    page              the address of the live page; None: there is none
+    page              the live page, and the collector of its traces; None: there is none
     checkpoint        where and how often the state is written; None: nowhere
     joining           the other agents that may offer slots; None: none
     notes             the given options that have no effect, one sentence each
@@ -102,7 +102,7 @@ class RunOptions:
     slots_per_host: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     events: Path | None = None
-    page: PageAddress | None = None
+    page: PageOptions | None = None
     checkpoint: CheckpointEnv | None = None
     joining: Joining | None = None
     notes: tuple[str, ...] = ()
@@ -189,7 +189,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         slots_per_host=1 if options.slots is None else options.slots,
         environment=environment,
         events=options.events,
-        page=None if options.page is None else parse_page_address(options.page),
+        page=page_options(options.page, options.traces),
         checkpoint=_checkpoint(options),
         joining=joining(options.token_file, job_file, options.host_discovery_script),
         notes=tuple(notes),

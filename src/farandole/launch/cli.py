@@ -172,7 +172,7 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
     from farandole.engines.slurm_engine import SlurmEngine
     from farandole.engines.ssh_engine import SshEngine
     from farandole.launch.checkpoint_place import beginning
-    from farandole.launch.job_runner import PATIENCE_S, JobSetup, in_turn, run_job
+    from farandole.launch.job_runner import PATIENCE_S, EngineEvents, JobSetup, in_turn, run_job
     from farandole.launch.output import output_options
     from farandole.launch.page_address import PageProcess
     from farandole.launch.report import Loudness, Report
@@ -196,12 +196,12 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
             for note in begun.notes:
                 report.note(note)
             on_event = in_turn(report.on_event, None if events is None else events.on_event, begun.watch)
-            slurm = None
+            engine_events, slurm = EngineEvents(on_event), None
             if options.slurm is not None:
-                slurm = SlurmEngine(options.slurm, options.ssh.python, on_event, options.requeues)
+                slurm = SlurmEngine(options.slurm, options.ssh.python, engine_events, options.requeues)
                 on_event = in_turn(on_event, slurm.watch)
                 report.detail(str(options.slurm))
-            ssh = None if options.joining is not None else SshEngine(options.ssh, on_event)
+            ssh = None if options.joining is not None else SshEngine(options.ssh, engine_events)
             outcome = asyncio.run(
                 run_job(
                     JobSetup(
@@ -209,6 +209,7 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
                         command=options.command,
                         hosts=slurm or _hosts(options),
                         engine=slurm or ssh,
+                        engine_events=engine_events,
                         reason_to_end=None if slurm is None else slurm.reason_to_end,
                         interfaces=options.interfaces,
                         remote_folder=options.remote_folder,
@@ -220,7 +221,7 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
                         origin=begun.origin,
                         joining=options.joining,
                         fork_server=options.fork_server,
-                        watch=None if options.pods is None else PodWatch(options.pods, on_event),
+                        watch=None if options.pods is None else PodWatch(options.pods, engine_events),
                         preemption=options.preemption,
                         factory=factory,
                         state=state,

@@ -19,7 +19,7 @@ from farandole.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.config import ForkServerUse, JobConfig, Preemption
 from farandole.coordinator.control_requests import JobSummary
 from farandole.coordinator.coordinator_factory import CoordinatorFactory
-from farandole.coordinator.launcher_link import CoordinatorSetup
+from farandole.coordinator.launcher_link import SUMMARY_EVERY_S, CoordinatorSetup
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.engines.discovery import HostDiscovery, HostsOver, HostsSource
 from farandole.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
@@ -59,6 +59,20 @@ _SUCCESSOR_LOOK_S = 1.0
 _FAREWELL_S = 15.0  # beyond the grace period, for agents to end when the job is over
 
 
+class EngineEvents:
+    """A listener for engines, which are made before the job: their events go to `on_event`, and from the start of the
+    coordinator also to it, so that commands and the page show them."""
+
+    def __init__(self, on_event: Callable[[Event], None]) -> None:
+        self._on_event = on_event
+        self.remember: Callable[[Event], None] | None = None
+
+    def __call__(self, event: Event) -> None:
+        self._on_event(event)
+        if self.remember is not None:
+            self.remember(event)
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobSetup:
     """How a job runs.
@@ -66,6 +80,7 @@ class JobSetup:
     config, command    the command of the workers. An empty first word stands for the Python of each agent
     hosts              where workers run, in the order of their ranks: each name is a host of its own. Or a repeated
                        discovery. None: localhost, with as many slots as the job may ever need.
+    engine_events      the listener that engine, hosts and watch have; None: they report nothing
     engine             starts the agents of hosts that are other machines; it is closed at the end. None: such hosts are
                        refused. An engine that is also `hosts` starts the agents of all of them, also of this machine
     interfaces         the network interfaces to be used between hosts; empty: those that lead to the other hosts
@@ -101,6 +116,7 @@ class JobSetup:
     config: JobConfig
     command: Sequence[str]
     hosts: tuple[HostSlots, ...] | HostDiscovery | None = None
+    engine_events: EngineEvents | None = None
     engine: Engine | None = None
     interfaces: Sequence[str] = ()
     remote_folder: str = ""
@@ -175,6 +191,8 @@ class _JobRun:
         try:
             self._coordinator = await self._start_coordinator()
             self._remember = self._coordinator.remember
+            if setup.engine_events is not None:
+                setup.engine_events.remember = self._coordinator.remember
             if joining is not None:
                 address, file = str(self._coordinator.address), str(joining.job_file or "")
                 self._on_event(AgentsAwaited(address, joining.token_file, file))
@@ -399,6 +417,14 @@ class _JobRun:
             yield self._watch_for_successor(setup.state, self._coordinator)
         if setup.preemption is not None:
             yield watch_for_notices(setup.preemption, self._on_notice, self._on_event)
+        if setup.on_summary is not None and isinstance(self._coordinator, Coordinator):
+            yield self._summarize(self._coordinator, setup.on_summary)
+
+    async def _summarize(self, coordinator: Coordinator, on_summary: Callable[[JobSummary], None]) -> None:
+        """Pass on what a coordinator of its own process sends to its launcher."""
+        while True:
+            await asyncio.sleep(SUMMARY_EVERY_S)
+            on_summary(coordinator.summary())
 
     async def _watch_for_successor(self, state: JobState, coordinator: SupervisedCoordinator) -> None:
         """End in silence when another launcher has taken the job over: this one, or its network, was away."""

@@ -1,4 +1,4 @@
-"""The address of a job's page, and its process under `farandole run --page`. Loads neither asyncio nor the server."""
+"""The address of a page, and its process under `farandole run --page`. It loads neither asyncio nor the server."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class PageAddress(NamedTuple):
     port: int | None = None
 
 
+class PageOptions(NamedTuple):
+    """The page of a job that is about to begin. `traces`: the address of the collector to which its process exports
+    spans; empty: as the environment says; None: to none."""
+
+    address: PageAddress
+    traces: str | None = None
+
+
 def parse_page_address(text: str | None) -> PageAddress:
     """Return the address in HOST:PORT, HOST or :PORT; None: the default. Raises ConfigError for another text, and where
     the packages of the page are missing."""
@@ -54,6 +62,16 @@ def parse_page_address(text: str | None) -> PageAddress:
         f"the address of the page must be HOST:PORT with a numeric address of this machine, for example "
         f"127.0.0.1:{DEFAULT_PORT} or 0.0.0.0:{DEFAULT_PORT}, got {text!r}"
     )
+
+
+def page_options(page: str | None, traces: str | None) -> PageOptions | None:
+    """Return what --page and --traces ask for; None: neither was given. Raises ConfigError for values that cannot be
+    used, and where packages are missing."""
+    if traces is not None:
+        check_traces(traces)
+    elif page is None:
+        return None
+    return PageOptions(parse_page_address(page), traces)
 
 
 def check_traces(url: str) -> None:
@@ -109,8 +127,8 @@ class PageProcess:
     """The page of `farandole run --page`: a process of its own, which costs the launcher nothing. Raises ConfigError
     when nothing can listen at the address."""
 
-    def __init__(self, address: PageAddress) -> None:
-        self._socket = listening(address)
+    def __init__(self, options: PageOptions) -> None:
+        self._socket, self._traces = listening(options.address), options.traces
 
     @property
     def notice(self) -> str:
@@ -118,12 +136,17 @@ class PageProcess:
         token = "drain and scale need its token" if is_loopback(self._socket) else "it needs its token"
         return f"page: {url_of(self._socket)} ({token}: farandole page --print-token)"
 
+    def close(self) -> None:
+        """Do not listen any more, where the job has not begun. Idempotent."""
+        self._socket.close()
+
     @contextlib.contextmanager
     def serve(self, job: JobFile) -> Iterator[None]:
         """Serve the page of the job inside the block. A page that ends early is not started again, and harms
         nothing."""
         number = self._socket.fileno()
         command = [sys.executable, "-m", "farandole", "page", FROM_LAUNCHER, str(number)]
+        command += [] if self._traces is None else [f"--traces={self._traces}"]
         with self._socket:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(number,))
         assert process.stdin is not None

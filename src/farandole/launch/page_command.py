@@ -71,7 +71,7 @@ def page_command(arguments: Sequence[str]) -> int:
     options = page_parser().parse_args(arguments)
     try:
         if options.from_launcher is not None:
-            return _serve_for_launcher(options.from_launcher)
+            return _serve_for_launcher(options.from_launcher, options.traces)
         address = parse_page_address(options.listen)
         if options.traces is not None:
             check_traces(options.traces)
@@ -108,7 +108,7 @@ async def _serve_for_user(job: Contact, sock: socket.socket, traces: str | None)
     return DONE
 
 
-def _serve_for_launcher(descriptor: int) -> int:
+def _serve_for_launcher(descriptor: int, traces: str | None) -> int:
     """Serve until the launcher closes the other end of stdin, from which the job is read. Signals to the process group
     are for the launcher."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -128,7 +128,7 @@ def _serve_for_launcher(descriptor: int) -> int:
                 async with asyncio.timeout(_LAST_MESSAGES_S):
                     await over.wait()
 
-        await _serve(job, sock, until_closed(), over.set)
+        await _serve(job, sock, until_closed(), over.set, traces)
 
     with socket.socket(fileno=descriptor) as sock:
         asyncio.run(run())

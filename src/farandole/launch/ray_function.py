@@ -42,6 +42,7 @@ def run(
     checkpoint_every: str = "10m",
     checkpoint_keep: int = 2,
     tls: str | Path | None = None,
+    progress: str = "never",
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in each worker of a job on a Ray cluster, and return their results, by rank.
 
@@ -73,6 +74,7 @@ def run(
         checkpoint_every: As --checkpoint-every.
         checkpoint_keep: As in farandole.run().
         tls: As in farandole.run().
+        progress: As in farandole.run().
 
     Returns:
         The results of the workers, by rank.
@@ -110,6 +112,7 @@ def run(
         is_verbose=verbose,
         environment=env,
         checkpoint=checkpoint_settings(checkpoint, checkpoint_every, checkpoint_keep),
+        progress=progress,
     )
 
 

@@ -30,11 +30,12 @@ from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
 from farandole.launch.arguments import checkpoint_settings
 from farandole.launch.checkpoint_place import Beginning, beginning
-from farandole.launch.job_runner import JobSetup, run_job
+from farandole.launch.job_runner import EngineEvents, JobSetup, run_job
 from farandole.launch.joining import check_encryption, tls_folder
 from farandole.launch.output import OutputOptions, OutputSink, output_options
 from farandole.launch.report import Loudness, Report
-from farandole.launch.run_parser import WITHOUT_EFFECT
+from farandole.launch.run_parser import PROGRESS, WITHOUT_EFFECT
+from farandole.launch.terminal_line import job_line
 from farandole.machine import now_s
 from farandole.wire.function_call import LARGEST_BYTES, Call, FunctionJob, Return
 from farandole.wire.messages import ReturnPart
@@ -93,6 +94,7 @@ def run(
     checkpoint_every: str = "10m",
     checkpoint_keep: int = 2,
     tls: str | Path | None = None,
+    progress: str = "never",
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in each of `num_proc` workers, and return their results, by rank.
 
@@ -134,6 +136,7 @@ def run(
         checkpoint_every: As --checkpoint-every.
         checkpoint_keep: As --checkpoint-keep.
         tls: As --tls DIR: the folder of `farandole certificates`, at the same path on each machine.
+        progress: "auto" or "always": a line at the bottom of the terminal about the job, as --progress.
         np: Another name of num_proc.
         min_np: Another name of min_num_proc.
         max_np: Another name of max_num_proc.
@@ -195,6 +198,7 @@ def run(
         is_verbose=bool(verbose),
         environment=env,
         executable=executable,
+        progress=progress,
         checkpoint=checkpoint_settings(checkpoint, checkpoint_every, checkpoint_keep),
         start=start_by_ssh(SshSettings(ssh_port, ssh_identity_file or "", executable or ""), network_interfaces or ()),
     )
@@ -240,9 +244,12 @@ def run_function(
     start: StartSettings | None = None,
     returns_all: bool = False,
     streams: Streams = (None, None),
+    progress: str = "never",
 ) -> list[T]:
     """Run a function as run() does, for a job with this `config`, and return the results of the first `config.min_np`
     ranks; with `returns_all`, also those of the other workers that returned."""
+    if progress not in PROGRESS:
+        raise ConfigError(f"progress must be one of {', '.join(map(repr, PROGRESS))}, got {progress!r}")
     sent = _encoded(call)
     with tempfile.TemporaryDirectory(prefix="farandole-run-") as name:  # only this user can look into it
         returns = _Returns(Path(name))
@@ -256,6 +263,7 @@ def run_function(
             checkpoint=checkpoint,
             start=start,
             streams=streams,
+            progress=progress,
             function=FunctionJob(sent, returns.add),
         )
         if outcome.exit_code != 0:
@@ -367,33 +375,40 @@ def run_and_wait(
     start: StartSettings | None = None,
     function: FunctionJob | None = None,
     streams: Streams = (None, None),
+    progress: str = "never",
 ) -> Outcome:
     """Run `command` as the workers of a job, or a `function`, and wait until it has ended. Agents of other machines are
     started as `start` says; by ssh, without one. The workers' output goes to `streams`, which
     are sys.stdout and sys.stderr unless given; the launcher's own, only when `is_verbose` or when it is a warning.
+    `progress` is one of PROGRESS in run_parser.py.
 
     Raises what run_job and, with a `checkpoint`, beginning() raise. A KeyboardInterrupt ends the job first, with the
     workers' grace period.
     """
     started = start_by_ssh() if start is None else start
-    report = Report(sys.stderr, Loudness.VERBOSE if is_verbose else Loudness.QUIET)
+    loudness = Loudness.VERBOSE if is_verbose else Loudness.QUIET
+    report = Report(sys.stderr, loudness, line=job_line(progress, is_quiet=False))
 
     def job(begun: Beginning) -> Coroutine[Any, Any, Outcome]:
         def on_event(event: Event) -> None:
             report.on_event(event)
             begun.watch(event)
 
+        engine_events = EngineEvents(on_event)
         return run_job(
             JobSetup(
                 config=config,
                 command=command,
                 hosts=hosts,
-                engine=started.make_engine(on_event),
+                engine=started.make_engine(engine_events),
+                engine_events=engine_events,
                 interfaces=started.interfaces,
                 host=started.host,
                 function=function,
                 output=output or OutputOptions(),
-                sink=OutputSink(output or OutputOptions(), *streams) if any(streams) else None,
+                sink=OutputSink(output or OutputOptions(), *streams, line=report.line) if any(streams) else None,
+                line=report.line,
+                on_summary=report.on_summary,
                 on_event=on_event,
                 extra_environment={**(environment or {}), **begun.environment},
                 origin=begun.origin,

@@ -35,6 +35,19 @@ PROGRESS_HELP = (
 )
 """The help text of --progress, which two commands have."""
 
+PAGE_HELP = (
+    "serve the live page of the job, and metrics for Prometheus; --page=HOST:PORT: at that address (default: "
+    "127.0.0.1:8470, or the next port that is free); needs the extra farandole[page]"
+)
+"""The help text of --page, which two commands have."""
+
+TRACES_HELP = (
+    "export regroups and checkpoints as spans of OpenTelemetry, over HTTP to the collector that its environment "
+    "variables name (default: http://localhost:4318/v1/traces); --traces=URL: to that address. The process of the page "
+    "does it, so the page is served, too; needs the extra farandole[traces]"
+)
+"""The help text of --traces, which two commands have."""
+
 STATE_PATIENCE_S = 600.0
 """Seconds for which agents keep their workers without a launcher, unless --patience is given."""
 
@@ -379,14 +392,8 @@ def _output(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="append every event of the job to FILE, one JSON object per line",
     )
-    group.add_argument(
-        "--page",
-        nargs="?",
-        const="",
-        metavar="HOST:PORT",
-        help="serve the live page of the job, and metrics for Prometheus; --page=HOST:PORT: at that address (default: "
-        "127.0.0.1:8470, or the next port that is free); needs the extra farandole[page]",
-    )
+    group.add_argument("--page", nargs="?", const="", metavar="HOST:PORT", help=PAGE_HELP)
+    group.add_argument("--traces", nargs="?", const="", metavar="URL", help=TRACES_HELP)
     group.add_argument("--progress", choices=PROGRESS, default=PROGRESS[0], help=PROGRESS_HELP)
     group.add_argument(
         "--sample-ledger",

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from farandole.config import JobConfig
@@ -99,6 +99,7 @@ def _run(options: TorchrunOptions, report: Report, factory: CoordinatorFactory |
     from farandole.launch.job_files import EventFile
     from farandole.launch.job_runner import JobSetup, in_turn, run_job
     from farandole.launch.output import OutputOptions
+    from farandole.launch.page_address import PageProcess
     from farandole.launch.torchrun_output import FailureReport, TorchrunOutput, run_folder
 
     config, node = job_config(options), options.node
@@ -106,7 +107,10 @@ def _run(options: TorchrunOptions, report: Report, factory: CoordinatorFactory |
     if folder is not None and options.log_dir is None:
         report.note(f"the logs are in {folder}")
     failures = FailureReport()
+    page = None if options.page is None else PageProcess(options.page)
     report.started(config, options.command)
+    if page is not None:
+        report.note(page.notice)
 
     async def run() -> Outcome:
         sink = TorchrunOutput(options, folder, line=report.line)
@@ -128,11 +132,15 @@ def _run(options: TorchrunOptions, report: Report, factory: CoordinatorFactory |
                 error_folder="" if folder is None else str(folder),
                 order_of_hosts=_order_of_hosts(options, node),
                 factory=factory,
+                page=page,
                 on_summary=report.on_summary,
             )
         )
 
-    with nullcontext() if options.events is None else EventFile(options.events, report.note) as events:
+    with (
+        nullcontext() if options.events is None else EventFile(options.events, report.note) as events,
+        nullcontext() if page is None else closing(page),
+    ):
         outcome = asyncio.run(run())
     from farandole.coordinator.shutdown import STOPPED_EXIT_CODE
 

@@ -22,7 +22,8 @@ from farandole.errors import ConfigError
 from farandole.launch.arguments import split_command
 from farandole.launch.command import checked
 from farandole.launch.joining import STORE_IS_PLAIN, check_encryption, tls_folder
-from farandole.launch.run_parser import PROGRESS, PROGRESS_HELP, Parser
+from farandole.launch.page_address import PageOptions, page_options
+from farandole.launch.run_parser import PAGE_HELP, PROGRESS, PROGRESS_HELP, TRACES_HELP, Parser
 from farandole.machine import affinity_cores
 
 PROGRAM = "farandole torchrun"
@@ -96,6 +97,7 @@ class TorchrunOptions:
     notes        the given options that have no effect, one sentence each
     tls          the folder of the job's certificates; empty: connections are not encrypted
     progress     whether there is a line about the job below its output: one of PROGRESS
+    page         the live page, which the node of the coordinator serves; None: there is none
     """
 
     workers: int
@@ -120,6 +122,7 @@ class TorchrunOptions:
     node: Node | None = None
     tls: str = ""
     progress: str = PROGRESS[0]
+    page: PageOptions | None = None
 
 
 def parse_torchrun(arguments: Sequence[str], settings: TorchrunSettings | None = None) -> TorchrunOptions:
@@ -293,6 +296,8 @@ def _ours(parser: argparse.ArgumentParser) -> None:
         "each node needs a copy",
     )
     group.add_argument("--events", type=Path, metavar="FILE", help="append every event of the job to FILE, as JSON")
+    group.add_argument("--page", nargs="?", const="", metavar="HOST:PORT", help=PAGE_HELP)
+    group.add_argument("--traces", nargs="?", const="", metavar="URL", help=TRACES_HELP)
     group.add_argument("--progress", choices=PROGRESS, default=PROGRESS[0], help=PROGRESS_HELP)
     loudness = group.add_mutually_exclusive_group()
     parser.set_defaults(loudness="NORMAL")
@@ -356,6 +361,7 @@ def _options(options: argparse.Namespace, command: Sequence[str], settings: Torc
         node=None if most_nodes == 1 else _node(options, nodes, most_nodes, settings),
         tls=tls,
         progress=options.progress,
+        page=page_options(options.page, options.traces),
     )
 
 

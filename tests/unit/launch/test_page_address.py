@@ -7,11 +7,20 @@ import socket
 
 import pytest
 
+from farandole.env import TorchrunSettings
 from farandole.errors import ConfigError
 from farandole.launch import page_address
-from farandole.launch.arguments import FARANDOLE_RUN, parse_run
-from farandole.launch.page_address import PageAddress, is_loopback, listening, parse_page_address, url_of
+from farandole.launch.arguments import FARANDOLE_RUN, HOROVODRUN, parse_run
+from farandole.launch.page_address import (
+    PageAddress,
+    PageOptions,
+    is_loopback,
+    listening,
+    parse_page_address,
+    url_of,
+)
 from farandole.launch.page_command import page_parser
+from farandole.launch.torchrun_parser import parse_torchrun
 
 if importlib.util.find_spec("prometheus_client") is None:
     pytest.skip("it needs prometheus_client: pip install 'farandole[page]'", allow_module_level=True)
@@ -70,10 +79,25 @@ def test_who_may_reach_it_and_how() -> None:
 
 def test_the_command_begins_behind_the_option_also_without_an_address() -> None:
     options = parse_run(["-np", "1", "--page", "python", "-c", "0"], FARANDOLE_RUN)
-    assert (options.page, options.command[0]) == (PageAddress(), "python")
-    options = parse_run(["-np", "1", "--page=0.0.0.0:80", "python", "-c", "0"], FARANDOLE_RUN)
-    assert options.page == PageAddress("0.0.0.0", 80)
+    assert (options.page, options.command[0]) == (PageOptions(PageAddress()), "python")
+    options = parse_run(["-np", "1", "--page=0.0.0.0:80", "python", "-c", "0"], HOROVODRUN)
+    assert options.page == PageOptions(PageAddress("0.0.0.0", 80))
+    script = parse_torchrun(["--page", __file__, "--page"], TorchrunSettings({}))
+    assert (script.page, script.command[-1]) == (PageOptions(PageAddress()), "--page")
     assert parse_run(["-np", "1", "python", "-c", "0"], FARANDOLE_RUN).page is None
+
+
+def test_traces_are_exported_by_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_address, "check_traces", lambda url: None)
+    for flags, page in (
+        (["--traces"], PageOptions(PageAddress(), "")),
+        (
+            ["--traces=http://c:4318/v1/traces", "--page=:80"],
+            PageOptions(PageAddress("127.0.0.1", 80), "http://c:4318/v1/traces"),
+        ),
+    ):
+        assert parse_run([*flags, "-np", "1", "python", "-c", "0"], FARANDOLE_RUN).page == page
+        assert parse_torchrun([*flags, __file__], TorchrunSettings({})).page == page
 
 
 def test_help_shows_what_a_user_may_give() -> None:
