@@ -21,6 +21,7 @@ from farandole import events
 from farandole.testing.running_job import all_training
 from tests.browser.first_paint import CHROMIUM, load, served_page
 from tests.support.jobs import ELASTIC_JOB, RunningJob, farandole
+from tests.unit.page.test_job_trace import check, lanes_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="it needs playwright: make test-page")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="it needs axe-core: make test-page")
@@ -200,6 +201,19 @@ def test_each_recovery_opens_into_its_phases(seen: Seen) -> None:
             shown, unit = cell.inner_text().split()
             shown_ms = float(shown) * (1000 if unit == "s" else 1)
             assert shown_ms == pytest.approx(recovered[f"{phase}_ms"], rel=0.06, abs=0.51), (number, phase)
+
+
+def test_the_generations_are_saved_as_a_trace(seen: Seen, tmp_path: Path) -> None:
+    with seen.page.expect_download() as download:
+        seen.page.click("#save-trace")
+    download.value.save_as(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    check(trace)
+    lanes = lanes_of(trace)
+    lost = next(each for each in seen.told if each["event"] == "WorkerLost")["worker"]
+    assert f"generation 2: 2 workers, without {lost}" in [title for title, *_ in lanes["generations"]]
+    assert len(lanes[lost]) == 1
+    assert sum(title == "recovery" for title, *_ in lanes["regroups"]) == 1
 
 
 def test_the_page_shows_the_workers_of_the_status(seen: Seen) -> None:

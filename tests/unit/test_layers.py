@@ -61,6 +61,7 @@ READERS_OF_THE_DATE = {
     "launch/control_commands.py",
     "launch/job_files.py",
     "launch/job_runner.py",
+    "launch/job_timeline.py",  # of a file that other processes show beside other traces
     "launch/output.py",
     "launch/torchrun_output.py",
     "page/job_feed.py",

@@ -190,6 +190,11 @@ def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSe
     return read_variables(os.environ if environ is None else environ, HorovodSettings)
 
 
+def read_timeline(environ: Mapping[str, str] | None = None) -> str:
+    """Return HOROVOD_TIMELINE, as the launcher's own environment has it; empty: it is not set."""
+    return (os.environ if environ is None else environ).get("HOROVOD_TIMELINE", "")
+
+
 def read_start_timeout_s(default: float, environ: Mapping[str, str] | None = None) -> float:
     """Return HOROVOD_START_TIMEOUT: the launcher's time limit in seconds for all workers' init(), unless
     --start-timeout is given."""

@@ -18,6 +18,7 @@ from farandole.env import (
     environment_of,
     read_slurm_variables,
     read_start_timeout_s,
+    read_timeline,
     read_transport,
 )
 from farandole.errors import ConfigError
@@ -88,6 +89,7 @@ class RunOptions:
     patience_s        how long agents of other machines keep their workers meanwhile
     requeues          whether the Slurm job is put back into the queue when its end is announced
     progress          whether there is a line about the job below its output: one of PROGRESS
+    timeline          the file of named operations, which gets the generations, too; None: there is none
     """
 
     config: JobConfig
@@ -117,6 +119,7 @@ class RunOptions:
     state: Path | None = None
     patience_s: float = STATE_PATIENCE_S
     progress: str = PROGRESS[0]
+    timeline: Path | None = None
 
 
 def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
@@ -204,7 +207,14 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         state=options.state,
         patience_s=STATE_PATIENCE_S if options.patience is None else options.patience,
         progress=options.progress,
+        timeline=_timeline(environment),
     )
+
+
+def _timeline(environment: Mapping[str, str]) -> Path | None:
+    """Return the file of the timeline that the options or the environment ask for."""
+    name = environment.get("HOROVOD_TIMELINE") or read_timeline()
+    return Path(name) if name and name != "DYNAMIC" else None
 
 
 def _pods(options: argparse.Namespace) -> PodSelection | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from farandole.engines.host_list import HostSlots
     from farandole.launch.job_files import EventFile
     from farandole.launch.job_state import FolderState
+    from farandole.launch.job_timeline import JobTimeline
     from farandole.launch.report import Report
 
 # What a shell makes of SIGINT, and of SIGPIPE.
@@ -192,10 +193,16 @@ def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
             _event_file(options, report) as events,
             _state(options) as state,
             beginning(options.checkpoint, state) as begun,
+            _timeline(options, report) as timeline,
         ):
             for note in begun.notes:
                 report.note(note)
-            on_event = in_turn(report.on_event, None if events is None else events.on_event, begun.watch)
+            on_event = in_turn(
+                report.on_event,
+                None if events is None else events.on_event,
+                begun.watch,
+                None if timeline is None else timeline.on_event,
+            )
             engine_events, slurm = EngineEvents(on_event), None
             if options.slurm is not None:
                 slurm = SlurmEngine(options.slurm, options.ssh.python, engine_events, options.requeues)
@@ -249,6 +256,14 @@ def _event_file(options: RunOptions, report: Report) -> AbstractContextManager[E
     from farandole.launch.job_files import EventFile
 
     return nullcontext() if options.events is None else EventFile(options.events, report.note)
+
+
+def _timeline(options: RunOptions, report: Report) -> AbstractContextManager[JobTimeline | None]:
+    if options.timeline is None:
+        return nullcontext()
+    from farandole.launch.job_timeline import JobTimeline
+
+    return JobTimeline(options.timeline, report.note)
 
 
 def _state(options: RunOptions) -> AbstractContextManager[FolderState | None]:

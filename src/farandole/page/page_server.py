@@ -4,6 +4,7 @@
     GET  /feed                  server-sent events: first the whole picture, then what changes. With Last-Event-ID only
                                 what has changed since then, if that is still known
     GET  /metrics               for Prometheus
+    GET  /trace.json            the generations so far, for Perfetto and chrome://tracing
     POST /scale /drain /undrain {"size": 3} or {"host": "name"}: always with the token
 
 Data is for everybody who reaches a loopback address, and elsewhere for those with the token, as
@@ -29,6 +30,7 @@ from aiohttp import hdrs, web
 
 from farandole.machine import wall_time_s
 from farandole.page.job_history import JobHistory
+from farandole.page.job_trace import trace_of
 from farandole.page.prometheus_metrics import JobMetrics
 from farandole.wire.authentication import derive_key
 from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined
@@ -151,6 +153,7 @@ class PageServer:
                 web.get("/static/{name}", self._static),
                 web.get("/feed", self._serve_feed),
                 web.get("/metrics", self._serve_metrics),
+                web.get("/trace.json", self._serve_trace),
                 web.post("/{action:scale|drain|undrain}", self._act),
             ]
         )
@@ -231,6 +234,13 @@ class PageServer:
     async def _serve_metrics(self, request: web.Request) -> web.StreamResponse:
         body, content_type = self._metrics.render(request.headers.get(hdrs.ACCEPT, ""))
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
+
+    async def _serve_trace(self, request: web.Request) -> web.StreamResponse:
+        history, now = self._history, wall_time_s()
+        began = history.generations[0].at if history.generations else now
+        events = trace_of(history, int(began * 1e6), now)
+        headers = {hdrs.CACHE_CONTROL: "no-store"}
+        return web.Response(body=msgspec.json.encode(events), content_type="application/json", headers=headers)
 
     async def _act(self, request: web.Request) -> web.StreamResponse:
         kinds: dict[str, type[Request]] = {"scale": AskScale, "drain": AskDrain, "undrain": AskUndrain}

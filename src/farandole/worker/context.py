@@ -16,7 +16,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.negotiation import NamedSettings
 from farandole.collectives.named.process_sets import ProcessSet, forget_all, recreate, register_static
-from farandole.collectives.named.timeline import start_timeline
+from farandole.collectives.named.timeline import process_timeline, start_timeline
 from farandole.collectives.ring import RingTransport
 from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.collectives.transport import Transport
@@ -330,6 +330,14 @@ def _start_timeline() -> None:
         start_timeline(settings.timeline_file, settings.mark_cycles)
 
 
+def _continue_timeline() -> None:
+    """Continue the file of HOROVOD_TIMELINE as the next rank 0."""
+    if world.current().placement.rank == 0 and not process_timeline.is_on:
+        settings = read_horovod_settings()
+        if settings.timeline_file is not None:
+            process_timeline.continue_file(settings.timeline_file, settings.mark_cycles)
+
+
 def _check_comm(comm: Sequence[int] | None) -> None:
     everybody = list(range(size()))
     if comm is not None and list(comm) != everybody:
@@ -482,6 +490,7 @@ class WorkerJob:
         """Release the resources of old generations once the new one works. Not earlier: a peer may still read."""
         self._close_retired()
         self._aborts.close_all_but(world.current().id.number)
+        _continue_timeline()
 
     def close(self) -> None:
         self.leave()

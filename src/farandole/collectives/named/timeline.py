@@ -1,18 +1,21 @@
 """Record the events of each named operation in a file for Perfetto or chrome://tracing. engine.py calls it.
 
 One rank writes it, rank 0. A caller never waits for the disk: a thread writes, and when it cannot keep up, events are
-left out, which the file notes.
+left out, which the file notes. When rank 0 is lost, the next one continues the file. At the end of the job the launcher
+adds the generations of all ranks (launch/job_timeline.py).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import logging
 import os
+import re
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
@@ -39,6 +42,7 @@ class Timeline:
         self._pause_s, self._most_records = pause_s, most_records
         self._lock = threading.Lock()
         self._recording: _Recording | None = None
+        self._was_started = False
 
     @property
     def is_on(self) -> bool:
@@ -52,6 +56,7 @@ class Timeline:
         is off then.
         """
         with self._lock:
+            self._was_started = True
             wanted = os.path.abspath(path)
             if self._recording is not None and self._recording.path == wanted and not self._recording.has_failed:
                 self._recording.marks_cycles = mark_cycles
@@ -61,6 +66,16 @@ class Timeline:
                 self._recording = _Recording(wanted, mark_cycles, self._pause_s, self._most_records)
             except OSError as error:
                 raise OSError(error.errno, f"the timeline cannot be written: {error.strerror}", wanted) from error
+
+    def continue_file(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+        """Continue the file of another rank 0, which has ended, unless this process had a timeline before. A file that
+        cannot be continued is one warning."""
+        with self._lock:
+            if not self._was_started:
+                self._was_started = True
+                self._recording = _Recording(
+                    os.path.abspath(path), mark_cycles, self._pause_s, self._most_records, continues=True
+                )
 
     def stop(self) -> None:
         """Stop recording; all events are in the file when this returns. Does nothing while it is off."""
@@ -105,14 +120,17 @@ class Timeline:
 
 
 class _Recording:
-    """The recording of one file, from start to stop, and the thread that writes it."""
+    """The recording of one file, from start to stop, and the thread that writes it. A new file is opened here, one that
+    is continued in the thread: its former writer may still be ending."""
 
-    def __init__(self, path: str, marks_cycles: bool, pause_s: float, most_records: int) -> None:
+    def __init__(
+        self, path: str, marks_cycles: bool, pause_s: float, most_records: int, continues: bool = False
+    ) -> None:
         self.path, self.marks_cycles = path, marks_cycles
         self._pause_s, self._most_records = pause_s, most_records
         self.has_failed = False
-        self._start_ns = now_ns()
-        self._writer = TimelineWriter(path, int(wall_time_s() * 1e6))
+        self._start_ns, self._start_us = now_ns(), int(wall_time_s() * 1e6)
+        self._writer = None if continues else TimelineWriter(path, self._start_us)
         self._records: deque[Record] = deque()  # appending and taking are atomic, so no lock is held for them
         self._dropped = 0
         self._stopping = threading.Event()
@@ -135,21 +153,24 @@ class _Recording:
 
     def _run(self) -> None:
         try:
+            if self._writer is None:
+                self._writer = TimelineWriter(self.path, self._start_us, continues=True)
             while not self._stopping.wait(self._pause_s):
-                self._write()
-            self._write()
+                self._write(self._writer)
+            self._write(self._writer)
         except OSError as error:
             self.has_failed = True
             self._records.clear()
             logger.warning("timeline %s: %s; the recording ends, training continues", self.path, error)
         finally:
-            with contextlib.suppress(OSError):
-                self._writer.close()
+            if self._writer is not None:
+                with contextlib.suppress(OSError):
+                    self._writer.close()
 
-    def _write(self) -> None:
+    def _write(self, writer: TimelineWriter) -> None:
         dropped, self._dropped = self._dropped, 0
         count = len(self._records)
-        self._writer.add((self._records.popleft() for _ in range(count)), dropped)
+        writer.add((self._records.popleft() for _ in range(count)), dropped)
 
 
 # The file: Chrome's trace format, a valid JSON array after each write -------------------------------------------------
@@ -162,33 +183,68 @@ BEGIN, END, INSTANT, CYCLE = "B", "E", "X", "i"
 _END_OF_ARRAY = b"\n]\n"
 _NEGOTIATE = "NEGOTIATE_"
 
+# The parts of a file that are needed to continue it, as json.dumps() writes them below.
+_START = re.compile(rb'"start_time_since_epoch_in_micros": (\d+)')
+_NAMED = re.compile(rb'"name": "process_name", "ph": "M", "pid": (\d+), "args": \{"name": ("(?:[^"\\]|\\.)*")')
+_MARKED = re.compile(rb'"ph": "([BE])",[^\n]*?"pid": (\d+)')
+
 
 class TimelineWriter:
     """Writes one file. Each operation's name is shown as a process of its own, as in Horovod.
 
+    With `continues` the events of another process stay in the file, and its open activities end where this one begins.
+    The file of a process that still lives is waited for.
+
     Raises OSError when the file cannot be created or written; the data written before stays.
     """
 
-    def __init__(self, path: str, start_us: int) -> None:
+    def __init__(self, path: str, start_us: int, continues: bool = False) -> None:
+        self._processes: dict[str, int] = {}
+        self._open: dict[str, list[str]] = {}
+        self._offset_us = self._last_us = 0
         # Unbuffered: a forked child must not write the content of an inherited buffer again.
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
+        mode = "r+b" if continues and os.path.isfile(path) else "wb"
+        self._file = open(path, mode, buffering=0)  # noqa: SIM115 - closed by close()
         try:
             # A file that cannot be overwritten (a pipe) gets the end of the array when it is closed.
             self._can_seek = self._file.seekable()
-            self._processes: dict[str, int] = {}
-            self._open: dict[str, list[str]] = {}
-            self._last_us = 0
-            head = _process(0, "farandole", {"start_time_since_epoch_in_micros": start_us})
-            self._write(b"[\n" + b",\n".join(map(_json, head)))
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_EX if mode == "r+b" else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (mode == "r+b" and self._continue(start_us)):
+                head = _process(0, "farandole", {"start_time_since_epoch_in_micros": start_us})
+                self._write(b"[\n" + b",\n".join(map(_json, head)))
         except BaseException:
             self._file.close()
             raise
+
+    def _continue(self, start_us: int) -> bool:
+        """Prepare to write behind the last whole event. Return False for a file that is not a timeline; it is empty
+        then."""
+        data = self._file.read()
+        start, end = _START.search(data), data.rfind(_END_OF_ARRAY)
+        if end < 0:
+            end = data.rfind(b",\n")  # the last event may be incomplete
+        if start is None or end < 0:
+            end = 0
+        self._file.seek(end)
+        self._file.truncate()
+        if not end or start is None:
+            return False
+        self._offset_us = self._last_us = max(0, start_us - int(start[1]))
+        named = {json.loads(name): int(number) for number, name in _NAMED.findall(data, 0, end)}
+        self._processes = {name: number for name, number in named.items() if number}
+        is_open: Counter[int] = Counter()
+        for mark, number in _MARKED.findall(data, 0, end):
+            is_open[int(number)] += 1 if mark == b"B" else -1
+        ends = [self._end(name) for name, number in self._processes.items() for _ in range(is_open[number])]
+        self._write(b"".join(b",\n" + _json(event) for event in [*ends, self._marker("another rank 0 continues")]))
+        return True
 
     def add(self, records: Iterable[Record], dropped: int = 0) -> None:
         """Write these records, in this order. `dropped` is the number of records lost after them."""
         events: list[Mapping[str, object]] = []
         for time_ns, mark, name, text in records:
-            self._last_us = time_ns // 1000
+            self._last_us = self._offset_us + time_ns // 1000
             events += self._events(mark, name, text)
         if dropped:
             events.append(self._marker(f"{dropped} events left out: the disk is too slow"))

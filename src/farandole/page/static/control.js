@@ -57,6 +57,19 @@ export class Control {
     say(place, text);
   }
 
+  /** Saves what the server has at `path` as a file. A link could not send the token. */
+  async save(path, name) {
+    try {
+      const response = await fetch(path, { headers: token() ? { Authorization: `Bearer ${token()}` } : {} });
+      if (!response.ok) throw new Error((await response.json()).error);
+      const link = element("a", { href: URL.createObjectURL(await response.blob()), download: name });
+      link.click();
+      URL.revokeObjectURL(link.href);
+    } catch (error) {
+      this.answer(error.message, true);
+    }
+  }
+
   async #ask(action, body) {
     try {
       const response = await fetch(`/${action}`, {

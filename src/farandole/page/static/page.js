@@ -24,6 +24,8 @@ let isDue = false;
 
 by("only-warnings").addEventListener("change", (event) => by("events").classList.toggle("warnings", event.target.checked));
 
+by("save-trace").addEventListener("click", () => control.save("/trace.json", `farandole-${model.job || "job"}.json`));
+
 follow(token, onMessage, onContact);
 setInterval(render, 1000); // ages, and workers that fade
 

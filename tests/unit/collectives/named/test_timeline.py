@@ -207,3 +207,64 @@ def test_nested_activities_end_in_turn(tmp_path: Path) -> None:
     writer.close()
     events = of(tmp_path / "t.json", "x")
     assert [(event["ph"], event["ts"]) for event in events] == [("B", 1), ("B", 2), ("E", 3), ("E", 4)]
+
+
+def test_the_next_rank_0_continues_the_file_with_the_same_operations_and_ends_what_was_open(tmp_path: Path) -> None:
+    path, start_us = tmp_path / "t.json", 1_700_000_000_000_000
+    name = 'allreduce."x"\\'
+    dead = TimelineWriter(str(path), start_us)
+    dead.add([(1000, BEGIN, name, "ALLREDUCE"), (1000, BEGIN, "y", "ALLREDUCE"), (2000, BEGIN, "y", "COPY")])
+    dead.add([(3000, END, "y", "")])
+    dead.close()
+    with path.open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b',\n{"name": "process_na')  # what a killed process may have written of an event
+    for round_ in (1, 2):
+        following = TimelineWriter(str(path), start_us + 1_000_000 * round_, continues=True)
+        following.add(
+            [
+                (5_000_000, BEGIN, name, "ALLREDUCE"),
+                (6_000_000, END, name, ""),
+                (7_000_000, BEGIN, f"z{round_}", "COPY"),
+            ]
+        )
+        following.close()
+    assert [(each["ph"], each["ts"]) for each in of(path, name)] == [
+        *[("B", 1), ("E", 1_000_000)],
+        *[("B", 1_005_000), ("E", 1_006_000)],
+        *[("B", 2_005_000), ("E", 2_006_000)],
+    ]
+    assert [each["ph"] for each in of(path, "y")] == ["B", "B", "E", "E"]
+    assert [(each["ph"], each["ts"]) for each in of(path, "z1")] == [("B", 1_007_000), ("E", 2_000_000)]
+    numbers = [each["pid"] for each in read(path) if each.get("name") == "process_name"]
+    assert len(numbers) == len(set(numbers)) == 5
+
+
+@pytest.mark.parametrize("content", [None, b"", b"nonsense", b"[\n"])
+def test_what_cannot_be_continued_begins_anew(timeline: Timeline, tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "t.json"
+    if content is not None:
+        path.write_bytes(content)
+    timeline.continue_file(path)
+    one_allreduce(timeline)
+    timeline.stop()
+    assert len(of(path, "allreduce.x")) == 6
+
+
+def test_a_timeline_that_was_stopped_is_not_continued(timeline: Timeline, tmp_path: Path) -> None:
+    timeline.start(tmp_path / "t.json")
+    timeline.stop()
+    timeline.continue_file(tmp_path / "t.json")
+    assert not timeline.is_on
+
+
+def test_a_file_is_continued_when_its_former_writer_has_ended(timeline: Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    former = TimelineWriter(str(path), 1_700_000_000_000_000)
+    timeline.continue_file(path)
+    one_allreduce(timeline, "second")
+    former.add([(1000, BEGIN, "first", "ALLREDUCE")])
+    former.close()
+    timeline.stop()
+    assert [each["ph"] for each in of(path, "first")] == ["B", "E"]
+    assert len(of(path, "second")) == 6
