@@ -22,7 +22,7 @@ def train_with_a_kill_and_a_join(folder: Path, script: str, size: int, *argument
     flags = ["-np", str(size), "--sample-ledger", str(folder / "ledger")]
     words = ["--slow-below", "3", "--folder", str(folder), *arguments]  # the replacement is in the third generation
     with RunningJob(flags, SCRIPTS / script, words, folder, folder / "output") as running:
-        latest = running.wait_until(lambda latest: all_training(size)(latest) and _has_stepped(latest), 60)
+        latest = running.wait_until(lambda latest: all_training(size)(latest) and has_stepped(latest), 60)
         running.kill(latest[1]["pid"])
         assert running.wait(90) == 0, (folder / "output").read_text()
     proof = Proof(folder)
@@ -46,5 +46,6 @@ def train_with_a_kill_and_a_join(folder: Path, script: str, size: int, *argument
     return ends
 
 
-def _has_stepped(latest: dict[int, dict[str, Any]]) -> bool:
+def has_stepped(latest: dict[int, dict[str, Any]]) -> bool:
+    """Whether each worker has begun three steps."""
     return all(record.get("before", 0) >= 3 for record in latest.values())

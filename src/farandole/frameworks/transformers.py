@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, PrinterCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.training_args import ParallelMode
 from transformers.utils import is_datasets_available
@@ -23,6 +23,7 @@ from farandole.env import hide_torchrun_place
 from farandole.errors import ConfigError
 from farandole.frameworks.feed import Feed
 from farandole.frameworks.transformers_loggers import FolderCallback, TrackerCallback, in_one_folder
+from farandole.frameworks.transformers_progress import StepsCallback
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.optim.optimizer_mixin import WrappedOptimizer
 from farandole.optim.step_agreement import weight
@@ -49,9 +50,10 @@ class Trainer(transformers.Trainer):
       the same on all workers after each change. All other values of a callback, and the history of logs, are each
       worker's own.
     - Every worker runs evaluations, on the whole eval_dataset.
-    - Rank 0 writes checkpoints and prints; the loss that it prints is that of its local batch. When workers are lost,
-      another worker may become rank 0 and does so. `report_to="tensorboard"` then continues in the same folder, with
-      each point once; for other loggers see TrackerCallback.
+    - Rank 0 writes checkpoints, prints, and has the progress bar, which shows the steps of the whole training; the loss
+      that it prints is that of its local batch. When workers are lost, another worker may become rank 0 and does so.
+      `report_to="tensorboard"` then continues in the same folder, with each point once; for other loggers see
+      TrackerCallback.
     - A worker that joins sees on_train_begin; so does, now and then, a survivor of a fault.
     - The loader makes the batches: per_device_train_batch_size and group_by_length have no effect.
     - `load_best_model_at_end` loads the best checkpoint on all workers when train() has come to its end, behind
@@ -109,7 +111,7 @@ class Trainer(transformers.Trainer):
             self._feed = Feed(self._loader_of(train_dataset, global_batch_size))
         self._newest_save: tuple[int, tuple[Any, ...], dict[str, Any]] | None = None  # its step, and its arguments
         if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
-            self.add_callback(PrinterCallback)  # a progress bar cannot begin in the middle, where another worker prints
+            self.add_callback(StepsCallback)
         self.callback_handler.callbacks.insert(0, _EpochOfTheLoader(self._feed))
 
     # Training --------------------------------------------------------------------------------------------
