@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import os
 import threading
@@ -57,16 +58,22 @@ class MetricsFile:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the values of a step."""
         assert self._descriptor is not None
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerows((self._run, step, name, repr(value)) for name, value in values.items())
-        os.write(self._descriptor, text.getvalue().encode())
+        lines = [f"{self._run},{step},{_field(name)},{value!r}\n" for name, value in values.items()]
+        os.write(self._descriptor, "".join(lines).encode())
 
     def close(self) -> None:
         """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+@functools.lru_cache(1024)
+def _field(text: str) -> str:
+    """Return a text as a field of a CSV file: with quotation marks where it needs them."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow([text])
+    return line.getvalue()
 
 
 def parse(data: bytes, path: str) -> Iterator[Row]:
