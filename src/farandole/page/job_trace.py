@@ -123,11 +123,13 @@ def _regroup(clock: _Clock, generation: Generation, not_before: int) -> Iterator
         "samples_redone": generation.samples_redone,
     }
     name = "change" if _is_change(generation) else "recovery"
-    yield clock.slice(_JOB, _REGROUPS, name, began, began + generation.total_ms / 1e3, values)
+    ended = began + generation.total_ms / 1e3
+    yield clock.slice(_JOB, _REGROUPS, name, began, ended, values)
     for phase in PHASES:
         took = generation.phases_ms[phase] / 1e3
         if took:
-            yield clock.slice(_JOB, _REGROUPS, phase, began, began + took, {"generation": generation.number})
+            end = min(began + took, ended)  # all of them are rounded
+            yield clock.slice(_JOB, _REGROUPS, phase, began, end, {"generation": generation.number})
         began += took
 
 
