@@ -8,8 +8,8 @@ one is `farandole page`, a fourth one reads its feeds as browsers do. CPU time o
 coordinator   of the coordinator's process
 page          of the page's process
 soon          milliseconds from an event until the last one of the pages has it
-step time     of a real job of two workers, in turns with open pages and without
-log           nanoseconds of a call of state.log(), at its mean
+
+observation_cost.py measures what open pages cost the workers of a real job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import contextlib
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,8 +31,6 @@ from benchmarks.coordinator_server import SLOTS, Watch
 from farandole.config import JobConfig
 from farandole.coordinator.server import Coordinator
 from farandole.events import GenerationStarted, HostUndrained
-from farandole.liveness import status_reporting
-from farandole.liveness.status_reporting import OwnStatusPage, StatusPage
 from farandole.wire.authentication import new_token
 from farandole.wire.messages import Welcome
 
@@ -145,65 +142,11 @@ async def _read(url: str, pages: int) -> None:
                     task.result()
 
 
-def measure_steps(options: argparse.Namespace, folder: Path) -> None:
-    """Print the step time of a real job of two workers while pages are open, relative to that while none is."""
-    steps, log = folder / "steps", folder / "log"
-    train = ["-m", "benchmarks.strangers", "--train", str(steps), "--model", "mlp"]
-    command = [sys.executable, "-m", "farandole", "run", "-np", "2", "--page=127.0.0.1:0", sys.executable, *train]
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as job:
-        try:
-            while not steps.exists() or steps.stat().st_size < 1000:
-                if job.poll() is not None:
-                    raise RuntimeError(log.read_text())
-                time.sleep(0.1)
-            found = re.search(r"page: (\S+)", log.read_text())
-            assert found is not None
-            pairs = [(_step_s(steps, options, ""), _step_s(steps, options, found[1])) for _ in range(options.pairs)]
-        finally:
-            job.terminate()
-    low, middle, high = statistics.quantiles([seen / unseen for unseen, seen in pairs], n=4)
-    print(
-        f"step time with {options.pages} pages / with none: {middle:.4f} [{low:.4f}, {high:.4f}] of {len(pairs)} pairs"
-    )
-
-
-def _step_s(steps: Path, options: argparse.Namespace, url: str) -> float:
-    """Return the median step time of a turn, in which the pages at the address are read; empty: none is."""
-    command = [sys.executable, "-m", "benchmarks.page_cost", "--read", url, "--pages", str(options.pages)]
-    with contextlib.ExitStack() as reading:
-        if url:
-            readers = reading.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-            reading.callback(readers.kill)
-            assert readers.stdout is not None
-            readers.stdout.readline()
-        time.sleep(1.0)
-        began_s = time.monotonic()
-        time.sleep(options.turn)
-        ended_s = time.monotonic()
-    records = [tuple(map(float, line.split())) for line in steps.read_text().splitlines() if line.count(" ") == 1]
-    return statistics.median(took_s for at_s, took_s in records if began_s < at_s < ended_s)
-
-
-def measure_log(calls: int = 200_000) -> None:
-    """Print the cost of a call of state.log()."""
-    from farandole.elastic import State
-
-    page = StatusPage()
-    status_reporting._page = OwnStatusPage(page.path)
-    state = State(bcast_object=lambda each: each, get_rank=lambda: 0)
-    began_s = time.perf_counter()
-    for number in range(calls):
-        state.log(loss=0.5, step=number)
-    print(f"log: {1e9 * (time.perf_counter() - began_s) / calls:.0f} ns for a call with two numbers")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--pages", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--pairs", type=int, default=10, help="turns with and without pages")
-    parser.add_argument("--turn", type=float, default=5.0, metavar="SECONDS")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read:
@@ -211,8 +154,6 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(measure(options, Path(folder)))
-        measure_steps(options, Path(folder))
-    measure_log()
 
 
 if __name__ == "__main__":
