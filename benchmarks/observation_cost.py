@@ -14,8 +14,9 @@ the interval in which it is with a probability of 95 % (bootstrap). "Fast steps"
 slower: other programs on the machine change them least. They have what a step itself costs; what processes beside it
 cost is CPU time of the cores that they share.
 
-What does not change with the turns, the telemetry of the agent and the progress line, is measured as CPU time of the
-processes beside the workers; what each step costs, in nanoseconds.
+What cannot change with the turns, the progress line and the file of events, is measured as CPU time of the launcher and
+the coordinator, in a job that has them, the page and a reader, and in one without. What each step calls is measured in
+nanoseconds.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ _SETTLE_S = 0.3  # after a change of turns, which is not measured
 _TRIMMED = 0.2
 _RESAMPLES = 2000
 _DEADLINE_S = 120.0
+_JOBS = 4
+_TURNS_OF_A_JOB = 10
 
 
 class Turn(NamedTuple):
@@ -89,12 +92,17 @@ def _trimmed_mean(values: Sequence[float]) -> float:
 class Job:
     """A job of two workers that can be observed in turns."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, collector: str) -> None:
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, collector: str = "", is_observed: bool = True
+    ) -> None:
+        folder.mkdir()
         self._steps, self._flag, self._log = folder / "steps", folder / "flag", folder / "log"
         self._flag.write_bytes(bytes(mmap.PAGESIZE))
         train = ["-m", "benchmarks.observation_cost", "--train", str(folder), "--model", options.model]
-        flags = ["-np", "2", "--page=127.0.0.1:0", "--progress", "always", "--events", str(folder / "events.jsonl")]
-        flags += [f"--traces={collector}"] if collector else []
+        flags = ["-np", "2"]
+        if is_observed:
+            flags += ["--page=127.0.0.1:0", "--progress", "always", "--events", str(folder / "events.jsonl")]
+            flags += [f"--traces={collector}"] if collector else []
         self._turn_s, self._pages = options.turn, options.pages
         self._processes = contextlib.ExitStack()
         command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, *train]
@@ -115,14 +123,14 @@ class Job:
                 raise RuntimeError(self._log.read_text())
             time.sleep(0.1)
         found = re.search(r"page: (\S+)", self._log.read_text())
-        assert found is not None
         everything = psutil.Process(self._launcher.pid).children(recursive=True)
-        self._page = next(each for each in everything if "--from-launcher" in each.cmdline())
+        self._page = [each for each in everything if "--from-launcher" in each.cmdline()]
         self._workers = [each for each in everything if _is_worker(each)]
-        self._others = [each for each in everything if each not in (self._page, *self._workers)]
+        self._others = [each for each in everything if each not in (*self._page, *self._workers)]
         self._others.append(psutil.Process(self._launcher.pid))
         assert len(self._workers) == 2, [each.cmdline() for each in everything]
-        self._readers = {name: self._reader(found[1], n) for name, n in (("pages", self._pages), ("all", 1))}
+        sizes = (("pages", self._pages), ("all", 1)) if found is not None else ()
+        self._readers = {name: self._reader(found[1], n) for name, n in sizes if found is not None}
         self._flags = mmap.mmap(os.open(self._flag, os.O_RDWR), mmap.PAGESIZE)
 
     def _reader(self, url: str, pages: int) -> int:
@@ -153,10 +161,11 @@ class Job:
         is_seen = condition != "none"
         for name, pid in self._readers.items():
             os.kill(pid, signal.SIGCONT if name == condition else signal.SIGSTOP)
-        os.kill(self._page.pid, signal.SIGCONT if is_seen else signal.SIGSTOP)
+        for page in self._page:
+            os.kill(page.pid, signal.SIGCONT if is_seen else signal.SIGSTOP)
 
     def _cpu_s(self) -> tuple[float, float, float]:
-        return _cpu_s(self._workers), _cpu_s([self._page]), _cpu_s(self._others)
+        return _cpu_s(self._workers), _cpu_s(self._page), _cpu_s(self._others)
 
     def _step_ends(self) -> list[float]:
         """Return the times of the last steps."""
@@ -166,7 +175,7 @@ class Job:
 
     def close(self) -> None:
         """End all processes."""
-        for pid in (*self._readers.values(), self._page.pid):
+        for pid in (*self._readers.values(), *(page.pid for page in self._page)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._processes.close()
@@ -190,14 +199,13 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     """Print the ratios of the job's turns."""
     has_traces = importlib.util.find_spec("opentelemetry") is not None
     with _collector() if has_traces else contextlib.nullcontext("") as collector:
-        job = Job(options, folder, collector)
+        job = Job(options, folder / "turns", collector)
         try:
             rounds = list(_rounds(job, options.rounds))
         finally:
             job.close()
     base = [each["none"] for each in rounds]
     print(f"step time {1e3 * statistics.median(each.step_s for each in base):.2f} ms, {len(rounds)} rounds")
-    print(f"launcher and coordinator: {100 * statistics.median(each.launcher for each in base):.2f} % of a core")
     quantities: tuple[tuple[str, Callable[[Turn], float]], ...] = (
         ("step time", lambda turn: turn.step_s),
         ("of fast steps", lambda turn: turn.fast_s),
@@ -210,6 +218,23 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             print(f"{name:<6} {title:<19} {ratio}")
         page = 100 * statistics.median(each.page for each in turns)
         print(f"{name:<6} {'process of the page':<19} {page:.2f} % of a core", flush=True)
+
+
+def measure_launcher(options: argparse.Namespace, folder: Path) -> None:
+    """Print the CPU time of the launcher and the coordinator in a job that is observed, and in one that is not."""
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(_JOBS):
+        is_observed = number % 2 == 0
+        job = Job(options, folder / f"launcher{number}", is_observed=is_observed)
+        try:
+            turns = [job.turn("all" if is_observed else "none") for _ in range(_TURNS_OF_A_JOB)]
+        finally:
+            job.close()
+        shares[is_observed] += [each.launcher for each in turns]
+    observed, plain = (100 * statistics.median(shares[each]) for each in (True, False))
+    print(
+        f"launcher and coordinator: {observed:.2f} % of a core, {plain:.2f} % in a job that nobody observes", flush=True
+    )
 
 
 def _rounds(job: Job, count: int) -> Iterator[Mapping[str, Turn]]:
@@ -332,6 +357,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         measure_calls(Path(folder))
+        measure_launcher(options, Path(folder))
         measure(options, Path(folder))
 
 
