@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from farandole.testing.proof import Proof
+from farandole.testing.running_job import all_training
 from tests.scripts.framework_model import EPOCHS, STEPS_PER_EPOCH
-from tests.support.framework_jobs import train_with_a_kill_and_a_join
-from tests.support.jobs import SCRIPTS, farandole_run
+from tests.support.framework_jobs import has_stepped, train_with_a_kill_and_a_join
+from tests.support.jobs import SCRIPTS, RunningJob, farandole_run
 
 pytest.importorskip("lightning")
 
@@ -27,6 +29,22 @@ def test_fit_survives_a_kill_and_a_join_and_ends_with_the_model_of_one_process(t
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {
         f"epoch={epoch}-step={STEPS_PER_EPOCH * (epoch + 1)}.ckpt" for epoch in range(EPOCHS)
     }
+
+
+def test_the_progress_bar_is_that_of_rank_0_whichever_worker_it_is(tmp_path: Path) -> None:
+    words = ["--slow-below", "3", "--folder", str(tmp_path), "--bar", "--sync-dist"]
+    with RunningJob(["-np", "2"], SCRIPTS / "lightning_job.py", words, tmp_path, tmp_path / "output") as job:
+        latest = job.wait_until(lambda latest: all_training(2)(latest) and has_stepped(latest), 60)
+        before = (tmp_path / "output").stat().st_size
+        job.kill(latest[0]["pid"])
+        assert job.wait(90) == 0, (tmp_path / "output").read_text()
+    output = (tmp_path / "output").read_bytes()[before:].decode()
+    shown = re.findall(r"Epoch (\d+): +\d+%\|.*?\| *(\d+)/(\d+) \[", output)
+    places = [(int(epoch), int(batch)) for epoch, batch, _ in shown]
+    assert {int(length) for *_, length in shown} == {STEPS_PER_EPOCH}
+    assert places[-1] == (EPOCHS - 1, STEPS_PER_EPOCH)
+    assert {epoch for epoch, _ in places} == set(range(places[0][0], EPOCHS))
+    assert max(batch for _, batch in places) == STEPS_PER_EPOCH
 
 
 def test_a_scheduler_made_for_the_estimated_steps_sees_all_of_them(tmp_path: Path) -> None:

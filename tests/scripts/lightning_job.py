@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from framework_model import EPOCHS, GLOBAL_BATCH_SIZE, MAX_NORM, digits, network, optimizer_of, scheduler_of, wait_for
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--sync-dist", action="store_true")
     parser.add_argument("--one-cycle", action="store_true")
+    parser.add_argument("--bar", action="store_true", help="of the progress")
     parser.add_argument("--bfloat16", action="store_true", help="mixed precision")
     parser.add_argument("--max-epochs", type=int, default=EPOCHS)
     parser.add_argument("--max-steps", type=int, default=-1)
@@ -91,13 +92,14 @@ def main() -> None:
     )
     module = Module(options, loader)
     checkpoint = ModelCheckpoint(options.folder, filename="{epoch}-{step}", save_top_k=-1)
+    bars = [TQDMProgressBar()] if options.bar else []  # that of rich needs a terminal
     trainer = Trainer(
         max_epochs=options.max_epochs,
         max_steps=options.max_steps,
         gradient_clip_val=MAX_NORM,
-        callbacks=[checkpoint, EarlyStopping("accuracy", mode="max", patience=100)],
+        callbacks=[checkpoint, EarlyStopping("accuracy", mode="max", patience=100), *bars],
         logger=False,
-        enable_progress_bar=False,
+        enable_progress_bar=options.bar,
         enable_model_summary=False,
         log_every_n_steps=1,
         precision="bf16-mixed" if options.bfloat16 else None,

@@ -27,6 +27,7 @@ from farandole.elastic import TorchState
 from farandole.errors import ConfigError
 from farandole.frameworks.feed import Feed
 from farandole.frameworks.lightning_loggers import TrackerLogger, tracked
+from farandole.frameworks.lightning_progress import BarOfRankZero
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.state import loop_hooks
 from farandole.worker import context
@@ -123,6 +124,7 @@ class Trainer(pl.Trainer):
             **kwargs,
         )
         self.fit_loop = ElasticFitLoop.like(self.fit_loop)
+        self.callbacks.append(self.fit_loop.bar)  # behind Lightning's own
 
     def fit(self, *args: Any, ckpt_path: Any = None, **kwargs: Any) -> None:
         """Run Lightning's fit() without ckpt_path.
@@ -195,11 +197,13 @@ def _precision(given: Any) -> Precision:
 class ElasticFitLoop(_FitLoop):
     """A fit loop whose counters follow from the loader and the step counter of the state, whenever it begins."""
 
+    bar: BarOfRankZero
+
     @classmethod
     def like(cls, loop: _FitLoop) -> ElasticFitLoop:
         """Return an elastic loop in place of a Trainer's own."""
         ours = cls(loop.trainer, loop.min_epochs, loop.max_epochs)
-        ours.epoch_loop = loop.epoch_loop
+        ours.epoch_loop, ours.bar = loop.epoch_loop, BarOfRankZero()
         return ours
 
     def run(self) -> None:
@@ -227,7 +231,7 @@ class ElasticFitLoop(_FitLoop):
 
     def _train(self, feed: Feed, state: Any) -> None:
         trainer, strategy = self.trainer, self.trainer.strategy
-        state.register_reset_callbacks([strategy.take_rank])
+        state.register_reset_callbacks([strategy.take_rank, lambda: self.bar.take_rank(trainer)])
         strategy.feed = feed
         epochs = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else 2**31
         steps = trainer.estimated_stepping_batches
