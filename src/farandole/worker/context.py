@@ -46,6 +46,7 @@ _job: WorkerJob | None = None
 _fixed: FixedJob | None = None
 _slot = 0
 _is_dynamic = False  # init(process_sets="dynamic")
+_has_timeline = False  # HOROVOD_TIMELINE names a file
 
 
 def init(
@@ -325,14 +326,16 @@ def _settings() -> NamedSettings:
 
 def _start_timeline() -> None:
     """Start the timeline of HOROVOD_TIMELINE. Not in a newcomer: it is a rank 0, too, until it is admitted."""
+    global _has_timeline
     settings = read_horovod_settings()
+    _has_timeline = settings.timeline_file is not None
     if settings.timeline_file is not None and not (_job is not None and _job.is_newcomer()):
         start_timeline(settings.timeline_file, settings.mark_cycles)
 
 
 def _continue_timeline() -> None:
     """Continue the file of HOROVOD_TIMELINE as the next rank 0."""
-    if world.current().placement.rank == 0 and not process_timeline.is_on:
+    if _has_timeline and world.current().placement.rank == 0:
         settings = read_horovod_settings()
         if settings.timeline_file is not None:
             process_timeline.continue_file(settings.timeline_file, settings.mark_cycles)
