@@ -101,8 +101,8 @@ def test_what_was_received_together_with_other_bytes_is_seen_before_a_wait(neigh
 
 
 def test_a_part_of_a_record_is_neither_data_nor_the_end(neighbours: Neighbours) -> None:
-    neighbours.previous._stream.write(b"text")
-    record = neighbours.previous._stream.outgoing()
+    assert neighbours.previous._sealed is not None
+    record = neighbours.previous._sealed.seal(memoryview(b"text"))
     neighbours.previous.raw.send(record[:10])
     assert neighbours.pair.interruption() is None
     neighbours.previous.raw.send(record[10:])
@@ -132,10 +132,11 @@ def test_the_reason_why_the_next_rank_stops_arrives(neighbours: Neighbours) -> N
         neighbours.pair.move(deque(), iter([memoryview(bytearray(5))]), is_done_when_received=True)
 
 
-def test_bytes_that_are_changed_on_their_way_break_the_connection(neighbours: Neighbours) -> None:
-    neighbours.previous._stream.write(b"gradients")
-    record = bytearray(neighbours.previous._stream.outgoing())
-    record[8] ^= 1
+@pytest.mark.parametrize("place", [3, 8, -1])
+def test_bytes_that_are_changed_on_their_way_break_the_connection(neighbours: Neighbours, place: int) -> None:
+    assert neighbours.previous._sealed is not None
+    record = bytearray(neighbours.previous._sealed.seal(memoryview(b"gradients")))
+    record[place] ^= 1
     neighbours.previous.raw.send(record)
     broken = neighbours.pair.move(deque(), iter([memoryview(bytearray(9))]), is_done_when_received=True)
     assert broken == Broken("receive", "bytes were changed on their way")

@@ -1,5 +1,8 @@
-"""A data socket over TLS, with the methods of a non-blocking socket that dialer.py, ring_builder.py, connection_pair.py
+"""A data socket with TLS, with the methods of a non-blocking socket that dialer.py, ring_builder.py, connection_pair.py
 and point_to_point.py use; and the few functions in which the two kinds differ.
+
+After the handshake of TLS both ends tell each other, inside of TLS, the keys of sealed_records.py, which then carries
+the bytes; where one of them cannot, TLS does.
 """
 
 from __future__ import annotations
@@ -8,21 +11,27 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from farandole.wire.authentication import SUBJECT_LIMIT, TLS_RECORD, Role
 from farandole.wire.encryption import Certificates, EncryptedStream, EncryptionFailed
 
-# Bytes that are encrypted, and received, at once: a larger piece leaves the core's cache before the next step reads
-# it again.
-_PIECE = 64 << 10
+if TYPE_CHECKING:
+    from farandole.collectives.sealed_records import SealedRecords
+
+PIECE = 64 << 10
+"""The most bytes that are encrypted at once: a larger piece leaves the core's cache before the next step reads it."""
+
+_IN_TLS, _SEALED = b"\0", b"\1"  # what an end offers, in front of its key
+_OFFER_BYTES = 33  # with the key
+_TLS_HEADER_BYTES, _TLS_LONGEST = 5, (1 << 14) + 256  # of a record (RFC 8446, section 5.2)
 
 
 class _Scratch(threading.local):
     """A buffer for received bytes, one for each thread: every read passes all of them on."""
 
     def __init__(self) -> None:
-        self.buffer = memoryview(bytearray(_PIECE))
+        self.buffer = memoryview(bytearray(PIECE))
 
 
 _scratch = _Scratch()
@@ -45,27 +54,46 @@ class EncryptedSocket:
         self._unsent = memoryview(b"")  # encrypted
         self._accepted = 0  # the bytes of the application in it
         self._peeked = bytearray()
-        self._has_begun = False
+        self._has_begun = self._is_ready = False
+        self._record = bytearray()  # of TLS, received in part
+        self._own_key = b""
+        self._offer = bytearray()  # of the other side
+        self._sealed: SealedRecords | None = None
 
     def handshake(self) -> bool:
         """Go on with the handshake without waiting, and return whether it is complete. Call it again when the socket
         becomes readable. Raises OSError when it fails, or the other side is gone."""
         self._has_begun = True
-        while True:
+        while not self._is_ready:
             try:
-                is_complete = self._stream.handshake()
+                self._is_ready = self._stream.handshake() and self._agree()
             except EncryptionFailed:
                 with contextlib.suppress(OSError):
                     self._send_handshake()  # an alert, which tells the other side why
                 raise
             self._send_handshake()
-            if is_complete:
-                return True
             try:
-                if not self._feed():
+                if not self._is_ready and not self._feed_record():
                     raise ConnectionError("the other side closed the connection during the TLS handshake")
             except BlockingIOError:
                 return False
+        return True
+
+    def _agree(self) -> bool:
+        """Tell the other side the key of this one, and return whether its answer is there."""
+        # It brings a package that only these connections need.
+        from farandole.collectives.sealed_records import CAN_SEAL, SealedRecords, new_key
+
+        if not self._own_key:
+            self._own_key = new_key()
+            self._stream.write((_SEALED if CAN_SEAL else _IN_TLS) + self._own_key)
+        room = memoryview(bytearray(_OFFER_BYTES - len(self._offer)))
+        self._offer += room[: self._stream.read_into(room)]
+        if len(self._offer) < _OFFER_BYTES:
+            return False
+        if self._offer[:1] == _SEALED and CAN_SEAL:
+            self._sealed = SealedRecords(self._own_key, bytes(self._offer[1:]))
+        return True
 
     @property
     def has_begun(self) -> bool:
@@ -75,7 +103,7 @@ class EncryptedSocket:
     @property
     def has_input(self) -> bool:
         """True when there may be bytes to read although the socket is not readable."""
-        return bool(self._peeked) or self._stream.has_input
+        return bool(self._peeked) or (self._stream if self._sealed is None else self._sealed).has_input
 
     def recv_into(self, buffer: memoryview) -> int:
         """Receive up to `len(buffer)` bytes; 0: the other side has ended. Raises BlockingIOError as a socket does."""
@@ -84,6 +112,8 @@ class EncryptedSocket:
             buffer[:count] = self._peeked[:count]
             del self._peeked[:count]
             return count
+        if self._sealed is not None:
+            return self._sealed.receive(self.raw, buffer)
         while not (count := self._stream.read_into(buffer)):
             if not self._feed():
                 return 0
@@ -114,13 +144,15 @@ class EncryptedSocket:
     def sendmsg(self, buffers: Iterable[memoryview]) -> int:
         """Send some of the bytes in the buffers, and return how many."""
         if not self._unsent:
-            for buffer in buffers:
-                part = buffer[: _PIECE - self._accepted]
-                self._stream.write(part)
-                self._accepted += len(part)
-                if self._accepted == _PIECE:
-                    break
-            self._unsent = memoryview(self._stream.outgoing())
+            piece = _first_piece(buffers)
+            if not piece:
+                return 0
+            if self._sealed is not None:
+                self._unsent = self._sealed.seal(piece)
+            else:
+                self._stream.write(piece)
+                self._unsent = memoryview(self._stream.outgoing())
+            self._accepted = len(piece)
         while self._unsent:
             self._unsent = self._unsent[self.raw.send(self._unsent) :]
         accepted, self._accepted = self._accepted, 0
@@ -147,6 +179,27 @@ class EncryptedSocket:
         """Release the socket. What it has accepted is still delivered."""
         self.raw.close()
 
+    def _feed_record(self) -> bool:
+        """Give one record to TLS, and no byte that follows it: after the handshake that may be no TLS any more. Return
+        False where the other side has ended. Raises BlockingIOError as a socket does."""
+        while missing := self._missing_of_record():
+            received = self.raw.recv(missing)
+            if not received:
+                return False
+            self._record += received
+        self._stream.feed(bytes(self._record))
+        self._record.clear()
+        return True
+
+    def _missing_of_record(self) -> int:
+        """Return how many bytes are needed next: of the header, then of the rest. 0 for what is no record of TLS, too,
+        which TLS refuses."""
+        if (missing := _TLS_HEADER_BYTES - len(self._record)) > 0:
+            return missing
+        length = int.from_bytes(self._record[3:5], "big")
+        is_record = 20 <= self._record[0] <= 24 and self._record[1] == 3 and length <= _TLS_LONGEST
+        return _TLS_HEADER_BYTES + length - len(self._record) if is_record else 0
+
     def _feed(self) -> int:
         received = self.raw.recv_into(_scratch.buffer)
         self._stream.feed(_scratch.buffer[:received])
@@ -156,6 +209,18 @@ class EncryptedSocket:
         """Send messages of the handshake: some kilobytes, into an empty send buffer."""
         if outgoing := self._stream.outgoing():
             self.raw.send(outgoing)
+
+
+def _first_piece(buffers: Iterable[memoryview]) -> memoryview:
+    """Return the first bytes of the buffers, at most PIECE: a copy where they are in several small ones."""
+    parts, count = list[memoryview](), 0
+    for buffer in buffers:
+        if buffer:
+            parts.append(buffer[: PIECE - count])
+            count += len(parts[-1])
+        if count == PIECE:
+            break
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
 DataSocket: TypeAlias = socket.socket | EncryptedSocket
