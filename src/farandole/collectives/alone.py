@@ -6,6 +6,8 @@ It is used without a launcher, before admission, and by the last survivor.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +15,9 @@ from farandole.collectives.connection_pair import combiner, flat_on_its_device
 from farandole.collectives.transport import Reduction
 from farandole.errors import GenerationEnded
 from farandole.wire.sockets import can_read
+
+if TYPE_CHECKING:
+    from farandole.collectives.shard_tree import Division
 
 
 class AloneTransport:
@@ -38,6 +43,10 @@ class AloneTransport:
         self._raise_if_ended("all_reduce")
         flat_on_its_device(tensor)
         combiner(op)
+        return [bytes(trailer)]
+
+    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+        self._raise_if_ended("all_reduce_shards")
         return [bytes(trailer)]
 
     def all_gather(self, payload: bytes) -> list[bytes]:

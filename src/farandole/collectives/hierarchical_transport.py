@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -31,10 +31,14 @@ from farandole.collectives.shared_memory_transport import (
     ControlBlocks,
     MessageSlot,
     SharedMemoryGroup,
+    add_data,
     combine_data,
     share_control_blocks,
 )
 from farandole.collectives.transport import Reduction
+
+if TYPE_CHECKING:
+    from farandole.collectives.shard_tree import Division, Forest
 
 # All hosts cut at the same places, whatever each has to copy: one operation of a ring covers about one piece.
 _PIECE_BYTES = 4 << 20
@@ -86,6 +90,18 @@ class HierarchicalTransport:
             if nbytes + trailers_bytes <= DATA_BYTES:
                 return self._reduce_small(header, trailer, flat, combine)
             return self._reduce(header, trailer, flat, combine)
+
+    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+        flats = [flat_view(row) for row in rows]
+        nbytes, trailers_bytes = flats[0].numel() * flats[0].element_size(), len(trailer) * self.size
+        if not nbytes or trailers_bytes > DATA_BYTES:
+            with self._rings.together():
+                return self._rings.whole.all_reduce_shards(flats, division, trailer)
+        operation, code = TransportOperation.ADD_SHARDS, dtype_code(flats[0].dtype)
+        header = Header(operation, self._rings.whole.next_sequence, code, division.shards, nbytes, len(trailer))
+        is_small = nbytes * max(map(len, division.forests)) + trailers_bytes <= DATA_BYTES
+        with self._rings.running(header):
+            return (self._add_small if is_small else self._add)(header, trailer, flats, division)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not 0 <= source < self.size:
@@ -169,12 +185,68 @@ class HierarchicalTransport:
         message_slots = self._group.reduce(header, trailer, flat, combine, combine, self._layout.rings, finish)
         return self._trailers(message_slots[0].data, len(trailer))
 
+    def _add_small(
+        self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], division: Division
+    ) -> list[bytes]:
+        """Add up shards as _reduce_small() reduces."""
+        forests = [division.forests[rank] for rank in self._layout.mates]
+        message_slots = self._group.post_rows(header, trailer, rows, forests)
+        data, result = message_slots[0].data, rows[0]
+        nbytes = result.numel() * result.element_size()
+        if self._layout.place == 0:
+            sums = add_data(result, message_slots, forests, division.shards)
+            trailers = self._add_across_leaders(header, sums, message_slots, division)
+            data[nbytes:][: len(trailer) * self.size] = trailers
+            data[:nbytes].view(result.dtype).copy_(result)
+        self._group.meet(header)
+        if self._layout.place:
+            result.copy_(data[:nbytes].view(result.dtype))
+        return self._trailers(data[nbytes:], len(trailer))
+
+    def _add(self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], division: Division) -> list[bytes]:
+        """Add up shards as _reduce() reduces, as one piece."""
+
+        def finish(sums: list[torch.Tensor], message_slots: list[MessageSlot]) -> None:
+            if self._layout.place == 0:
+                trailers = self._add_across_leaders(header, sums, message_slots, division)
+                message_slots[0].data[: len(trailer) * self.size] = trailers
+            elif self._rings.across is not None:
+                self._rings.across.add_shards_as(header, sums, self._forests_of_hosts(division), b"")
+
+        forests = [division.forests[rank] for rank in self._layout.mates]
+        message_slots = self._group.add_shards(header, trailer, rows, forests, self._layout.rings, finish)
+        return self._trailers(message_slots[0].data, len(trailer))
+
+    def _add_across_leaders(
+        self, header: Header, sums: list[torch.Tensor], message_slots: list[MessageSlot], division: Division
+    ) -> torch.Tensor:
+        """Add up the leaders' nodes over the hosts. Return as _across_leaders() does."""
+        packed = self._leaders.add_shards_as(
+            header, sums, self._forests_of_hosts(division), self._own_trailers(header, message_slots)
+        )
+        return self._joined(header, packed)
+
+    def _forests_of_hosts(self, division: Division) -> list[Forest]:
+        """Return the forest of each host: of the sums of its ranks."""
+        from farandole.collectives.shard_tree import merge  # loaded only in strict mode
+
+        forests = division.forests
+        return [merge(tuple(forests[rank] for rank in host), division.shards).forest for host in self._layout.hosts]
+
     def _across_leaders(
         self, header: Header, part: torch.Tensor, message_slots: list[MessageSlot], combine: Combine
     ) -> torch.Tensor:
         """Reduce the leaders' part over the hosts. Return the trailers of all ranks, one after the other, as bytes."""
+        packed = self._leaders.reduce_as(header, part, self._own_trailers(header, message_slots), combine)
+        return self._joined(header, packed)
+
+    def _own_trailers(self, header: Header, message_slots: list[MessageSlot]) -> bytes:
+        """Return the trailers of this host's ranks, as they travel."""
         mine = [bytes(message_slot.payload[HEADER_BYTES:][: header.trailer_bytes]) for message_slot in message_slots]
-        packed = self._leaders.reduce_as(header, part, pack_trailers(mine, self._layout.most_mates), combine)
+        return pack_trailers(mine, self._layout.most_mates)
+
+    def _joined(self, header: Header, packed: list[bytes]) -> torch.Tensor:
+        """Return the trailers of all ranks, one after the other, as bytes; `packed` are those of each host."""
         trailers = b"".join(unpack_trailers(packed, self._layout.hosts, header.trailer_bytes))
         return (
             torch.frombuffer(bytearray(trailers), dtype=torch.uint8) if trailers else torch.empty(0, dtype=torch.uint8)

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
@@ -32,6 +32,9 @@ from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded
 from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import now_s
 from farandole.membership import Peer
+
+if TYPE_CHECKING:
+    from farandole.collectives.shard_tree import Division, Forest
 
 OnBroken = Callable[[str, str, str], None]
 """on_broken(worker of the peer, direction "send" | "receive" | "connect", detail)"""
@@ -106,6 +109,13 @@ class RingTransport:
             TransportOperation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(trailer)
         )
         return self.reduce_as(header, flat, trailer, combine, last)
+
+    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+        flats = [flat_view(row) for row in rows]
+        nbytes = flats[0].numel() * flats[0].element_size()
+        code, shards = dtype_code(flats[0].dtype), division.shards
+        header = Header(TransportOperation.ADD_SHARDS, self._sequence + 1, code, shards, nbytes, len(trailer))
+        return self.add_shards_as(header, flats, division.forests, trailer)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         header = Header(TransportOperation.ALL_GATHER, self._sequence + 1, trailer_bytes=_SLIP_BYTES)
@@ -184,6 +194,28 @@ class RingTransport:
             outgoing,
             reduce_around(outgoing, self._agreement(header), self._rank, flat, trailers, combine, last),
         )
+        return [bytes(each) for each in trailers]
+
+    def add_shards_as(
+        self, header: Header, rows: Sequence[torch.Tensor], forests: Sequence[Forest], trailer: bytes
+    ) -> list[bytes]:
+        """Add up the nodes of all ranks, `forests` by rank, as all_reduce_shards() does. The header has the number of
+        shards as its source; the rows may be a part of what it describes."""
+        from farandole.collectives.shard_sums import add_around, add_blobs  # loaded only in strict mode
+
+        nbytes = rows[0].numel() * rows[0].element_size()
+        if choose_algorithm(nbytes * max(map(len, forests)), self._size) is Algorithm.GATHER:
+            mine = rows[: len(forests[self._rank])]
+            lengths = [len(forest) * nbytes + len(trailer) for forest in forests]
+            blobs = self._gather(header, b"".join([*map(byte_view, mine), trailer]), lengths)
+            add_blobs(rows[0], blobs, forests, header.source)
+            return [bytes(blob[len(blob) - len(trailer) :]) for blob in blobs]
+        trailers = [bytearray(len(trailer)) for _ in range(self._size)]
+        trailers[self._rank][:] = trailer
+        outgoing: Outgoing = deque()
+        agreement = self._agreement(header)
+        schedule = add_around(outgoing, agreement, self._rank, rows, trailers, forests, header.source)
+        self._run(header, outgoing, schedule)
         return [bytes(each) for each in trailers]
 
     def broadcast_as(self, header: Header, flat: torch.Tensor, source: int) -> None:
@@ -373,6 +405,7 @@ class TransportOperation(enum.IntEnum):
     BARRIER = 4
     ALL_REDUCE_ON_DEVICE = 5  # all_reduce and broadcast of a tensor that stays on its device
     BROADCAST_ON_DEVICE = 6
+    ADD_SHARDS = 7
 
 
 _REDUCING = (TransportOperation.ALL_REDUCE, TransportOperation.ALL_REDUCE_ON_DEVICE)
@@ -385,7 +418,8 @@ class Header(NamedTuple):
     Attributes:
         sequence: The number of operations of this generation, including this one.
         dtype_code: That of tensor_bytes.dtype_code(); 0 where there is no tensor.
-        source: The rank whose tensor is broadcast; the Reduction of an all_reduce; 0 elsewhere.
+        source: The rank whose tensor is broadcast; the Reduction of an all_reduce; the number of shards to be added
+            up; 0 elsewhere.
         total_bytes: The size of the tensor, or of all payloads together once their lengths are known.
         trailer_bytes: The size of one rank's trailer.
     """
@@ -413,6 +447,8 @@ class Header(NamedTuple):
             text += f" with a trailer of {self.trailer_bytes} bytes"
         if self.operation in _BROADCASTING:
             text += f" from rank {self.source}"
+        if self.operation is TransportOperation.ADD_SHARDS:
+            text += f" of {self.source} shards"
         if self.operation in _REDUCING and self.source != Reduction.SUM:
             text += f" by {Reduction(self.source).name.lower()}"
         return f"{text} (operation {self.sequence})"

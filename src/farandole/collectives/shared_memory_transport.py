@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
-from typing import Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -24,12 +24,18 @@ from farandole.collectives.shared_memory_tensors import (
     TensorRef,
     can_share_memory,
     create_segment,
+    create_tensor,
+    find_segment,
     open_segment,
     readable,
 )
 from farandole.collectives.transport import Reduction
 from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import may_spin, now_s
+
+if TYPE_CHECKING:
+    from farandole.collectives.shard_sums import Scratch
+    from farandole.collectives.shard_tree import Division, Forest
 
 # Control blocks -------------------------------------------------------------------------------------------------------
 #
@@ -241,6 +247,21 @@ class SharedMemoryTransport:
                 message_slots = self._group.reduce(header, trailer, flat, combine, last, owners=self._size)
             return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
 
+    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+        flats = [flat_view(row) for row in rows]
+        nbytes, forests = flats[0].numel() * flats[0].element_size(), division.forests
+        if not nbytes:
+            return self._ring.all_reduce_shards(flats, division, trailer)
+        operation, code = TransportOperation.ADD_SHARDS, dtype_code(flats[0].dtype)
+        header = Header(operation, self._ring.next_sequence, code, division.shards, nbytes, len(trailer))
+        with self._ring.running(header):
+            if nbytes * max(map(len, forests)) <= DATA_BYTES:
+                message_slots = self._group.post_rows(header, trailer, flats, forests)
+                add_data(flats[0], message_slots, forests, division.shards)
+            else:
+                message_slots = self._group.add_shards(header, trailer, flats, forests, owners=self._size)
+            return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not 0 <= source < self._size:
             raise ValueError(f"broadcast: source must be a rank from 0 to {self._size - 1}, got {source}")
@@ -372,6 +393,10 @@ Finish = Callable[[torch.Tensor, int, list[MessageSlot]], None]
 """finish(this rank's part of a piece, reduced over the group; the number of the piece; the message slots of all ranks):
 complete the part, in place, before the others copy it."""
 
+FinishNodes = Callable[[list[torch.Tensor], list[MessageSlot]], None]
+"""finish(the nodes of the group, of this rank's part; the message slots of all ranks): add up the part over all groups,
+into the first node."""
+
 
 class SharedMemoryGroup:
     """The operations of the `size` ranks of this host; ranks are their places. For one thread; wake() is for any.
@@ -408,6 +433,8 @@ class SharedMemoryGroup:
         self._stage = Stage(piece_bytes)
         self._piece_bytes, self._is_always_in_pieces = piece_bytes, is_always_in_pieces
         self._turn = 0
+        self._copies: torch.Tensor | None = None  # of rows that others cannot read in place
+        self._scratch: dict[torch.dtype, Scratch] = {}
 
     def post(self, header: Header, payload: bytes, data: torch.Tensor | None = None) -> list[MessageSlot]:
         """Return the message slots of all ranks, once all have posted the same header of their operation.
@@ -483,6 +510,82 @@ class SharedMemoryGroup:
             self.meet(header)  # no rank reads any more the memory that its owner is about to change
         return message_slots
 
+    def post_rows(
+        self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], forests: Sequence[Forest]
+    ) -> list[MessageSlot]:
+        """Post the nodes of this rank as data; `forests` by place."""
+        mine = rows[: len(forests[self.place])]
+        return self.post(header, trailer, torch.cat(list(mine)) if mine else None)
+
+    def add_shards(
+        self,
+        header: Header,
+        trailer: bytes,
+        rows: Sequence[torch.Tensor],
+        forests: Sequence[Forest],
+        owners: int,
+        finish: FinishNodes | None = None,
+    ) -> list[MessageSlot]:
+        """Add up the nodes of all ranks, `forests` by place, into the first row. Return the message slots of all ranks,
+        with the trailer.
+
+        All ranks make their rows readable, and meet; each of the first `owners` ranks adds up its part, and all meet;
+        each copies the parts of the others. `header.source` is the number of shards.
+        """
+        from farandole.collectives.shard_sums import Scratch, add_nodes  # loaded only in strict mode
+        from farandole.collectives.shard_tree import merge
+
+        mine = self._readable_rows(rows)
+        refs = b"".join(self._stage.make_ref(row).pack() for row in mine)
+        message_slots = self.post(header, trailer + refs)
+        regions = [
+            mine if place == self.place else self._read_rows(header, message_slot, len(trailer), len(forest), rows[0])
+            for place, (message_slot, forest) in enumerate(zip(message_slots, forests, strict=True))
+        ]
+        parts = [*chunk_bounds(rows[0].numel(), owners), *[(0, 0)] * (self.size - owners)]
+        plan = merge(tuple(forests), header.source)
+        nodes = [row for region, forest in zip(regions, forests, strict=True) for row in region[: len(forest)]]
+        are_own = [place == self.place for place, forest in enumerate(forests) for _ in forest]
+        block, (begin, end) = _BLOCK_BYTES // rows[0].element_size(), parts[self.place]
+        scratch = self._scratch.setdefault(rows[0].dtype, Scratch(block, rows[0].dtype))
+        sums = [mine[0][begin:end]]
+        if finish is not None and self.place < owners:
+            sums = [torch.empty_like(sums[0]) for _ in plan.forest] or sums
+        for low, high in blocks(begin, end, block) if nodes else ():
+            operands = [node[low:high] for node in nodes]
+            if finish is None:
+                add_nodes(plan, operands, are_own, scratch, result=mine[0][low:high])
+                continue
+            for each, found in zip(sums, add_nodes(plan, operands, are_own, scratch), strict=True):
+                each[low - begin : high - begin].copy_(found)
+        if finish is not None and self.place < owners:
+            finish(sums, message_slots)
+            mine[0][begin:end].copy_(sums[0])
+        self.meet(header)
+        for (low, high), region in zip(parts, regions, strict=True):
+            if region is not mine or mine[0] is not rows[0]:
+                rows[0][low:high].copy_(region[0][low:high])
+        self.meet(header)  # no rank reads any more the memory that its owner is about to change
+        return message_slots
+
+    def _readable_rows(self, rows: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the rows, or copies of them in memory that the others can read."""
+        if all(find_segment(row) is not None for row in rows):
+            return rows
+        nbytes = rows[0].numel() * rows[0].element_size()
+        if self._copies is None or self._copies.numel() < len(rows) * nbytes:
+            self._copies = create_tensor(len(rows) * nbytes)
+        copies = self._copies[: len(rows) * nbytes].view(len(rows), nbytes).view(rows[0].dtype)
+        return [copy.copy_(row) for copy, row in zip(copies, rows, strict=True)]
+
+    def _read_rows(
+        self, header: Header, message_slot: MessageSlot, trailer_bytes: int, nodes: int, like: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Return the rows of another rank, of which there is one at least."""
+        packed = message_slot.payload[HEADER_BYTES + trailer_bytes :]
+        refs = [TensorRef.unpack(packed[number * TENSOR_REF_BYTES :]) for number in range(max(1, nodes))]
+        return [self._read(header, ref, 0, 0, like) for ref in refs]
+
     def broadcast(self, header: Header, flat: torch.Tensor, source: int) -> None:
         """Copy the tensor of the rank at place `source` into every rank's."""
         nbytes = flat.numel() * flat.element_size()
@@ -503,6 +606,7 @@ class SharedMemoryGroup:
         self._control_blocks, self._barrier = (), None
         self._others.close()
         self._stage.close()
+        self._copies = None
 
     def _pass_on(self, header: Header, flat: torch.Tensor, source: int) -> None:
         """Copy the source's tensor, piece by piece: all meet when a piece is readable, and the others copy it."""
@@ -555,6 +659,27 @@ class SharedMemoryGroup:
     def _from_mine(self, by_place: list[T]) -> list[T]:
         """Return the list in the order of this rank, the next one, ...: ranks read from different ones at a time."""
         return by_place[self.place :] + by_place[: self.place]
+
+
+def add_data(
+    result: torch.Tensor, message_slots: Sequence[MessageSlot], forests: Sequence[Forest], shards: int
+) -> list[torch.Tensor]:
+    """Add up the nodes in the data of all message slots. Return the sums, in memory of this rank, the first one in
+    `result`; on whichever rank."""
+    from farandole.collectives.shard_sums import Scratch, add_nodes  # loaded only in strict mode
+    from farandole.collectives.shard_tree import merge
+
+    numel, nbytes = result.numel(), result.numel() * result.element_size()
+    operands = [
+        message_slot.data[place * nbytes : (place + 1) * nbytes].view(result.dtype)
+        for message_slot, forest in zip(message_slots, forests, strict=True)
+        for place in range(len(forest))
+    ]
+    if not operands:
+        return [result]
+    plan = merge(tuple(forests), shards)
+    first, *others = add_nodes(plan, operands, [False] * len(operands), Scratch(numel, result.dtype))
+    return [result.copy_(first), *(each.clone() for each in others)]
 
 
 def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine, last: Combine) -> None:
