@@ -7,12 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, Self
 
-from farandole.errors import DataError, StepError
+from farandole.env import read_job_env
+from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import step
 from farandole.state.step import Batch, GlobalBatch, StepStatus
 
 _MOST_PADDING = 10_000
+
+MOST_SHARDS = 4096
+"""A step sums up the shards of a worker one after the other; more of them would only be a mistake."""
 
 
 class ElasticLoader(ABC):
@@ -135,6 +139,11 @@ class ElasticLoader(ABC):
         return False
 
     @property
+    def shards(self) -> int:
+        """Number of loop bodies that make a global batch in strict mode, all workers together; 0: not strict."""
+        return 0
+
+    @property
     def epoch_samples(self) -> int:
         """Number of samples of the current epoch; 0: it is not known in advance."""
         return 0
@@ -166,10 +175,15 @@ class ElasticLoader(ABC):
             size: Number of workers.
 
         Raises:
-            DataError: The rank is not in 0..size - 1.
+            DataError: The rank is not in 0..size - 1; or there are more workers than shards, in strict mode.
         """
         if not 0 <= rank < size:
             raise DataError(f"rank must be in 0..{size - 1}, got {rank}")
+        if 0 < self.shards < size:
+            raise DataError(
+                f"{size} workers, but each global batch has {self.shards} shards, so that some would have none: use "
+                f"--max-np {self.shards}, or shards={size} or more from the start of the job"
+            )
         self._rank, self._world, self._has_regrouped = rank, size, True
         self.record.is_through = False
         self._restart()
@@ -216,6 +230,51 @@ def rehearsed_division(
         half = max(-(-largest // 2), 2 * min_local_batch - 1)
         return (half if half < largest <= max_local_batch else max_local_batch), world
     return max_local_batch, world + has_compiled()
+
+
+def number_of_shards(strict: bool | None, shards: int | None, global_batch_size: int, most: int | None) -> int:
+    """Return the number of shards of a global batch; 0: not strict.
+
+    Args:
+        strict: The user's argument; None: as the job.
+        shards: The user's argument; None: as the job.
+        global_batch_size: Samples of the global batch.
+        most: Most samples of one loop body; None: any number.
+
+    Raises:
+        DataError: The number of shards does not divide the global batch.
+        ConfigError: Arguments contradict each other.
+    """
+    job = read_job_env()
+    if strict is False and shards is not None:
+        raise ConfigError(f"DataLoader: strict=False and shards={shards} contradict each other; give one")
+    if strict is False or not (strict or shards is not None or job.strict):
+        return 0
+    wanted = job.shards or 1 if shards is None else shards
+    if not 1 <= wanted <= MOST_SHARDS:
+        raise DataError(f"shards must be in 1..{MOST_SHARDS}, got {wanted}")
+    if global_batch_size % wanted:
+        from farandole.collectives.shard_tree import shards_that_fit
+
+        fitting = ", ".join(map(str, shards_that_fit(global_batch_size, wanted))) or "none of at least so many"
+        raise DataError(
+            f"global_batch_size={global_batch_size} cannot be divided into {wanted} equal shards. Numbers of shards "
+            f"that fit: {fitting}; a global batch that fits: {-(-global_batch_size // wanted) * wanted}"
+        )
+    return wanted * (1 if most is None else -(-(global_batch_size // wanted) // most))
+
+
+def rehearsed_place(shards: int, rank: int, world: int) -> tuple[int, int]:
+    """Return rank and world for a rehearsal's batch in strict mode: the worker has a shard of its own in it, and
+    another one, where there are several, since the loss of a worker may make the loop body run more often."""
+    from farandole.collectives.shard_tree import divide_evenly  # loaded only in strict mode
+
+    most = -(-shards // 2)
+    if world <= most:
+        return rank, world
+    own, _ = divide_evenly(shards, world).ranges[rank]
+    ranges = divide_evenly(shards, most).ranges
+    return next(place for place, (_, stop) in enumerate(ranges) if own < stop), most
 
 
 def has_compiled() -> bool:
@@ -438,6 +497,10 @@ class LoaderHooks(Protocol):
         """Return whether the next batch is a rehearsal's: it has no effect, and comes again."""
         ...
 
+    def begin_shard(self, batch: Batch) -> None:
+        """Handle that a batch of strict mode is handed out: seed its random numbers."""
+        ...
+
     def leave_batches(self) -> bool:
         """Handle the end of the epoch's batches, before the code after them. False: there was a regroup instead, and
         the loader's epoch and cursor are those on which the workers agreed."""
@@ -465,6 +528,9 @@ class NoLoaderHooks:
 
     def rehearses(self) -> bool:
         return False
+
+    def begin_shard(self, batch: Batch) -> None:
+        pass
 
     def leave_batches(self) -> bool:
         return True

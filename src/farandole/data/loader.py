@@ -17,7 +17,13 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, Subset, TensorDataset
 
 from farandole.data.augmentation import innermost_dataset, with_places
-from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division
+from farandole.data.elastic_loader import (
+    ElasticLoader,
+    most_samples,
+    number_of_shards,
+    rehearsed_division,
+    rehearsed_place,
+)
 from farandole.data.sample_order import (
     FORMAT_VERSION,
     BatchLayout,
@@ -95,6 +101,13 @@ class DataLoader(ElasticLoader):
             need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it does so after the last
             micro-batch, bodies follow that do not count. Losses are means over the micro-batch: no `loss / 4`.
         min_local_batch: Fewest samples of one loop body where that is possible; 2 for models with BatchNorm.
+        strict: True: the model is the same to the last bit, whatever the number of workers, and whatever happens to
+            them. Each global batch is cut into `shards` shards, and each shard is one run of the loop body, whose
+            random numbers depend on (seed, step, shard); a worker runs the body for several shards in each step.
+            None: as with `farandole run --strict`. See docs/strict-mode.md.
+        shards: Number of shards, a divisor of global_batch_size, at least the largest number of workers; it makes the
+            loader strict. None: that of `farandole run --shards`, or as many as workers may ever train (--max-np); a
+            resumed job keeps its number. With max_local_batch or micro_batch_size each of them is divided further.
         **refused: Arguments of torch's DataLoader that cannot be supported: ConfigError says what to do instead.
 
     Attributes:
@@ -106,7 +119,7 @@ class DataLoader(ElasticLoader):
 
     Raises:
         DataError: With the values, for an empty or iterable-style data set, an order made for another one, and invalid
-            sizes, such as a global batch larger than the data set.
+            sizes, such as a global batch larger than the data set, or one that its shards do not divide.
         ConfigError: Arguments contradict each other or cannot be supported.
 
     Examples:
@@ -149,17 +162,22 @@ class DataLoader(ElasticLoader):
         max_local_batch: int | None = None,
         micro_batch_size: int | None = None,
         min_local_batch: int = 1,
+        strict: bool | None = None,
+        shards: int | None = None,
         **refused: object,
     ) -> None:
         refuse_torch_arguments(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
         super().__init__(seed, accumulates=micro_batch_size is not None)
         self.order = _order(order, shuffle)
+        most = most_samples(max_local_batch, micro_batch_size)
+        self._has_default_shards = shards is None
         self._layout = BatchLayout(
             self.order.length(size_of(dataset)),
             global_batch_size,
-            most_samples(max_local_batch, micro_batch_size),
+            most,
             min_local_batch,
             _tail(tail, drop_last),
+            number_of_shards(strict, shards, global_batch_size, most),
         )
         self.dataset, self._cursor = dataset, 0
         self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed))
@@ -206,6 +224,11 @@ class DataLoader(ElasticLoader):
         return self._layout.steps_left(self.cursor)
 
     @property
+    def shards(self) -> int:
+        """Number of loop bodies that make a global batch in strict mode, all workers together; 0: not strict."""
+        return self._layout.shards
+
+    @property
     def epoch_samples(self) -> int:
         """Number of samples of the current epoch."""
         return self._layout.end
@@ -249,6 +272,8 @@ class DataLoader(ElasticLoader):
         self._is_pending, self._has_regrouped, self._has_to_leave = True, False, True
         step.open(indexed.batch, is_rehearsal)
         self._padding.keep(data)
+        if indexed.batch.is_strict:
+            self.hooks.begin_shard(indexed.batch)
         if not is_rehearsal:
             loop_hooks.record_delivered(indexed.batch, self.indices)
         return data
@@ -260,6 +285,11 @@ class DataLoader(ElasticLoader):
 
     def _rehearse_a_change(self) -> None:
         layout = self._layout
+        if layout.shards:
+            self._index_stream.restart(
+                layout, self.epoch, self.cursor, *rehearsed_place(layout.shards, self._rank, self._world)
+            )
+            return
         most, world = rehearsed_division(
             layout.global_batch_size, layout.max_local_batch, layout.min_local_batch, self._world
         )
@@ -325,6 +355,8 @@ class DataLoader(ElasticLoader):
         state = {**self._identity, "epoch": self.epoch, "cursor": self.cursor}
         if self._layout.max_local_batch is not None:
             state["max_local_batch"] = self._layout.max_local_batch
+        if self._layout.shards:
+            state["shards"] = self._layout.shards
         if self._is_ended and self.cursor < self._layout.end:  # else the cursor shows it
             state["ended"] = 1
         return {**state, **self.record.state_dict()}
@@ -347,6 +379,7 @@ class DataLoader(ElasticLoader):
                     f"{ours.get(name, _ABSENT.get(name))}; use the values it was saved with, or do not "
                     f"load it{_CHANGED.get(name, '')}"
                 )
+        shards = self._shards_of(state)
         epoch, cursor = state.get("epoch", -1), state.get("cursor", -1)
         if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
             raise DataError(f"invalid position: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
@@ -354,7 +387,21 @@ class DataLoader(ElasticLoader):
         self.record.load_state_dict(state)
         if self._layout.max_local_batch is not None and "max_local_batch" in state:  # every rank has to split alike
             self._layout = dataclasses.replace(self._layout, max_local_batch=state["max_local_batch"])
+        self._layout = dataclasses.replace(self._layout, shards=shards)
         self._restart()
+
+    def _shards_of(self, state: Mapping[str, Any]) -> int:
+        """Return the number of shards with which the training continues: that of the saved loader, where this one has
+        no number of its own. Raises DataError where both have one."""
+        ours, theirs = self._layout.shards, int(state.get("shards", 0))
+        if not ours or not theirs or self._has_default_shards:
+            return theirs if ours and theirs else ours
+        if ours != theirs:
+            raise DataError(
+                f"the saved loader has {theirs} shards, this one {ours}: the model would not be the same; leave shards "
+                f"out, or use the number that it was saved with"
+            )
+        return ours
 
     @cached_property
     def _identity(self) -> dict[str, int | str]:

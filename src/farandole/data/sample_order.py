@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from farandole.errors import DataError
 from farandole.state.step import Batch, GlobalBatch
+
+if TYPE_CHECKING:
+    from farandole.collectives.shard_tree import Division
 
 # lookup(epoch, positions): the samples at these positions of the epoch's order (int64, one dimension).
 Lookup: TypeAlias = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
@@ -146,6 +149,8 @@ class BatchLayout:
                  step belongs to the epoch in which it began, and the cursor moves beyond `size` by the samples that
                  the next epoch has had already
         "drop"   they are not trained in this epoch; the next one has another order, and so drops others
+    shards             in strict mode, parts of a global batch, each of which is one loop body on some rank, whatever
+                       the world; 0: not strict. Then max_local_batch has no effect here
 
     Raises DataError on invalid values.
     """
@@ -155,6 +160,7 @@ class BatchLayout:
     max_local_batch: int | None = None
     min_local_batch: int = 1
     tail: Tail = "short"
+    shards: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -210,6 +216,8 @@ class BatchLayout:
 def make_global_batch(layout: BatchLayout, epoch: int, cursor: int, rank: int, world: int) -> GlobalBatch:
     """Return the global batch at `cursor`, as rank `rank` of `world` gets it."""
     start, stop = global_batch_range(layout, cursor)
+    if layout.shards:
+        return _sharded_global_batch(layout, epoch, start, stop, rank, world)
     low, high = even_slice(start, stop, rank, world, layout.min_local_batch)
     count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_local_batch)
     return GlobalBatch(epoch, start, stop, low, high, count)
@@ -218,10 +226,32 @@ def make_global_batch(layout: BatchLayout, epoch: int, cursor: int, rank: int, w
 def batches(global_batch: GlobalBatch, min_local_batch: int = 1) -> list[Batch]:
     """Return the micro-batches of a global batch, as many on every rank; one without a sample is a dummy batch."""
     count = global_batch.micro_batches
+    if global_batch.division is not None:
+        return [_shard(global_batch, global_batch.division, index, min_local_batch) for index in range(count)]
     return [
         Batch(global_batch, *even_slice(global_batch.low, global_batch.high, index, count, min_local_batch), index)
         for index in range(count)
     ]
+
+
+def _sharded_global_batch(layout: BatchLayout, epoch: int, start: int, stop: int, rank: int, world: int) -> GlobalBatch:
+    """Return a global batch of strict mode: a rank's local batch are the samples of its shards."""
+    from farandole.collectives.shard_tree import divide_evenly  # loaded only in strict mode
+
+    division = divide_evenly(layout.shards, world)
+    low, high = (
+        even_slice(start, stop, shard, layout.shards, layout.min_local_batch)[0] for shard in division.ranges[rank]
+    )
+    return GlobalBatch(epoch, start, stop, low, high, division.most, division, rank)
+
+
+def _shard(global_batch: GlobalBatch, division: Division, index: int, min_local_batch: int) -> Batch:
+    """Return the rank's shard with this index; a dummy batch where other ranks have more shards."""
+    first, stop = division.ranges[global_batch.place]
+    if first + index >= stop:
+        return Batch(global_batch, global_batch.high, global_batch.high, index)
+    low, high = even_slice(global_batch.start, global_batch.stop, first + index, division.shards, min_local_batch)
+    return Batch(global_batch, low, high, index, first + index)
 
 
 def global_batch_range(layout: BatchLayout, cursor: int) -> tuple[int, int]:
@@ -254,10 +284,12 @@ def micro_batches(start: int, stop: int, world: int, max_local_batch: int | None
 
 def delivered(batch: Batch, min_local_batch: int = 1) -> tuple[int, int]:
     """Return positions of the samples in the tensors: the batch's own; for a dummy batch, min_local_batch others of its
-    global batch, which do not count."""
+    global batch, or as many as a shard has, which do not count."""
     if not batch.is_dummy:
         return batch.low, batch.high
     global_batch = batch.global_batch
+    if global_batch.division is not None:
+        min_local_batch = max(min_local_batch, -(-global_batch.global_samples // global_batch.division.shards))
     return max(global_batch.start, global_batch.stop - min_local_batch), global_batch.stop
 
 
@@ -495,7 +527,12 @@ class IndexStream:
         count = max(1, self._block // largest)
         self._block = min(2 * self._block, _LARGEST_BLOCK)
         alike = min(count, (layout.end - begin) // layout.global_batch_size)
-        if alike and layout.min_local_batch <= smallest and largest <= (layout.max_local_batch or largest):
+        if (
+            alike
+            and not layout.shards
+            and layout.min_local_batch <= smallest
+            and largest <= (layout.max_local_batch or largest)
+        ):
             self._position = begin + alike * layout.global_batch_size
             return self._full_batches(epoch, begin, alike)
         block: list[Batch] = []

@@ -16,7 +16,8 @@ from farandole.data.sample_order import FORMAT_VERSION, even_slice
 from farandole.data.stream_order import StreamPosition
 from farandole.data.stream_reader import FetchRequests, FetchStart, Reply, Sizes, StreamReader
 from farandole.data.streams import Mark, Source
-from farandole.errors import DataError
+from farandole.env import read_job_env
+from farandole.errors import ConfigError, DataError
 from farandole.membership import Shortfall
 from farandole.state import loop_hooks, step
 from farandole.state.step import Batch, GlobalBatch
@@ -131,6 +132,11 @@ class StreamLoader(ElasticLoader):
         loader.refuse_torch_arguments(
             refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", loader.STREAM_ARGUMENTS
         )
+        if read_job_env().strict:
+            raise ConfigError(
+                "--strict: the samples of a StreamLoader cannot be divided into the same shards in every world; give "
+                "elastic.DataLoader a data set with __len__ and __getitem__, or leave --strict out"
+            )
         self._sizes = Sizes(global_batch_size, most_samples(max_local_batch, micro_batch_size), min_local_batch)
         _check(dataset, streams)
         super().__init__(seed, accumulates=micro_batch_size is not None)

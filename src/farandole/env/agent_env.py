@@ -65,11 +65,15 @@ class JobEnv(Struct, frozen=True, omit_defaults=True):
         transport: The way in which tensors travel between workers: one of transport_choice.CHOICES, or an invalid word.
         sample_ledger: The folder in which workers record the samples that they train; empty: it was not requested.
         in_place: The number of workers at the start, where scripts of torchrun are elastic in place; 0: they are not.
+        strict: Whether loaders are strict unless they are given another argument.
+        shards: The number of shards of a strict loader that is given none; 0: unknown.
     """
 
     transport: str = field(name="FARANDOLE_TRANSPORT", default="auto")
     sample_ledger: str = field(name="FARANDOLE_SAMPLE_LEDGER", default="")
     in_place: Amount = field(name="FARANDOLE_IN_PLACE", default=0)
+    strict: Switch = field(name="FARANDOLE_STRICT", default=False)
+    shards: Amount = field(name="FARANDOLE_SHARDS", default=0)
 
 
 def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None:

@@ -70,18 +70,7 @@ class BucketedGradients:
         is_final  publish() follows this pass; else `.grad` is zeroed afterwards, so that code which inspects gradients,
                   clips them or steps a GradScaler finds the expected values in each micro-batch
         """
-        view, gradient = self._buckets.view(parameter), parameter.grad
-        assert gradient is not None
-        if gradient.requires_grad:  # backward(create_graph=True)
-            gradient = gradient.detach()
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if gradient.shape != view.shape:
-            raise StepError(
-                f"the gradient of {self._names[parameter]} has shape {tuple(gradient.shape)}, but the parameter had "
-                f"shape {tuple(view.shape)} when its bucket was made: change the model before the first step, and "
-                f"wrap the optimizer afterwards"
-            )
+        view, gradient = self._buckets.view(parameter), self._dense_gradient(parameter)
         if not adds:
             if factor:
                 torch.mul(gradient, factor, out=view)
@@ -89,8 +78,28 @@ class BucketedGradients:
                 view.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         elif factor:
             view.add_(gradient, alpha=factor)
-        # The next micro-batch must not accumulate on top of the gradient that is in the bucket already.
-        if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
+        self._release(parameter, gradient, is_final)
+
+    def _dense_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's `.grad` outside autograd. Raises StepError for one of another shape."""
+        shape, gradient = self._buckets.view(parameter).shape, parameter.grad
+        assert gradient is not None
+        if gradient.requires_grad:  # backward(create_graph=True)
+            gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.shape != shape:
+            raise StepError(
+                f"the gradient of {self._names[parameter]} has shape {tuple(gradient.shape)}, but the parameter had "
+                f"shape {tuple(shape)} when its bucket was made: change the model before the first step, and "
+                f"wrap the optimizer afterwards"
+            )
+        return gradient
+
+    def _release(self, parameter: torch.Tensor, gradient: torch.Tensor, is_final: bool) -> None:
+        """Release `.grad`, whose values are taken: the next micro-batch must not accumulate on top of them."""
+        is_view = gradient.data_ptr() == self._buckets.view(parameter).data_ptr()
+        if is_final or gradient is not parameter.grad or is_view:
             parameter.grad = None
         else:
             gradient.zero_()
@@ -249,6 +258,10 @@ class BucketedGradients:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all gradients, in as few tensors as possible."""
+        return self._buckets.flats
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return all tensors that put() writes."""
         return self._buckets.flats
 
 

@@ -122,6 +122,11 @@ class LoaderPath:
         self._factor = self._weights.record(batch)
         self._overlaps, self._is_final = False, batch.is_last
         if self._status is not _APPLIED and self._body is not _STEPPED and not batch.is_padding:
+            if batch.is_strict and self._body is BodyStatus.PASSED:
+                raise StepError(
+                    "a second backward pass for the same batch before optimizer.step(), in strict mode: the gradient "
+                    "of a shard is that of one pass. Add the losses and call backward() once"
+                )
             if self._status is GradientStatus.REDUCED:
                 self._reopen(batch)
             else:
@@ -137,7 +142,7 @@ class LoaderPath:
     def _reopen(self, batch: Batch) -> None:
         """Reopen a reduced batch, as with DDP: this pass's gradients are reduced together with the present ones, which
         are equal on all ranks. The present ones result unchanged, because the factors of all ranks add up to 1."""
-        if batch.global_batch.micro_batches > 1 or self._options.loss == "sum":
+        if batch.global_batch.is_divided or self._options.loss == "sum":
             raise StepError(
                 "a second backward pass for the same batch before optimizer.step(), with micro-batches or "
                 'loss="sum": its gradients are reduced already. Add the losses and call backward() once'
@@ -151,6 +156,8 @@ class LoaderPath:
         batch = step.batch()
         if self._status is _APPLIED or batch is None:
             return
+        if batch.is_strict and not (batch.is_padding or step.is_aborted()):
+            step.end_pass(batch)
         if batch.is_padding:
             self._take_back()
         elif batch.is_last:
@@ -166,9 +173,16 @@ class LoaderPath:
             self.forget()
             self._reduction.begin(batch)
             step.take_part(self)
+        if batch.is_strict and not batch.is_padding:
+            self._reduction.begin_shard(batch)
         self._before, self._body = None, BodyStatus.FRESH
 
     # Loop bodies that do not count -----------------------------------------------------------------------
+
+    def begin_micro_batch(self) -> None:
+        """In strict mode, drop the zeros that `.grad` has shown in the last loop body."""
+        if self._batch is not None and self._batch.is_strict:
+            self._reduction.drop_shown()
 
     def begin_padding(self) -> None:
         """Remember the reduced gradients: autograd adds to them in place."""
@@ -178,8 +192,7 @@ class LoaderPath:
     def _take_back(self) -> None:
         if self._kept_for_padding is not None:
             self._reduction.gradients.publish()
-            # Private, but without it each tensor is a call: torch 2.13 uses it in torch/optim/asgd.py.
-            torch._foreach_copy_(self._reduction.gradients.tensors(), self._kept_for_padding)
+            self._reduction.put_back(self._kept_for_padding)
 
     # Reduction over all ranks ----------------------------------------------------------------------------
 
@@ -199,6 +212,8 @@ class LoaderPath:
             self._reduction.drop()
             return
         try:
+            if batch.is_strict:
+                step.combine_shards(batch)
             self._reduction.add_up(batch, self._weights.header_weight())
         except RecoverableError:
             self._reduction.drop()
@@ -321,7 +336,7 @@ class LoaderPath:
         self._reduction.refuse_half_reduced()
         if batch.is_padding:
             return False
-        if self._body is BodyStatus.PASSED and (batch.global_batch.micro_batches == 1 or step.is_shared()):
+        if self._body is BodyStatus.PASSED and (not batch.global_batch.is_divided or step.is_shared()):
             self._drop_pass()
             return True
         return batch.index == 0
@@ -331,6 +346,7 @@ class LoaderPath:
             self._filled = set()
         else:
             copies, self._filled = self._before
-            torch._foreach_copy_(self._reduction.gradients.tensors(), copies)
+            self._reduction.put_back(copies)
+        self._reduction.reopen_shard()
         self._before, self._body = None, BodyStatus.FRESH
         self._status = GradientStatus.LOCAL

@@ -69,7 +69,7 @@ STEPPED_TWICE = "optimizer.step() was called twice for one batch of the loader; 
 
 def refuse_closure(batch: Batch) -> None:
     """Raise StepError for step(closure) where the backward passes of the closure would not be the whole step."""
-    if batch.global_batch.micro_batches > 1 or batch.is_padding:
+    if batch.global_batch.is_divided or batch.is_padding:
         raise StepError(
             "step(closure) with micro-batches of a DataLoader of Farandole: the closure's backward pass would be one "
             "of several. Call backward() first and step() without a closure, or leave micro_batch_size out"
@@ -167,14 +167,14 @@ class OwnMethods(ScaledStep):
             try:
                 result = method()
             except Exception as error:
-                if batch.global_batch.micro_batches > 1:
+                if batch.global_batch.is_divided:
                     raise StepError(refusal) from error
                 raise
             finally:
                 self._is_inside = before
         if step.is_aborted():
             return result
-        if batch.global_batch.micro_batches > 1 and (undo.has_moved() or watch.has_stepped):
+        if batch.global_batch.is_divided and (undo.has_moved() or watch.has_stepped):
             raise StepError(refusal)
         if watch.has_stepped:
             self._decide_within(batch)

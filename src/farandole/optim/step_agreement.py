@@ -129,6 +129,11 @@ class Weights:
             if given is not None:
                 raise StepError(f'weight({given:g}) with loss="sum": a sum needs no weights; leave one of them out')
             return 1.0
+        if given is not None and batch.is_strict and given % 1:
+            raise StepError(
+                f"weight({given:g}) in strict mode: sums of numbers with fractions depend on the number of workers; "
+                f"count whole items"
+            )
         self._by_body[batch.index] = given
         # Of the same magnitude as with equal samples, so that gradients neither overflow nor vanish on the way.
         return batch.weight if given is None else given / batch.global_batch.global_samples

@@ -5,7 +5,7 @@ loader_path.py decides its time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,6 +18,9 @@ from farandole.optim.passes import Passes
 from farandole.optim.step_agreement import check_devices, digest
 from farandole.state import loop_hooks, step
 from farandole.state.step import Batch, GlobalBatch
+
+if TYPE_CHECKING:
+    from farandole.optim.shard_gradients import ShardGradients
 
 
 class Gradients(Protocol):
@@ -77,6 +80,10 @@ class Gradients(Protocol):
         """Return all gradients, in as few tensors as possible."""
         ...
 
+    def memory(self) -> list[torch.Tensor]:
+        """Return all tensors that put() writes."""
+        ...
+
 
 class StepReduction:
     """The reduction of one optimizer's gradients. `names` returns its parameters, with their names, when the first
@@ -93,6 +100,7 @@ class StepReduction:
         self._ids: frozenset[int] = frozenset()
         self._own: LocalGradients | None = None
         self._bucketed: BucketedGradients | None = None
+        self._sharded: ShardGradients | None = None
 
     def plan_anew(self) -> None:
         """Plan the reduction again, since the parameters have changed."""
@@ -137,6 +145,8 @@ class StepReduction:
     def _keep(self) -> Gradients:
         assert self._batch is not None
         planned, options = self._plan(), self._options
+        if self._batch.is_strict:
+            return self._keep_shards(planned)
         is_alone = world.current().placement.size == 1 and self._batch.global_batch.micro_batches == 1
         if is_alone and options.compression is NoneCompressor:
             if self._own is None:
@@ -146,9 +156,39 @@ class StepReduction:
             self._bucketed = BucketedGradients(planned, self._digest, options.compression, options.pinned_bytes)
         return self._bucketed
 
+    def _keep_shards(self, planned: Mapping[torch.Tensor, str]) -> ShardGradients:
+        assert self._batch is not None
+        if self._sharded is None:
+            from farandole.optim.shard_gradients import ShardGradients  # loaded only in strict mode
+
+            options = self._options
+            self._sharded = ShardGradients(planned, self._digest, options.compression, options.pinned_bytes)
+        self._sharded.begin(self._batch.global_batch)
+        return self._sharded
+
+    def begin_shard(self, batch: Batch) -> None:
+        """Begin a batch of strict mode, once."""
+        if self.gradients is self._sharded:
+            self._sharded.begin_shard(batch)
+
+    def drop_shown(self) -> None:
+        """Drop what `.grad` has shown in a batch of strict mode, before the next one."""
+        if self._sharded is not None:
+            self._sharded.drop_shown()
+
+    def reopen_shard(self) -> None:
+        """Drop what was put of the current batch, in strict mode; put_back() restores the rest."""
+        if self._sharded is not None:
+            self._sharded.reopen_shard()
+
     def copies(self) -> list[torch.Tensor]:
-        """Return copies of the tensors of `gradients.tensors()`."""
-        return [tensor.clone() for tensor in self.gradients.tensors()]
+        """Return copies of the tensors of `gradients.memory()`."""
+        return [tensor.clone() for tensor in self.gradients.memory()]
+
+    def put_back(self, copies: list[torch.Tensor]) -> None:
+        """Restore the values of copies()."""
+        # Private, but without it each tensor is a call: torch 2.13 uses it in torch/optim/asgd.py.
+        torch._foreach_copy_(self.gradients.memory(), copies)
 
     # While backward continues ----------------------------------------------------------------------------
 
@@ -304,3 +344,6 @@ class LocalGradients:
 
     def tensors(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def memory(self) -> list[torch.Tensor]:
+        return self.tensors()

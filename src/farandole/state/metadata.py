@@ -474,6 +474,14 @@ class MetadataSnapshot:
             self._packed, self._metadata = pack_metadata(self._metadata), None
         return Packed(self._packed.skeleton, self._copies)
 
+    def put_back(self, tensors: Collection[torch.Tensor]) -> None:
+        """Restore some of the buffers to their values at the last take()."""
+        wanted = set(map(id, tensors))
+        pairs = [(live, kept) for live, kept in zip(self._sources, self._copies, strict=True) if id(live) in wanted]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([live for live, _ in pairs], [kept for _, kept in pairs])
+
     def _copy(self, tensors: list[torch.Tensor]) -> None:
         if not _are_those(tensors, self._sources, self._copies):
             self._sources = tensors

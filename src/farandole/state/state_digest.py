@@ -418,19 +418,21 @@ class NamedTensor(NamedTuple):
         return value if _is_plain(value) else None
 
 
-def named_tensors(kinds: Kinds, attributes: Mapping[str, Any]) -> list[NamedTensor]:
+def named_tensors(kinds: Kinds, attributes: Mapping[str, Any], has_all_buffers: bool = False) -> list[NamedTensor]:
     """Return all tensors of a state, each once, in the same order on all ranks.
 
-    Running statistics of BatchNorm are excluded: each rank computes its own from its local batch. Sparse tensors are
+    Running statistics of BatchNorm are excluded unless `has_all_buffers`: except in strict mode, each rank computes its
+    own from its local batch. Sparse tensors are
     excluded too, and tensors of other classes, such as those of a sharded model, whose parts differ by rank.
 
     Args:
         kinds: The values that the state was given.
         attributes: The attributes of the state, which contain its plain values.
+        has_all_buffers: Include running statistics.
     """
     seen: dict[int, torch.Tensor] = {}  # kept alive during the loop: state_dict() may create them anew
     found = []
-    for each in _all(kinds, attributes):
+    for each in _all(kinds, attributes, has_all_buffers):
         tensor = each.find()
         if tensor is not None and id(tensor) not in seen:
             seen[id(tensor)] = tensor
@@ -450,9 +452,9 @@ def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
         yield path, value
 
 
-def _all(kinds: Kinds, attributes: Mapping[str, Any]) -> Iterator[NamedTensor]:
+def _all(kinds: Kinds, attributes: Mapping[str, Any], has_all_buffers: bool) -> Iterator[NamedTensor]:
     for name, module in kinds.modules.items():
-        yield from _of_module(f"{name}.", module)
+        yield from _of_module(f"{name}.", module, has_all_buffers)
     for name, optimizer in kinds.optimizers.items():
         for inner, each in with_inner(name, optimizer).items():
             yield from _of_optimizer(inner, each)
@@ -462,16 +464,16 @@ def _all(kinds: Kinds, attributes: Mapping[str, Any]) -> Iterator[NamedTensor]:
         yield from _nested(name, attributes, (name,), attributes[name])
 
 
-def _of_module(prefix: str, module: torch.nn.Module) -> Iterator[NamedTensor]:
+def _of_module(prefix: str, module: torch.nn.Module, has_all_buffers: bool) -> Iterator[NamedTensor]:
     for key in module._parameters:
         yield NamedTensor(prefix + key, module._parameters, (key,), is_trained=True)
     # The base class of all BatchNorm and InstanceNorm layers (torch 2.13, torch/nn/modules/batchnorm.py).
-    if not isinstance(module, _NormBase):
+    if has_all_buffers or not isinstance(module, _NormBase):
         for key in module._buffers:
             yield NamedTensor(prefix + key, module._buffers, (key,), is_trained=False)
     for key, child in module._modules.items():
         if child is not None:
-            yield from _of_module(f"{prefix}{key}.", child)
+            yield from _of_module(f"{prefix}{key}.", child, has_all_buffers)
 
 
 def _of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[NamedTensor]:

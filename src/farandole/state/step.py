@@ -38,7 +38,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -46,6 +46,9 @@ import torch
 from farandole.errors import StepError
 from farandole.liveness import status_reporting
 from farandole.state import loop_hooks
+
+if TYPE_CHECKING:
+    from farandole.collectives.shard_tree import Division
 
 
 class StepStatus(enum.StrEnum):
@@ -86,6 +89,10 @@ class Undoable(Protocol):
 class Participant(Protocol):
     """An optimizer's part in the open step (optim/loader_path.py)."""
 
+    def begin_micro_batch(self) -> None:
+        """Note that the next micro-batch is handed out."""
+        ...
+
     def begin_padding(self) -> None:
         """Keep the gradients that are reduced so far: loop bodies follow whose gradients do not count."""
         ...
@@ -97,6 +104,15 @@ class Participant(Protocol):
 
 class Observer(Protocol):
     """Watches the tensors that user code may change before a step is decided (state/step_state.py)."""
+
+    def pass_ended(self, batch: Batch) -> None:
+        """Note, in strict mode, that a backward pass of the batch has ended, and counts."""
+        ...
+
+    def combine_shards(self, batch: Batch) -> None:
+        """Combine, in strict mode, what forward passes have changed in each shard. All ranks call it, before the
+        gradients are reduced. Raises the errors of transports."""
+        ...
 
     def before_applying(self) -> None:
         """Note that the first optimizer of the step is about to apply its gradients, or would if the step was not
@@ -135,6 +151,9 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
     """Open a step, since the loader hands out `batch`. In a rehearsal the step is aborted in any case."""
     if batch.index == 0:
         _forget()
+    else:
+        for participant in _step.participants:
+            participant.begin_micro_batch()
     _step.status, _step.batch = ABORTED if is_rehearsal else OPEN, batch
     _step.weight, _step.is_weighed, _step.is_rehearsal = None, False, is_rehearsal
     if is_rehearsal and _observer is not None:
@@ -190,6 +209,18 @@ def expects_micro_batch() -> bool:
     if _step.batch is None or _step.batch.is_last:
         return False
     return _step.status is OPEN or (_step.status is ABORTED and _step.is_rehearsal)
+
+
+def end_pass(batch: Batch) -> None:
+    """Note that a backward pass of a batch of strict mode has ended, and counts."""
+    if _observer is not None:
+        _observer.pass_ended(batch)
+
+
+def combine_shards(batch: Batch) -> None:
+    """Combine what forward passes have changed in the shards of a global batch of strict mode."""
+    if _observer is not None:
+        _observer.combine_shards(batch)
 
 
 def mark_reduced() -> None:
@@ -378,6 +409,8 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     start, stop  positions of the global batch in the epoch's order; stop - start samples in all
     low, high    positions of this rank's local batch; empty for a dummy batch
     micro_batches  number of runs of the loop body for this global batch, the same on every rank
+    division     in strict mode, the shards of each rank: one run of the loop body for each; None: not strict
+    place        this rank's place in it
     """
 
     epoch: int
@@ -386,11 +419,19 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     low: int
     high: int
     micro_batches: int = 1
+    division: Division | None = None
+    place: int = 0
 
     @property
     def samples(self) -> int:
         """Number of samples in this rank's local batch."""
         return self.high - self.low
+
+    @property
+    def is_divided(self) -> bool:
+        """True where the loop body may run several times for this global batch: if not here and now, in strict mode, in
+        another world."""
+        return self.micro_batches > 1 or (self.division is not None and self.division.shards > 1)
 
     @property
     def global_samples(self) -> int:
@@ -403,16 +444,23 @@ class Batch(msgspec.Struct, frozen=True):
 
     low, high  positions of the real samples of this micro-batch; equal for a dummy batch
     index      number of the micro-batch in the global batch, from 0
+    shard      in strict mode, number of the shard; -1: none
     """
 
     global_batch: GlobalBatch
     low: int
     high: int
     index: int = 0
+    shard: int = -1
 
     @property
     def samples(self) -> int:
         return self.high - self.low
+
+    @property
+    def is_strict(self) -> bool:
+        """True in strict mode, where each run of the loop body has a shard, or none."""
+        return self.global_batch.division is not None
 
     @property
     def is_dummy(self) -> bool:

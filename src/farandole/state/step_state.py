@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+from farandole.collectives import world
 from farandole.errors import ConfigError
 from farandole.membership import Progress, Shortfall
 from farandole.state import loop_hooks, step
@@ -32,9 +33,13 @@ from farandole.state.watched_tensors import (
     WatchedTensors,
     buffers_of,
     extra_state_of,
+    layers_with_statistics,
     load_extra_state,
     modules_with_extra_state,
 )
+
+if TYPE_CHECKING:
+    from farandole.state.shard_statistics import ShardStatistics
 
 logger = logging.getLogger("farandole")
 
@@ -133,7 +138,7 @@ class StepState(TorchState):
         self.is_holder = False
         self.on_divergence = on_divergence
         # A step is applied whole, from the same gradients, or not at all: workers at the same step have the same state.
-        self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__))
+        self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__, self.is_strict))
         self.after_step = list(after_step)
         self._names = list(tracked)
         for name, value in tracked.items():
@@ -148,6 +153,8 @@ class StepState(TorchState):
         self._watched = WatchedTensors()
         self._is_tracking = False  # the watched tensors are those of the current values
         self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
+        self._statistics: ShardStatistics | None = None  # in strict mode
+        self._buffers: list[tuple[torch.Tensor, int]] = []  # with their versions at the last capture()
         step.on_decided(self._on_decided, self)
         self.track_optimizers()
 
@@ -202,6 +209,8 @@ class StepState(TorchState):
         """Complete the atomic step, inside optimizer.step(). The gradients are applied: the step counts even when a
         callback raises."""
         try:
+            if self._statistics is not None and batch is not None:
+                self._statistics.install(batch)
             for callback in self.after_step:
                 callback()
         finally:
@@ -221,6 +230,10 @@ class StepState(TorchState):
             self._track()
         self._watched.capture(is_whole)
         kinds = self._kinds or self._sort()
+        if self.is_strict:
+            self._buffers = [
+                (each, each._version) for module in kinds.modules.values() for each in buffers_of(module).values()
+            ]
         self._scalers = [(each, each.state_dict()) for each in kinds.scalers]
 
     def put_back(self) -> None:
@@ -241,9 +254,14 @@ class StepState(TorchState):
 
     def begin_micro_batch(self) -> None:
         """Restore the GradScalers before another micro-batch of the same step: they count steps, not runs of the loop
-        body."""
+        body. In strict mode each shard begins with the buffers of the last step, too."""
         for scaler, saved in self._scalers:
             load_stateful(scaler, saved)
+        if self.is_strict:
+            # BatchNorm writes its statistics without a new version (torch 2.13, native_functions.yaml,
+            # native_batch_norm).
+            changed = [each for each, version in self._buffers if each._version != version]
+            self._snapshot.put_back([*changed, *self._statistics_by_shard().values])
 
     def capture_after(self, function: Callable[[], object]) -> None:
         """Call the function, and remember the new values of everything that it changed: put_back() keeps them."""
@@ -266,6 +284,27 @@ class StepState(TorchState):
         packed = pack_metadata(self._metadata())
         copy: dict[str, Any] = unpack(Packed(packed.skeleton, [each.detach().clone() for each in packed.tensors]))
         return copy
+
+    @property
+    def is_strict(self) -> bool:
+        """True when the model must not depend on the number of workers by a single bit."""
+        return getattr(self.loader, "shards", 0) > 0
+
+    def pass_ended(self, batch: Batch) -> None:
+        """See step.Observer."""
+        self._statistics_by_shard().record(batch)
+
+    def combine_shards(self, batch: Batch) -> None:
+        """See step.Observer."""
+        self._statistics_by_shard().combine(batch, world.current().transport)
+
+    def _statistics_by_shard(self) -> ShardStatistics:
+        if self._statistics is None or self._kinds is None:
+            from farandole.state.shard_statistics import ShardStatistics  # loaded only in strict mode
+
+            self._sort()
+            self._statistics = ShardStatistics(layers_with_statistics(self.modules()))
+        return self._statistics
 
     def before_applying(self) -> None:
         """See step.Observer."""

@@ -27,7 +27,7 @@ from farandole.state import loop_hooks, step
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.state_digest import Divergence
-from farandole.state.step import StepStatus
+from farandole.state.step import Batch, StepStatus
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
 from farandole.state.watched_tensors import layers_with_statistics, make_statistics_equal
@@ -252,13 +252,21 @@ class StepLoop:
         self._state.on_step = self._rehearsal.look
         return True
 
+    def begin_shard(self, batch: Batch) -> None:
+        """Seed the random numbers of a loop body in strict mode, from (seed, step, shard)."""
+        global_batch = batch.global_batch
+        assert global_batch.division is not None
+        shard = batch.shard if batch.shard >= 0 else global_batch.division.shards + global_batch.place
+        reseed(self._state.loader.seed, self._state.step, shard)
+
     def leave_batches(self) -> bool:
         """Leave the batches of an epoch on all workers; user code follows. False: there was a regroup."""
         here = world.current()
         self._is_busy = True
         try:
             self._raise_if_connected("the end of the batches")
-            make_statistics_equal(layers_with_statistics(self._state.modules()), here.transport)
+            if not self._state.is_strict:
+                make_statistics_equal(layers_with_statistics(self._state.modules()), here.transport)
         except RecoverableError:
             if self._job is None:
                 raise

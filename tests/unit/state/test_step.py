@@ -129,6 +129,9 @@ class Part:
         self.told: list[str] = []
         step.take_part(self)
 
+    def begin_micro_batch(self) -> None:
+        self.told.append("micro-batch")
+
     def begin_padding(self) -> None:
         self.told.append("padding")
 
@@ -146,7 +149,7 @@ def test_the_way_of_a_step_with_micro_batches_and_padding() -> None:
     step.mark_reduced()
     step.pad(LAST.padding())
     step.pad(LAST.padding())
-    assert (step.status(), part.told) == (REDUCED, ["padding"])
+    assert (step.status(), part.told) == (REDUCED, ["micro-batch", "padding"])
     step.begin_applying(optimizer)
     step.mark_stepped(optimizer)
     assert (step.status(), len(state.decided), state.told) == (DECIDED, 1, ["before applying"])

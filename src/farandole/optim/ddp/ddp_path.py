@@ -185,6 +185,9 @@ class DdpPath:
             if factor != 1.0:
                 (gradient.detach() if gradient.requires_grad else gradient).mul_(factor)
 
+    def begin_micro_batch(self) -> None:
+        """Do nothing: the next forward pass drops what is left of the last one."""
+
     def begin_padding(self) -> None:
         """Remember the reduced gradients: autograd adds to them in place."""
         if self.is_reduced:

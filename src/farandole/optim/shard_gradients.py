@@ -1,0 +1,120 @@
+"""Gradients in strict mode: those of each shard are computed alone, and added up in the order of the shards' tree.
+
+A worker keeps the sums of its own shards in rows of buckets: one row where it has one shard, and one more each time
+that their number doubles, since the sum of some shards waits there for that of the next ones. See
+collectives/shard_tree.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from farandole.collectives.named.compression import Compressor, NoneCompressor
+from farandole.collectives.shard_sums import with_shards
+from farandole.collectives.shard_tree import Division, Leaf, leaves
+from farandole.collectives.transport import Transport
+from farandole.errors import ConfigError
+from farandole.optim.bucketed_gradients import BucketedGradients, Buckets
+from farandole.state.step import Batch, GlobalBatch
+
+
+class ShardGradients(BucketedGradients):
+    """Gradients of one optimizer in strict mode; see Gradients in step_reduction.py."""
+
+    def __init__(
+        self, names: Mapping[torch.Tensor, str], digest: int, compression: Compressor, pinned_bytes: int | None
+    ) -> None:
+        if compression is not NoneCompressor:
+            raise ConfigError(
+                "strict mode sums up gradients as they are: what compression rounds depends on the number of workers; "
+                "leave compression out"
+            )
+        super().__init__(names, digest, compression, pinned_bytes)
+        if self._buckets.device.type != "cpu":
+            raise ConfigError(
+                f"strict mode trains on the CPU, and the parameters are on {self._buckets.device}: kernels of other "
+                f"devices add up in an order of their own"
+            )
+        self._least_bytes = 0  # as Buckets are cut at first
+        self._rows = [self._buckets]
+        self._division = Division(1, ((0, 1),))
+        self._leaves: tuple[Leaf, ...] = ()
+        self._first = self._nodes = 0
+        self._index = 0  # the place of the current shard among this rank's; behind the last one, none
+        self._filled: set[int] = set()  # parameters whose gradient of the current shard is taken
+
+    def begin(self, global_batch: GlobalBatch) -> None:
+        """Begin a global batch."""
+        assert global_batch.division is not None
+        self._division = global_batch.division
+        self._first, stop = self._division.ranges[global_batch.place]
+        self._leaves = leaves(self._first, stop, self._division.shards)
+        self._nodes = max(1, len(self._division.forests[global_batch.place]))
+        while len(self._rows) < self._division.rows(global_batch.place):
+            self._rows.append(Buckets(self.parameters))
+            self._rows[-1].cut(self._least_bytes)
+        self._index = 0
+        self._filled.clear()
+
+    def begin_shard(self, batch: Batch) -> None:
+        """Begin the shard of a batch, or a batch without one. The shards before it are complete."""
+        self._close_shards(len(self._leaves) if batch.shard < 0 else batch.shard - self._first)
+
+    def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
+        """Add `factor` times the parameter's `.grad` to the sums of the shards before it, as the tree requires."""
+        gradient = self._dense_gradient(parameter)
+        if self._index < len(self._leaves):
+            self._put_leaf(parameter, gradient, factor)
+            self._filled.add(id(parameter))
+        self._release(parameter, gradient, is_final)
+
+    def _put_leaf(self, parameter: torch.Tensor, gradient: torch.Tensor, factor: float) -> None:
+        leaf = self._leaves[self._index]
+        sum_ = self._rows[leaf.row].view(parameter)
+        if not factor:
+            gradient.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
+        if not leaf.summands:
+            torch.mul(gradient, factor, out=sum_)
+            return
+        gradient.mul_(factor)  # rounded before the addition, as everywhere
+        for row in range(leaf.row + leaf.summands - 1, leaf.row, -1):
+            torch.add(self._rows[row].view(parameter), gradient, out=gradient)
+        torch.add(sum_, gradient, out=sum_)
+
+    def _close_shards(self, index: int) -> None:
+        """Complete the shards before place `index`: zeros for the parameters without a gradient."""
+        while self._index < index:
+            if len(self._filled) < len(self.parameters):
+                for parameter in self.parameters:
+                    if id(parameter) not in self._filled:
+                        self._put_leaf(parameter, torch.zeros_like(parameter, requires_grad=False), 0.0)
+            self._index += 1
+            self._filled.clear()
+
+    def reopen_shard(self) -> None:
+        """Drop the gradients of the current shard; the caller restores the sums of those before it."""
+        self._filled.clear()
+
+    def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
+        """Complete all shards of this rank."""
+        self._close_shards(len(self._leaves))
+
+    def drop_shown(self) -> None:
+        """Drop the zeros that code of the last loop body has seen as `.grad`: the next gradient must not be added to
+        them, since a negative zero would become a positive one."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def memory(self) -> list[torch.Tensor]:
+        return [flat for row in self._rows for flat in row.flats]
+
+    def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
+        rows = [row.buckets[place].flat for row in self._rows[: self._nodes]]
+        return with_shards(transport).all_reduce_shards(rows, self._division, trailer)
+
+    def _cut(self, least_bytes: int) -> None:
+        super()._cut(least_bytes)
+        for row in self._rows[1:]:
+            row.cut(least_bytes)

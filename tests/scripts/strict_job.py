@@ -1,0 +1,174 @@
+"""Trains one of several small models in strict mode, and prints a SHA-256 of all that the steps have left: for comparing
+jobs of different worlds, and disturbed ones with quiet ones."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import farandole as fd
+from farandole.testing.quick_start import without_compiler
+from farandole.testing.step_records import Records
+
+SAMPLES, GLOBAL_BATCH, CLASSES = 88, 24, 5
+
+
+class Images(torch.utils.data.Dataset):
+    """Pictures that are shifted and made noisy each time that one is fetched."""
+
+    def __init__(self, side: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+        self.pictures = torch.randn(SAMPLES, 3, side, side, generator=generator) + self.labels[:, None, None, None] / 2
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shift = int(torch.randint(-2, 3, ()))
+        picture = torch.roll(self.pictures[index], shift, dims=-1)
+        return picture + 0.1 * torch.randn_like(picture), self.labels[index]
+
+
+class Words(torch.utils.data.Dataset):
+    """Sequences of small numbers, of which each follows from those before it."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = (torch.arange(13) * (index % 7 + 1) + index) % 11
+        return numbers[:-1], numbers[1:]
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.second = convolution(channels, width, stride), convolution(width, width, 1)
+        self.short = nn.Identity() if channels == width and stride == 1 else convolution(channels, width, stride)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.short(x) + self.second(F.relu(self.first(x))))
+
+
+def convolution(channels: int, width: int, stride: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(channels, width, 3, stride, padding=1, bias=False), nn.BatchNorm2d(width))
+
+
+def resnet() -> nn.Module:
+    """The 18 layers of ResNet-18, with few channels."""
+    blocks, channels = [], 8
+    for width in (8, 12, 16, 20):
+        blocks += [Residual(channels, width, 1 if width == 8 else 2), Residual(width, width, 1)]
+        channels = width
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES)]
+    return nn.Sequential(convolution(3, 8, 1), nn.ReLU(), *blocks, *head)
+
+
+class Gpt(nn.Module):
+    """Two layers with dropout everywhere."""
+
+    def __init__(self, width: int = 32, heads: int = 2) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(11, width), nn.Embedding(12, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        x = self.words(x) + self.places.weight[: x.shape[1]]
+        return self.head(self.layers(x, mask=mask, is_causal=True))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(192, 64),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, CLASSES),
+    )
+
+
+def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Parameters, buffers and the optimizer's state, to the last bit."""
+    found = hashlib.sha256()
+    tensors = list(model.state_dict().items())
+    for number, entry in sorted(optimizer.state_dict()["state"].items()):
+        tensors += [(f"{number}.{name}", value) for name, value in sorted(entry.items()) if value is not None]
+    for name, tensor in tensors:
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+MODELS = {"mlp": mlp, "resnet": resnet, "gpt": Gpt}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--shards", type=int)
+    parser.add_argument("--micro", type=int, help="samples of one loop body: gradients are accumulated")
+    parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--slow-below", type=int, default=0, help="steps take this long below this generation only")
+    parser.add_argument("--plain", action="store_true", help="not strict")
+    parser.add_argument("--records")
+    options = parser.parse_args()
+    without_compiler()
+    fd.init()
+    torch.manual_seed(1)
+    model = MODELS[options.model]()
+    if options.model == "mlp":
+        base: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    else:
+        base = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    optimizer = fd.DistributedOptimizer(base)
+    loader = fd.elastic.DataLoader(
+        Words() if options.model == "gpt" else Images(8),
+        GLOBAL_BATCH,
+        seed=5,
+        num_workers=options.num_workers,
+        micro_batch_size=options.micro,
+        min_local_batch=2 if options.model == "resnet" else 1,
+        strict=False if options.plain else None,
+        shards=options.shards,
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(loader))
+    state = fd.elastic.TorchState(
+        model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, after_step=[scheduler.step]
+    )
+    records = Records(options.records)
+
+    @fd.elastic.run
+    def train(state: fd.elastic.TorchState) -> None:
+        for _ in loader.epochs(options.epochs):
+            for x, y in loader:
+                records.before_step(state)
+                time.sleep(options.step_s if not options.slow_below or fd.generation() < options.slow_below else 0)
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=options.model == "gpt"):
+                    loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+                loss.backward()
+                if options.model != "gpt":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if optimizer.step():
+                    records.after_step(state)
+
+    train(state)
+    records.at_end(state)
+    print(f"rank {fd.rank()} of {fd.size()}: {state_hash(model, optimizer)} after {state.step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()
