@@ -1,5 +1,5 @@
-"""Trains one of several small models in strict mode, and prints a SHA-256 of all that the steps have left: for comparing
-jobs of different worlds, and disturbed ones with quiet ones."""
+"""Trains one of several small models in strict mode, and prints a SHA-256 of all that the steps have left: for
+comparing jobs of different worlds, and disturbed ones with quiet ones."""
 
 from __future__ import annotations
 

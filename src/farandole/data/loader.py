@@ -37,6 +37,7 @@ from farandole.data.sample_order import (
     global_batch_range,
     make_global_batch,
 )
+from farandole.env import prepare_for_strict_mode, read_job_env
 from farandole.errors import ConfigError, DataError
 from farandole.membership import Shortfall
 from farandole.state import loop_hooks, step
@@ -180,6 +181,8 @@ class DataLoader(ElasticLoader):
             number_of_shards(strict, shards, global_batch_size, most),
         )
         self.dataset, self._cursor = dataset, 0
+        if self._layout.shards:
+            _pin_arithmetic()
         self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed))
         inner_dataset: Any = dataset
         batch_sampler: Iterable[Any] = self._index_stream
@@ -447,6 +450,13 @@ class DataLoader(ElasticLoader):
         """Fetch again from the cursor, for the current world; the current batch will be handed out again."""
         self.batch, self.indices, self._is_pending = None, [], False
         self._index_stream.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
+
+
+def _pin_arithmetic() -> None:
+    """Compute with one thread, unless the job was started with a number for all workers (--strict)."""
+    prepare_for_strict_mode()
+    if not read_job_env().strict:
+        torch.set_num_threads(1)
 
 
 def _order(order: Order | None, shuffle: bool) -> Order:

@@ -5,6 +5,7 @@ Used by cli.py.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from farandole.env import (
     read_start_timeout_s,
     read_timeline,
     read_transport,
+    strict_environment,
 )
 from farandole.errors import ConfigError
 from farandole.launch.command import alias_environment, checked
@@ -168,10 +170,17 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
     if options.horovod or program.is_horovodrun:
         environment |= alias_environment()
     run_command = tuple(checked(command))
+    strict = _strict_shards(options, config)
+    if strict:
+        environment |= strict_environment()
+        if config.max_np is None and config.fills_slots:
+            config = dataclasses.replace(config, max_np=strict)
     job_env = JobEnv(
         transport=options.transport or read_transport(),
         sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
         in_place=config.num_proc if options.in_place else 0,
+        strict=strict > 0,
+        shards=strict or config.max_np or config.num_proc,
     )
     check_encryption(config.tls, job_env.transport)
     if config.tls and (config.takes_agents or has_hosts):
@@ -215,6 +224,30 @@ def _timeline(environment: Mapping[str, str]) -> Path | None:
     """Return the file of the timeline that the options or the environment ask for."""
     name = environment.get("HOROVOD_TIMELINE") or read_timeline()
     return Path(name) if name and name != "DYNAMIC" else None
+
+
+def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
+    """Return the number of shards of a strict job, 0 for other jobs. Raises ConfigError where it cannot be strict."""
+    if not options.strict and options.shards is None:
+        return 0
+    flag = "--strict" if options.shards is None else f"--shards {options.shards}"
+    for is_given, what in (
+        (options.horovod, "--horovod"),
+        (options.in_place, "--in-place"),
+        (options.transport in ("gloo", "nccl"), f"--transport {options.transport}"),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{flag} and {what} contradict each other: strict mode needs an fd.elastic.DataLoader, and "
+                f"adds up gradients in an order of its own; leave one of them out"
+            )
+    most = config.max_np or config.num_proc
+    if options.shards is not None and options.shards < most:
+        raise ConfigError(
+            f"--shards {options.shards} is below the largest number of workers, {most}: some would have nothing to "
+            f"compute; give --shards {most} or more, or --max-np {options.shards}"
+        )
+    return most if options.shards is None else options.shards
 
 
 def _pods(options: argparse.Namespace) -> PodSelection | None:

@@ -92,6 +92,7 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
         _failures,
         _clusters,
         _times,
+        _strict,
         _checkpoints,
         _transport,
         _output,
@@ -345,6 +346,26 @@ def _transport(parser: argparse.ArgumentParser) -> None:
         "nccl: CUDA tensors through NCCL, or an error, and all others as with auto; auto: shm on one host, else "
         "hierarchical where hosts have several workers, else tcp; CUDA tensors through NCCL where each worker has a "
         "device of its own (default: FARANDOLE_TRANSPORT, or auto)",
+    )
+
+
+def _strict(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "strict mode: the same model, to the last bit, for any number of workers"
+    ).add_argument
+    add(
+        "--strict",
+        action="store_true",
+        help="every fd.elastic.DataLoader is strict: its global batches are cut into a fixed number of shards, which "
+        "are computed one by one and added up in one order; workers compute with one thread, unless OMP_NUM_THREADS "
+        "is set",
+    )
+    add(
+        "--shards",
+        type=int,
+        metavar="V",
+        help="number of these shards: a divisor of the global batch size, and at least the largest number of workers "
+        "(default: --max-np, or -np); implies --strict",
     )
 
 

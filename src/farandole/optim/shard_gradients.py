@@ -15,8 +15,10 @@ from farandole.collectives.named.compression import Compressor, NoneCompressor
 from farandole.collectives.shard_sums import with_shards
 from farandole.collectives.shard_tree import Division, Leaf, leaves
 from farandole.collectives.transport import Transport
+from farandole.collectives.world import World
 from farandole.errors import ConfigError
 from farandole.optim.bucketed_gradients import BucketedGradients, Buckets
+from farandole.optim.numerics import refuse_others
 from farandole.state.step import Batch, GlobalBatch
 
 
@@ -106,6 +108,10 @@ class ShardGradients(BucketedGradients):
         them, since a negative zero would become a positive one."""
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _agree(self, here: World) -> None:
+        refuse_others(here.transport)
+        super()._agree(here)
 
     def memory(self) -> list[torch.Tensor]:
         return [flat for row in self._rows for flat in row.flats]

@@ -7,7 +7,7 @@ import logging
 import random
 import struct
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TypeVar
 
@@ -93,7 +93,7 @@ class StepLoop:
         if state.loader is not None:
             state.loader.hooks = self
         try:
-            with leaving_on_sigterm(self._job, self._may_end_here):
+            with leaving_on_sigterm(self._job, self._may_end_here), _deterministic(self._state.is_strict):
                 try:
                     yield
                 except (JobEnded, SystemExit):
@@ -473,6 +473,15 @@ class StepLoop:
 
     def committed(self) -> None:
         """Do nothing: every step is a commit here."""
+
+
+def _deterministic(is_strict: bool) -> AbstractContextManager[None]:
+    if not is_strict:
+        return nullcontext()
+    from farandole.optim.numerics import deterministic, own_arithmetic  # loaded only in strict mode
+
+    own_arithmetic()  # before other workers wait for it
+    return deterministic()
 
 
 # Random numbers of a step: a function of (seed, step, rank), so that a repeated step gets the same ones ---------------

@@ -1,0 +1,108 @@
+"""Strict mode: the model of every job is the same to the last bit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.testing.proof import Proof
+from farandole.testing.running_job import all_training
+from tests.scripts.strict_job import MODELS, SAMPLES
+from tests.support.jobs import SCRIPTS, RunningJob, farandole_run
+
+pytestmark = pytest.mark.core
+
+SCRIPT = SCRIPTS / "strict_job.py"
+WORLDS = {
+    "2 over shared memory": ["-np", "2"],
+    "3 over TCP": ["-np", "3", "--transport", "tcp"],
+    "4 on two hosts": ["-np", "4", "-H", "localhost:2,127.0.0.1:2"],
+}
+
+
+def hashes(output: str) -> list[str]:
+    return re.findall(r"rank \d+ of \d+: ([0-9a-f]{64}) after", output)
+
+
+def hashes_of_job(flags: Sequence[str], *arguments: str) -> list[str]:
+    done = farandole_run("-q", *flags, sys.executable, str(SCRIPT), *arguments, timeout_s=120.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return hashes(done.stdout)
+
+
+@cache
+def hash_alone(*arguments: str) -> str:
+    """The hash of a single process without a launcher."""
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return hashes(done.stdout)[0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_world_trains_the_same_bits(model: str, world: str) -> None:
+    arguments = ("--model", model, "--shards", "8")
+    expected = hash_alone(*arguments)
+    assert set(hashes_of_job(WORLDS[world], *arguments)) == {expected}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(["--shards", "4", "--micro", "2"], id="accumulation"),
+        pytest.param(["--shards", "3"], id="as many shards as workers"),
+        pytest.param(["--shards", "6", "--num-workers", "2"], id="loader workers"),
+        pytest.param(["--shards", "24"], id="more shards than samples in the last batch"),
+    ],
+)
+def test_other_settings_train_the_same_bits_in_every_world(more: list[str]) -> None:
+    arguments = ("--model", "mlp", *more)
+    expected = hash_alone(*arguments)
+    assert set(hashes_of_job(["-np", "3"], *arguments)) == {expected}
+    assert set(hashes_of_job(["-np", "2", "--transport", "tcp"], *arguments)) == {expected}
+
+
+def test_without_strict_mode_the_bits_depend_on_the_world() -> None:
+    """Else the tests above would show nothing."""
+    arguments = ("--model", "mlp", "--plain")
+    assert set(hashes_of_job(["-np", "3"], *arguments)) != {hash_alone(*arguments)}
+
+
+def test_the_launcher_can_make_loaders_strict_with_as_many_shards_as_workers_may_ever_train() -> None:
+    found = hashes_of_job(["-np", "2", "--max-np", "4", "--strict"], "--model", "mlp")
+    assert set(found) == {hash_alone("--model", "mlp", "--shards", "4")}
+    assert set(hashes_of_job(["-np", "2", "--shards", "8"], "--model", "mlp")) == {
+        hash_alone("--model", "mlp", "--shards", "8")
+    }
+
+
+def beyond(generation: int, size: int) -> Any:
+    def condition(latest: dict[int, dict[str, Any]]) -> bool:
+        return all_training(size)(latest) and latest[0]["generation"] > generation
+
+    return condition
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_kills_and_joins_change_no_bit(model: str, transport: str, tmp_path: Path) -> None:
+    epochs = ("--epochs", "12")
+    arguments = ["--model", model, "--shards", "8", *epochs, "--step-s", "0.1", "--slow-below", "3"]
+    flags = ["-np", "3", "--transport", transport]
+    with RunningJob(flags, SCRIPT, arguments, tmp_path, tmp_path / "output") as running:
+        latest = running.wait_until(all_training(3), 60)
+        running.kill(latest[1]["pid"])
+        running.wait_until(beyond(latest[0]["generation"], 2), 60)  # without it, then with its replacement
+        running.wait_until(beyond(latest[0]["generation"], 3), 60)
+        assert running.wait(120) == 0, (tmp_path / "output").read_text()
+    found = hashes((tmp_path / "output").read_text())
+    assert len(found) == 3
+    assert set(found) == {hash_alone("--model", model, "--shards", "8", *epochs)}
+    assert Proof(tmp_path).epochs(SAMPLES).is_exact
