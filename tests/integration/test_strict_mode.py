@@ -83,6 +83,33 @@ def test_the_launcher_can_make_loaders_strict_with_as_many_shards_as_workers_may
     }
 
 
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ("operator", r"put_.*does not have a deterministic implementation"),
+        (
+            "noise",
+            r"StepError: strict mode: two runs.*gradients of model\.6\.bias, .* and 9 more",
+        ),
+        ("ddp", r"ConfigError: strict mode needs a DistributedOptimizer"),
+    ],
+)
+def test_what_cannot_be_repeated_to_the_last_bit_is_named(broken: str, error: str) -> None:
+    done = farandole_run("-np", "2", sys.executable, str(SCRIPT), "--model", "mlp", "--shards", "4", "--break", broken)
+    assert done.returncode != 0
+    assert re.search(error, done.stdout + done.stderr), done.stdout + done.stderr
+
+
+def test_a_worker_that_rounds_otherwise_is_named_and_the_others_train_on() -> None:
+    """Here by its number of threads, as by another processor."""
+    flags = ["-np", "3", "--restarts", "0", "--verbose"]
+    words = ["--model", "mlp", "--shards", "8", "--break", "threads"]
+    done = farandole_run(*flags, sys.executable, str(SCRIPT), *words)
+    said = done.stdout + done.stderr
+    assert re.search(r"ConfigError: strict mode: rank 1 rounds otherwise than 2 of 3 workers.*2 threads", said), said
+    assert set(hashes(said)) == {hash_alone("--model", "mlp", "--shards", "8")}
+
+
 def beyond(generation: int, size: int) -> Any:
     def condition(latest: dict[int, dict[str, Any]]) -> bool:
         return all_training(size)(latest) and latest[0]["generation"] > generation

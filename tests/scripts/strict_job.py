@@ -7,6 +7,7 @@ import argparse
 import hashlib
 import time
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--slow-below", type=int, default=0, help="steps take this long below this generation only")
     parser.add_argument("--plain", action="store_true", help="not strict")
+    parser.add_argument("--break", dest="broken", choices=["operator", "noise", "threads", "ddp"])
     parser.add_argument("--records")
     options = parser.parse_args()
     without_compiler()
@@ -133,7 +135,10 @@ def main() -> None:
         base: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     else:
         base = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    optimizer = fd.DistributedOptimizer(base)
+    optimizer = base if options.broken == "ddp" else fd.DistributedOptimizer(base)
+    if options.broken == "ddp":
+        torch.distributed.init_process_group("farandole")
+        model = nn.parallel.DistributedDataParallel(model)
     loader = fd.elastic.DataLoader(
         Words() if options.model == "gpt" else Images(8),
         GLOBAL_BATCH,
@@ -144,11 +149,13 @@ def main() -> None:
         strict=False if options.plain else None,
         shards=options.shards,
     )
+    if options.broken == "threads" and fd.rank() == 1:
+        torch.set_num_threads(2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(loader))
     state = fd.elastic.TorchState(
         model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, after_step=[scheduler.step]
     )
-    records = Records(options.records)
+    records, noise = Records(options.records), numpy.random.default_rng()
 
     @fd.elastic.run
     def train(state: fd.elastic.TorchState) -> None:
@@ -157,6 +164,10 @@ def main() -> None:
                 records.before_step(state)
                 time.sleep(options.step_s if not options.slow_below or fd.generation() < options.slow_below else 0)
                 optimizer.zero_grad()
+                if options.broken == "operator":
+                    x.put_(torch.tensor([0]), torch.tensor([1.0]))
+                elif options.broken == "noise":
+                    x = x + noise.normal(0, 1e-6, tuple(x.shape)).astype("float32")
                 with torch.autocast("cpu", torch.bfloat16, enabled=options.model == "gpt"):
                     loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
                 loss.backward()

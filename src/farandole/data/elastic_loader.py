@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, Self
 
-from farandole.env import read_job_env
+from farandole.env import read_job_env, read_rank_and_size
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import step
@@ -250,7 +250,7 @@ def number_of_shards(strict: bool | None, shards: int | None, global_batch_size:
         raise ConfigError(f"DataLoader: strict=False and shards={shards} contradict each other; give one")
     if strict is False or not (strict or shards is not None or job.strict):
         return 0
-    wanted = job.shards or 1 if shards is None else shards
+    wanted = shards if shards is not None else job.shards or read_rank_and_size()[1]
     if not 1 <= wanted <= MOST_SHARDS:
         raise DataError(f"shards must be in 1..{MOST_SHARDS}, got {wanted}")
     if global_batch_size % wanted:

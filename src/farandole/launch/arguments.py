@@ -180,7 +180,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
         in_place=config.num_proc if options.in_place else 0,
         strict=strict > 0,
-        shards=strict or config.max_np or config.num_proc,
+        shards=strict or (options.max_num_proc or 0),
     )
     check_encryption(config.tls, job_env.transport)
     if config.tls and (config.takes_agents or has_hosts):

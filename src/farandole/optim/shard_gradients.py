@@ -18,7 +18,7 @@ from farandole.collectives.transport import Transport
 from farandole.collectives.world import World
 from farandole.errors import ConfigError
 from farandole.optim.bucketed_gradients import BucketedGradients, Buckets
-from farandole.optim.numerics import refuse_others
+from farandole.state.numerics import RepeatedShards, refuse_others
 from farandole.state.step import Batch, GlobalBatch
 
 
@@ -43,6 +43,7 @@ class ShardGradients(BucketedGradients):
         self._rows = [self._buckets]
         self._division = Division(1, ((0, 1),))
         self._leaves: tuple[Leaf, ...] = ()
+        self._repeated = RepeatedShards()
         self._first = self._nodes = 0
         self._index = 0  # the place of the current shard among this rank's; behind the last one, none
         self._filled: set[int] = set()  # parameters whose gradient of the current shard is taken
@@ -68,6 +69,7 @@ class ShardGradients(BucketedGradients):
         """Add `factor` times the parameter's `.grad` to the sums of the shards before it, as the tree requires."""
         gradient = self._dense_gradient(parameter)
         if self._index < len(self._leaves):
+            self._repeated.compare(self._first + self._index, parameter, gradient)
             self._put_leaf(parameter, gradient, factor)
             self._filled.add(id(parameter))
         self._release(parameter, gradient, is_final)
@@ -102,6 +104,7 @@ class ShardGradients(BucketedGradients):
     def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
         """Complete all shards of this rank."""
         self._close_shards(len(self._leaves))
+        self._repeated.refuse()
 
     def drop_shown(self) -> None:
         """Drop the zeros that code of the last loop body has seen as `.grad`: the next gradient must not be added to

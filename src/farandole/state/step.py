@@ -109,6 +109,10 @@ class Observer(Protocol):
         """Note, in strict mode, that a backward pass of the batch has ended, and counts."""
         ...
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the name of a parameter, with that of its model."""
+        ...
+
     def combine_shards(self, batch: Batch) -> None:
         """Combine, in strict mode, what forward passes have changed in each shard. All ranks call it, before the
         gradients are reduced. Raises the errors of transports."""
@@ -221,6 +225,11 @@ def combine_shards(batch: Batch) -> None:
     """Combine what forward passes have changed in the shards of a global batch of strict mode."""
     if _observer is not None:
         _observer.combine_shards(batch)
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """Return the name of a parameter for people."""
+    return f"a parameter of shape {tuple(parameter.shape)}" if _observer is None else _observer.name_of(parameter)
 
 
 def mark_reduced() -> None:

@@ -298,6 +298,11 @@ class StepState(TorchState):
         """See step.Observer."""
         self._statistics_by_shard().combine(batch, world.current().transport)
 
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """See step.Observer."""
+        named = ((f"{name}.{key}", each) for name, group in self._parameters().items() for key, each in group.items())
+        return next((name for name, each in named if each is parameter), "a parameter").lstrip(".")
+
     def _statistics_by_shard(self) -> ShardStatistics:
         if self._statistics is None or self._kinds is None:
             from farandole.state.shard_statistics import ShardStatistics  # loaded only in strict mode
@@ -348,6 +353,10 @@ class StepState(TorchState):
         self._watched.add_changing_late(changing_late)
         if self.loader is not None:
             self.loader.load_state_dict(metadata["loader"])
+        if self.is_strict and metadata.get("arithmetic", "") not in ("", _arithmetic()):
+            from farandole.state.numerics import warn_of_other_arithmetic  # loaded only in strict mode
+
+            warn_of_other_arithmetic(self.step)
 
     def _metadata(self) -> dict[str, Any]:
         kinds = self._kinds or self._sort()
@@ -363,6 +372,7 @@ class StepState(TorchState):
             "groups": {name: groups for each in kinds.states for name, groups in each.options().items()},
             "stateful": {name: value.state_dict() for name, value in kinds.stateful.items()},
             "values": {name: getattr(self, name) for name in kinds.values},
+            **({"arithmetic": _arithmetic()} if self.is_strict else {}),
         }
 
     def _track(self) -> None:
@@ -436,6 +446,13 @@ class StepState(TorchState):
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return (self._kinds or self._sort()).modules
+
+
+def _arithmetic() -> str:
+    """Return what tells this process's arithmetic from that of another kind of processor."""
+    from farandole.state.numerics import own_arithmetic  # loaded only in strict mode
+
+    return own_arithmetic().digest
 
 
 # Optimizers that cannot train with a loader of Farandole: they are refused when a state is created with them ----------

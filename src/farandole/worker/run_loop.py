@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from farandole.collectives import world
+from farandole.env import read_job_env
 from farandole.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from farandole.state.object_state import State
 from farandole.state.step_state import StepState
@@ -73,7 +74,14 @@ def run(
 
 
 def _loop(job: WorkerJob | None, state: State) -> StepLoop | CommitLoop:
-    return StepLoop(job, state) if isinstance(state, StepState) else CommitLoop(job, state)
+    if isinstance(state, StepState):
+        return StepLoop(job, state)
+    if read_job_env().strict:
+        raise ConfigError(
+            "--strict: the state of this script has no fd.elastic.DataLoader, so batches cannot be cut into shards: "
+            "write TorchState(model=..., optimizer=..., loader=fd.elastic.DataLoader(...)), or leave --strict out"
+        )
+    return CommitLoop(job, state)
 
 
 # run_fn: the elastic loop with the script's own reset, under Horovod's name -------------------------------------------

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
-from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError, StateDiverged
+from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, JobEnded, RecoverableError, StateDiverged
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
@@ -85,6 +86,8 @@ class StepLoop:
     def installed(self) -> Iterator[None]:
         """Receive the requests of loader, optimizers and collectives, and make the modules of the state elastic."""
         state = self._state
+        if state.is_strict:
+            _refuse_for_strict_mode(state)
         if adopt(state.modules(), state.optimizers(), self._accumulates):
             state.track_optimizers()
         loop_hooks.install(self)
@@ -475,10 +478,20 @@ class StepLoop:
         """Do nothing: every step is a commit here."""
 
 
+def _refuse_for_strict_mode(state: StepState) -> None:
+    """Raise ConfigError for objects whose gradients are not added up in the order of the shards."""
+    if any(isinstance(module, DistributedDataParallel) for module in state.modules()):
+        raise ConfigError(
+            "strict mode needs a DistributedOptimizer: the reducer of DistributedDataParallel adds up the gradients of "
+            "several shards before Farandole sees them. Pass the module without DistributedDataParallel, and its "
+            "optimizer in fd.DistributedOptimizer(...)"
+        )
+
+
 def _deterministic(is_strict: bool) -> AbstractContextManager[None]:
     if not is_strict:
         return nullcontext()
-    from farandole.optim.numerics import deterministic, own_arithmetic  # loaded only in strict mode
+    from farandole.state.numerics import deterministic, own_arithmetic  # loaded only in strict mode
 
     own_arithmetic()  # before other workers wait for it
     return deterministic()

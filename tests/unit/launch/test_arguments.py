@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_every_option_arrives() -> None:
     )
     options = parse_run(text.split())
     assert options.config == JobConfig(4, 2, 8, 5, 10.0, 20.0, 0.5, 0.0, spares=2, max_restarts=3)
-    assert (options.hosts, options.discovery_script, options.environment) == (None, None, {})
+    assert (options.hosts, options.discovery_script, options.environment) == (None, None, {"FARANDOLE_SHARDS": "8"})
     assert [note.split(":")[0] for note in options.notes] == ["--fork-server on has no effect"]
     assert (options.host, options.port, options.command) == ("::1", 4711, ("sh",))
     assert (options.output_directory, options.prefix_timestamp) == (Path("out"), True)
@@ -234,3 +235,32 @@ def test_a_port_of_ssh_that_is_none_is_an_error(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         parse_run(["-np", "2", "-H", "a:1,b:1", "-p", "0", "sh"])
     assert "--ssh-port must be between 1 and 65535, got 0" in capsys.readouterr().err
+
+
+def test_a_strict_job_has_as_many_shards_as_workers_may_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    for text, shards in (("--strict", "3"), ("--strict --max-np 6", "6"), ("--shards 12", "12")):
+        environment = parse_run([*f"-np 3 {text} sh".split()]).environment
+        assert environment["FARANDOLE_STRICT"] == "True"
+        assert environment["FARANDOLE_SHARDS"] == shards
+        assert (environment["MKL_CBWR"], environment["OMP_NUM_THREADS"]) == ("AUTO,STRICT", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    environment = parse_run(["-np", "3", "--strict", "sh"]).environment
+    assert not {"OMP_NUM_THREADS", "MKL_CBWR"} & set(environment)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--shards 2", "--shards 2 is below the largest number of workers, 3.*--max-np 2"),
+        ("--max-np 8 --shards 4", "below the largest number of workers, 8"),
+        ("--strict --horovod", "--strict and --horovod contradict each other"),
+        ("--shards 6 --transport gloo", "--shards 6 and --transport gloo contradict each other"),
+    ],
+)
+def test_a_job_that_cannot_be_strict_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_run(["-np", "3", *words.split(), "sh"])
+    assert re.search(error, capsys.readouterr().err)

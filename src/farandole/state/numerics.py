@@ -9,6 +9,7 @@ import hashlib
 import logging
 import platform
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +19,11 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
+from farandole.collectives.connection_pair import as_bytes
 from farandole.collectives.transport import Transport
 from farandole.env import read_mkl_reproducibility
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, StepError
+from farandole.state import loop_hooks, step
 
 logger = logging.getLogger("farandole")
 
@@ -86,15 +89,56 @@ def refuse_others(transport: Transport) -> None:
     )
 
 
-def note_resumed(saved: str, step: int) -> None:
-    """Warn where a state was made by another arithmetic; `saved` is its digest."""
-    if saved and saved != own_arithmetic().digest:
-        logger.warning(
-            "strict mode: the state of step %d was computed by another kind of processor, or with other libraries, "
-            "that round otherwise: from here on the model will not be the one that these would have made. Here: %s",
-            step,
-            own_arithmetic().text,
+class RepeatedShards:
+    """A self-test of the model: a rehearsal computes shards that are then computed again, with the same random numbers.
+    Their gradients must be equal to the last bit."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._digests: dict[tuple[int, int], int] = {}  # by shard and parameter, of the rehearsal
+        self._different: list[torch.Tensor] = []
+
+    def compare(self, shard: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Note the gradient of a shard in a rehearsal, or compare it with the one of the rehearsal."""
+        decided = loop_hooks.steps_decided()
+        if step.is_rehearsal():
+            self._step = decided
+            self._digests[shard, id(parameter)] = _crc(gradient)
+        elif self._digests:
+            if decided != self._step:
+                self._digests.clear()
+                return
+            before = self._digests.pop((shard, id(parameter)), None)
+            if before is not None and before != _crc(gradient):
+                self._different.append(parameter)
+
+    def refuse(self) -> None:
+        """Raise StepError, with the names of parameters, where gradients differed."""
+        if not self._different:
+            return
+        names = [step.name_of(parameter) for parameter in self._different]
+        self._different.clear()
+        further = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise StepError(
+            f"strict mode: two runs of the loop body with the same samples and random numbers gave different gradients "
+            f"of {', '.join(names[:3])}{further}, in the order of backward(). An operator there or behind it gives "
+            f"another result in each run, keeps a state of its own, or draws from a random generator of its own: use "
+            f"the global one of torch, numpy or Python"
         )
+
+
+def _crc(gradient: torch.Tensor) -> int:
+    return zlib.crc32(as_bytes(gradient.contiguous()).numpy().data)
+
+
+def warn_of_other_arithmetic(step: int) -> None:
+    """Warn that a state was made by another arithmetic."""
+    logger.warning(
+        "strict mode: the state of step %d was computed by another kind of processor, or with other libraries, that "
+        "round otherwise: from here on the model will not be the one that these would have made. Here: %s",
+        step,
+        own_arithmetic().text,
+    )
 
 
 def _gather(transport: Transport, mine: Arithmetic) -> list[bytes]:
