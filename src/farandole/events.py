@@ -1064,6 +1064,19 @@ class CollectiveStalled(Event):
 
 
 @dataclass(frozen=True)
+class StateHash(Event):
+    """In strict mode, at the end of an epoch: the SHA-256 of parameters, buffers and optimizer state after `step`
+    steps, equal on all workers."""
+
+    step: int
+    epoch: int
+    hash: str
+
+    def line(self) -> str:
+        return f"the state after epoch {self.epoch}, step {self.step}: {self.hash}"
+
+
+@dataclass(frozen=True)
 class StatesDiverged(Event):
     """States differ: these workers had another state than `source` after `step` steps. `name`: the first parameter,
     buffer or other tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""

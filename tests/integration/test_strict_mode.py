@@ -15,7 +15,7 @@ import pytest
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.scripts.strict_job import MODELS, SAMPLES
-from tests.support.jobs import SCRIPTS, RunningJob, farandole_run
+from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
 
 pytestmark = pytest.mark.core
 
@@ -75,6 +75,15 @@ def test_without_strict_mode_the_bits_depend_on_the_world() -> None:
     assert set(hashes_of_job(["-np", "3"], *arguments)) != {hash_alone(*arguments)}
 
 
+def test_the_ledger_tells_jobs_with_other_states_apart(tmp_path: Path) -> None:
+    for folder, shards in (("one", "8"), ("other", "4")):
+        hashes_of_job(["-np", "2", "--sample-ledger", str(tmp_path / folder)], "--model", "mlp", "--shards", shards)
+    done = farandole("ledger", "check", str(tmp_path / "one"), "--against", str(tmp_path / "other"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "exactly once: yes" in done.stdout
+    assert "the same state: NO, since step 4 at the latest" in done.stdout
+
+
 def test_the_launcher_can_make_loaders_strict_with_as_many_shards_as_workers_may_ever_train() -> None:
     found = hashes_of_job(["-np", "2", "--max-np", "4", "--strict"], "--model", "mlp")
     assert set(found) == {hash_alone("--model", "mlp", "--shards", "4")}
@@ -122,7 +131,8 @@ def beyond(generation: int, size: int) -> Any:
 def test_kills_and_joins_change_no_bit(model: str, transport: str, tmp_path: Path) -> None:
     epochs = ("--epochs", "12")
     arguments = ["--model", model, "--shards", "8", *epochs, "--step-s", "0.1", "--slow-below", "3"]
-    flags = ["-np", "3", "--transport", transport]
+    ledger, quiet = tmp_path / "ledger", tmp_path / "quiet"
+    flags = ["-np", "3", "--transport", transport, "--verbose", "--sample-ledger", str(ledger)]
     with RunningJob(flags, SCRIPT, arguments, tmp_path, tmp_path / "output") as running:
         latest = running.wait_until(all_training(3), 60)
         running.kill(latest[1]["pid"])
@@ -133,3 +143,9 @@ def test_kills_and_joins_change_no_bit(model: str, transport: str, tmp_path: Pat
     assert len(found) == 3
     assert set(found) == {hash_alone("--model", model, "--shards", "8", *epochs)}
     assert Proof(tmp_path).epochs(SAMPLES).is_exact
+    hashes_of_job(["-np", "2", "--sample-ledger", str(quiet)], "--model", model, "--shards", "8", *epochs)
+    done = farandole("ledger", "check", str(ledger), "--against", str(quiet))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "12 hashes of the state; after step 48: " in done.stdout
+    assert "the same state: yes, after 12 epochs, the last one after step 48" in done.stdout
+    assert (tmp_path / "output").read_text().count("the state after epoch ") >= 12

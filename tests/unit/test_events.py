@@ -46,6 +46,7 @@ SAMPLES = [
     events.WorkersHung(7, ("w1",), 60.0),
     events.WorkerStacks("w1", "Thread 1\n  in f\n"),
     events.CollectiveStalled(7, ("w0", "w1"), 60.0),
+    events.StateHash(12, 2, "24fd62"),
     events.StatesDiverged(7, "model.0.weight", 3, ("w1",), "w0", False),
     events.StatesDiverged(7, "ema.0", 1, ("w1", "w2"), "w0", True),
     events.StopAsked("SIGINT", 5.0),

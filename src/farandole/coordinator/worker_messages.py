@@ -9,6 +9,7 @@ from farandole.coordinator.job import Job, Transition, Worker
 from farandole.events import (
     CheckpointFailed,
     CheckpointSaved,
+    StateHash,
     StateLost,
     StatesDiverged,
     TransportChosen,
@@ -34,6 +35,7 @@ from farandole.wire.messages import (
     Probed,
     PublishAnswer,
     Ready,
+    StateHashed,
     StatesDiffered,
     Synced,
     WorkerMessage,
@@ -68,6 +70,8 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
                 regroup.record_first_step(transition, worker, message)
             case StatesDiffered():
                 _differed(transition, message)
+            case StateHashed():
+                transition.log(StateHash(message.step, message.epoch, message.hash))
             case Failed():
                 _failed(transition, worker, message)
             case Finished():

@@ -21,17 +21,21 @@ def ledger_command(arguments: Sequence[str]) -> int:
     argparse does."""
     options = ledger_parser().parse_args(arguments)
     # Here: both import numpy, for which `farandole run --help` should not wait.
-    from farandole.ledger.findings import as_json, format_findings
+    from farandole.ledger.findings import as_json, compare, format_comparison, format_findings
     from farandole.ledger.proving import Folder, prove
 
     try:
         findings = prove(Folder(options.folder))
+        comparison = None if options.against is None else compare(findings, prove(Folder(options.against)))
     except (ConfigError, OSError) as error:
         print(f"farandole ledger check: {error}", file=sys.stderr)
         return USAGE_ERROR
-    for line in [as_json(findings)] if options.json else format_findings(findings):
+    for line in [as_json(findings, comparison)] if options.json else format_findings(findings):
         print(line)
-    return EXACT if findings.is_exact else NOT_EXACT
+    if comparison is not None and not options.json:
+        print(format_comparison(comparison))
+    is_proved = findings.is_exact and (comparison is None or comparison.is_equal)
+    return EXACT if is_proved else NOT_EXACT
 
 
 def ledger_parser() -> argparse.ArgumentParser:
@@ -45,6 +49,12 @@ def ledger_parser() -> argparse.ArgumentParser:
     parser.add_argument("action", choices=["check"])
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="folder that was given to farandole run --sample-ledger"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="ledger of another strict job, whose state must have the same hash after each epoch that both have ended",
     )
     parser.add_argument("--json", action="store_true", help="print all findings as JSON")
     return parser

@@ -23,6 +23,7 @@ from farandole.ledger.records import (
     Differed,
     EpochEnded,
     GenerationKey,
+    Hashed,
     Intent,
     Missed,
     Opened,
@@ -222,6 +223,7 @@ class _Story:
     """The outcome of the steps, from all records but the samples.
 
     standing     by step, records that were applied and are not void
+    hashes       in strict mode, by step, the hash of the state at the end of an epoch
     weights      history of the weights of each worker
     is_doubtful  the steps are not consecutive: the start that made some of them void may be in a missing file, the only
                  one of its generation
@@ -235,6 +237,7 @@ class _Story:
     ended: list[EpochEnded] = field(default_factory=list)
     begun: set[Attempt] = field(default_factory=set)
     standing: dict[int, Applied] = field(default_factory=dict)
+    hashes: dict[int, str] = field(default_factory=dict)
     weights: WeightsStory = field(default_factory=WeightsStory)
     is_doubtful: bool = False
 
@@ -256,6 +259,11 @@ class _Story:
                 self.problems.append(f"step {record.step}: workers of {name_of(record.key)} recorded different values")
         elif isinstance(record, EpochEnded):
             self.ended.append(record)
+        elif isinstance(record, Hashed) and self.hashes.setdefault(record.step, record.hash) != record.hash:
+            self.problems.append(
+                f"the state after step {record.step} has two hashes, {self.hashes[record.step]} and {record.hash}, "
+                f"although the job was strict"
+            )
 
     def _add_start(self, record: Started) -> None:
         first = self.starts.setdefault(record.key, record)
@@ -435,6 +443,7 @@ class _Count:
             epochs=epochs,
             problems=story.problems,
             remarks=story.remarks,
+            hashes=story.hashes,
         )
 
     def _judge(self, number: int, epoch: _EpochCounts, is_ended: bool) -> EpochFinding:

@@ -48,6 +48,7 @@ class Findings(msgspec.Struct, frozen=True):
     steps     optimizer steps that stand, from first_step on; redone  attempts that had to be repeated
     records   instead of steps, under the commit rule: workers' records that stand; redone counts those rolled back
     problems  evidence against exactly once, besides that in `epochs`; remarks  other notes
+    hashes    of a strict job, by step: the SHA-256 of the state at the end of an epoch
     """
 
     samples: int | dict[str, int]
@@ -61,6 +62,7 @@ class Findings(msgspec.Struct, frozen=True):
     remarks: list[str]
     records: int | None = None
     streams: int = 0
+    hashes: dict[int, str] = {}
 
     def samples_of(self, sampler: str) -> int:
         return self.samples if isinstance(self.samples, int) else self.samples[sampler]
@@ -80,10 +82,11 @@ class Findings(msgspec.Struct, frozen=True):
         return sum(1 for epoch in epochs if epoch.begin == 0 and epoch.end == samples > 0)
 
 
-def as_json(findings: Findings) -> str:
-    return msgspec.json.format(
-        msgspec.json.encode({"is_exact": findings.is_exact, **msgspec.to_builtins(findings)})
-    ).decode()
+def as_json(findings: Findings, comparison: Comparison | None = None) -> str:
+    """Return all findings, and those of a comparison with another job under "compared"."""
+    compared = {} if comparison is None else {"compared": msgspec.to_builtins(comparison)}
+    values = {"is_exact": findings.is_exact, **msgspec.to_builtins(findings), **compared}
+    return msgspec.json.format(msgspec.json.encode(values)).decode()
 
 
 def format_findings(findings: Findings) -> Iterator[str]:
@@ -108,6 +111,9 @@ def format_findings(findings: Findings) -> Iterator[str]:
         epochs = [epoch for epoch in findings.epochs if epoch.sampler == sampler]
         numbered = ((epoch.epoch, line) for epoch in epochs for line in _of_epoch(epoch, samples))
         yield from (prefix + line for line in _gathered(numbered))
+    if findings.hashes:
+        step, state_hash = max(findings.hashes.items())
+        yield f"{_many(len(findings.hashes), 'hash')} of the state; after step {step}: {state_hash}"
     for remark in findings.remarks:
         yield f"note: {remark}"
     for problem in findings.problems[:SHOWN]:
@@ -115,6 +121,40 @@ def format_findings(findings: Findings) -> Iterator[str]:
     if len(findings.problems) > SHOWN:
         yield f"ERROR: and {len(findings.problems) - SHOWN:,} more errors"
     yield "exactly once: yes" if findings.is_exact else "exactly once: NO, or not proved; see above"
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The hashes of two strict jobs.
+
+    steps      steps after which both have one
+    different  those of them after which they differ
+    """
+
+    steps: list[int]
+    different: list[int]
+
+    @property
+    def is_equal(self) -> bool:
+        """True when there is something to compare, and no difference."""
+        return bool(self.steps) and not self.different
+
+
+def compare(findings: Findings, others: Findings) -> Comparison:
+    """Compare the states of two jobs by their hashes."""
+    steps = sorted(findings.hashes.keys() & others.hashes.keys())
+    return Comparison(steps, [step for step in steps if findings.hashes[step] != others.hashes[step]])
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """Return the line for people."""
+    steps, different = comparison.steps, comparison.different
+    if not steps:
+        return "the same state: UNKNOWN: the ledgers have no hashes after the same steps; only strict jobs write them"
+    if not different:
+        return f"the same state: yes, after {_many(len(steps), 'epoch')}, the last one after step {steps[-1]}"
+    last = max((step for step in steps if step < different[0]), default=None)
+    before = "" if last is None else f"; they were equal after step {last}"
+    return f"the same state: NO, since step {different[0]} at the latest{before}"
 
 
 def _gathered(numbered: Iterable[tuple[int, str]]) -> Iterator[str]:
@@ -162,5 +202,5 @@ def _silent(epoch: EpochFinding) -> str:
 
 
 def _many(count: int, what: str) -> str:
-    plural = "" if count == 1 else "es" if what.endswith("batch") else "s"
+    plural = "" if count == 1 else "es" if what.endswith(("batch", "hash")) else "s"
     return f"{count:,} {what}{plural}"

@@ -166,6 +166,21 @@ class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
         return self.run_id, self.generation
 
 
+class Hashed(msgspec.Struct, frozen=True, array_like=True, tag="hashed"):
+    """The SHA-256 of parameters, buffers and optimizer state at the end of an epoch, in strict mode. All runs of a job
+    must have the same one after the same step, whatever has happened to their workers."""
+
+    run_id: int
+    generation: int
+    step: int
+    epoch: int
+    hash: str
+
+    @property
+    def key(self) -> GenerationKey:
+        return self.run_id, self.generation
+
+
 class Entered(msgspec.Struct, frozen=True, array_like=True, tag="entered"):
     """A worker is about to call the elastic function, under the commit rule. All members of the generation have the
     state of commit number `commit`: earlier records after that commit are void.
@@ -240,7 +255,9 @@ class Missed(msgspec.Struct, frozen=True, array_like=True, tag="missed"):
     lines: int
 
 
-Record: TypeAlias = Opened | Started | Intent | Applied | Differed | EpochEnded | Entered | Trained | EpochLeft | Missed
+Record: TypeAlias = (
+    Opened | Started | Intent | Applied | Differed | EpochEnded | Hashed | Entered | Trained | EpochLeft | Missed
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)

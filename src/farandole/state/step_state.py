@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -289,6 +290,13 @@ class StepState(TorchState):
     def is_strict(self) -> bool:
         """True when the model must not depend on the number of workers by a single bit."""
         return getattr(self.loader, "shards", 0) > 0
+
+    def hash(self) -> str:
+        """Return a SHA-256 of parameters, buffers and the optimizers' state, as 64 hexadecimal digits."""
+        from farandole.state.state_hash import hash_of  # loaded only in strict mode
+
+        kinds = dataclasses.replace(self._kinds or self._sort(), stateful={}, values=[])
+        return hash_of(named_tensors(kinds, {}, has_all_buffers=True))
 
     def pass_ended(self, batch: Batch) -> None:
         """See step.Observer."""

@@ -144,6 +144,16 @@ class StatesDiffered(Message, frozen=True):
     is_fatal: bool
 
 
+class StateHashed(Message, frozen=True):
+    """The members of generation `number` have a state with this hash after `step` steps, at the end of an epoch. From
+    rank 0, for the log only."""
+
+    number: int
+    step: int
+    epoch: int
+    hash: str
+
+
 class Failed(Message, frozen=True):
     """User code raised an exception. `summary` is its last line, `traceback` the whole text."""
 
@@ -200,6 +210,7 @@ WorkerMessage: TypeAlias = (
     | Connected
     | FirstStep
     | StatesDiffered
+    | StateHashed
     | Failed
     | Finished
     | Leaving

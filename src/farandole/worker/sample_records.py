@@ -16,6 +16,7 @@ from farandole.ledger.records import (
     Entered,
     EpochEnded,
     EpochLeft,
+    Hashed,
     Intent,
     LedgerWriter,
     Started,
@@ -74,6 +75,11 @@ class SampleRecords:
         """Record that all workers have returned for the next epoch; the loader has not moved yet."""
         progress = self._state.progress
         self._writer.write(EpochEnded(*self._generation(), progress.step, progress.epoch, progress.cursor))
+
+    def hashed(self, state_hash: str) -> None:
+        """Record the hash of the state at the end of an epoch; the loader has not moved yet."""
+        progress = self._state.progress
+        self._writer.write(Hashed(*self._generation(), progress.step, progress.epoch, state_hash))
 
     def differed(self, found: Divergence) -> None:
         """Record that the states of the members differed. This worker may have replaced its own since."""

@@ -32,7 +32,7 @@ from farandole.state.step import Batch, StepStatus
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
 from farandole.state.watched_tensors import layers_with_statistics, make_statistics_equal
-from farandole.wire.messages import Elastic, StatesDiffered, Synced
+from farandole.wire.messages import Elastic, StateHashed, StatesDiffered, Synced
 from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.context import WorkerJob
 from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
@@ -288,7 +288,9 @@ class StepLoop:
         epoch = state.progress.epoch
         try:
             self._raise_if_connected("the end of an epoch")
-            trailer = _EPOCH_END.pack(epoch, state.step, self.prepared(), self._watch.sample())
+            state_hash = state.hash() if state.is_strict else ""
+            digest = int(state_hash[:16], 16) if state_hash else self._watch.sample()
+            trailer = _EPOCH_END.pack(epoch, state.step, self.prepared(), digest)
             trailers = world.current().transport.all_gather(trailer)
         except RecoverableError:
             if self._job is None:
@@ -306,7 +308,17 @@ class StepLoop:
             return False
         if self._records is not None:
             self._records.epoch_ended()
+        if state_hash:
+            self._publish_hash(state_hash)
         return True
+
+    def _publish_hash(self, state_hash: str) -> None:
+        """Write the hash of the state to the ledger and, as rank 0, to the events of the job."""
+        state, here = self._state, world.current()
+        if self._records is not None:
+            self._records.hashed(state_hash)
+        if self._job is not None and here.placement.rank == 0:
+            self._job.link.send(StateHashed(here.id.number, state.step, state.progress.epoch, state_hash))
 
     def begin_epoch(self) -> None:
         """Note that the loader has moved on to the next epoch."""
