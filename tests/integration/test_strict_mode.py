@@ -126,6 +126,13 @@ def beyond(generation: int, size: int) -> Any:
     return condition
 
 
+def beyond_step(step: int, size: int) -> Any:
+    def condition(latest: dict[int, dict[str, Any]]) -> bool:
+        return len(latest) == size and all(each.get("before", 0) > step for each in latest.values())
+
+    return condition
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_kills_and_joins_change_no_bit(model: str, transport: str, tmp_path: Path) -> None:
@@ -149,3 +156,27 @@ def test_kills_and_joins_change_no_bit(model: str, transport: str, tmp_path: Pat
     assert "12 hashes of the state; after step 48: " in done.stdout
     assert "the same state: yes, after 12 epochs, the last one after step 48" in done.stdout
     assert (tmp_path / "output").read_text().count("the state after epoch ") >= 12
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet"])
+def test_a_job_that_is_killed_as_a_whole_and_resumed_at_another_size_trains_the_same_bits(
+    model: str, tmp_path: Path
+) -> None:
+    """The number of shards is that of the checkpoint. The hashes of epochs that are trained again are compared."""
+    epochs = ("--epochs", "12")
+    ledger, before, after = tmp_path / "ledger", tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--checkpoint-every", "3steps", "--sample-ledger", str(ledger)]
+    flags = ["-np", "3", "--max-np", "6", "--strict", *kept]
+    arguments = ["--model", model, *epochs, "--step-s", "0.05"]
+    with RunningJob(flags, SCRIPT, arguments, before, tmp_path / "first") as running:
+        running.wait_until(beyond_step(14, 3), 60)
+        running.process.kill()
+        running.process.wait()
+    after.mkdir()
+    words = ["--model", model, *epochs, "--records", str(after)]
+    found = hashes_of_job(["-np", "2", "--strict", *kept], *words)
+    assert set(found) == {hash_alone("--model", model, "--shards", "6", *epochs)}
+    done = farandole("ledger", "check", str(ledger))
+    assert "12 hashes of the state" in done.stdout
+    assert "has two hashes" not in done.stdout
