@@ -195,6 +195,7 @@ class ReducingOptimizer(WrappedOptimizer):
         if batch is not None:
             if not self._loader_path.begin_zeroing(batch):
                 return
+            set_to_none |= batch.is_strict  # 0 plus a negative zero is a positive one, which depends on the world
         else:
             self._passes.refuse_zeroing()
             self._named_path.forget()

@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 from farandole.collectives.connection_pair import as_bytes
 from farandole.collectives.transport import Transport
@@ -116,19 +118,61 @@ class RepeatedShards:
         """Raise StepError, with the names of parameters, where gradients differed."""
         if not self._different:
             return
-        names = [step.name_of(parameter) for parameter in self._different]
+        names = list(dict.fromkeys(map(step.name_of, self._different)))
         self._different.clear()
+        layer = layer_trace.first_difference()
         further = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise StepError(
             f"strict mode: two runs of the loop body with the same samples and random numbers gave different gradients "
-            f"of {', '.join(names[:3])}{further}, in the order of backward(). An operator there or behind it gives "
-            f"another result in each run, keeps a state of its own, or draws from a random generator of its own: use "
-            f"the global one of torch, numpy or Python"
+            f"of {', '.join(names[:3])}{further}, in the order of backward(). {layer} It, or the code before it, has an "
+            f"operator with another result in each run, keeps a state of its own, or draws from a random generator of "
+            f"its own: use the global one of torch, numpy or Python"
         )
 
 
-def _crc(gradient: torch.Tensor) -> int:
-    return zlib.crc32(as_bytes(gradient.contiguous()).numpy().data)
+def _crc(tensor: torch.Tensor) -> int:
+    return zlib.crc32(as_bytes(tensor.detach().contiguous()).numpy().data)
+
+
+class LayerTrace:
+    """The outputs of all layers in a rehearsal, and when its shards are computed again."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._by_shard: dict[int, list[tuple[torch.nn.Module, int]]] = {}  # of the rehearsal
+        self._now: list[tuple[torch.nn.Module, int]] = []
+        self._shard = -1
+        self._hook: RemovableHandle | None = None
+
+    def begin(self, shard: int) -> None:
+        """Note that the loop body gets a shard, or -1."""
+        if step.is_rehearsal():
+            self._step = loop_hooks.steps_decided()
+            self._now = self._by_shard[shard] = []
+            if self._hook is None:
+                self._hook = register_module_forward_hook(self._note)
+        elif self._hook is not None:
+            self._shard, self._now = shard, []
+            if loop_hooks.steps_decided() != self._step:
+                self._hook.remove()
+                self._hook = None
+                self._by_shard.clear()
+
+    def first_difference(self) -> str:
+        """Return a sentence about the layer that was the first with another output in the second run."""
+        before = self._by_shard.get(self._shard, [])
+        for (layer, was), (other, crc) in zip(before, self._now, strict=False):
+            if layer is not other or was != crc:
+                return f"The first layer with another output is {step.name_of(other)} ({type(other).__name__})."
+        return "All layers had the same outputs; it is the backward pass of the first of these that differs."
+
+    def _note(self, layer: torch.nn.Module, _: object, output: object) -> None:
+        if isinstance(output, torch.Tensor) and not layer._modules:
+            self._now.append((layer, _crc(output)))
+
+
+layer_trace = LayerTrace()
+"""That of this process."""
 
 
 def warn_of_other_arithmetic(step: int) -> None:

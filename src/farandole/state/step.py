@@ -109,8 +109,8 @@ class Observer(Protocol):
         """Note, in strict mode, that a backward pass of the batch has ended, and counts."""
         ...
 
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the name of a parameter, with that of its model."""
+    def name_of(self, item: torch.Tensor | torch.nn.Module) -> str:
+        """Return the name of a parameter or of a layer, with that of its model."""
         ...
 
     def combine_shards(self, batch: Batch) -> None:
@@ -227,9 +227,9 @@ def combine_shards(batch: Batch) -> None:
         _observer.combine_shards(batch)
 
 
-def name_of(parameter: torch.Tensor) -> str:
-    """Return the name of a parameter for people."""
-    return f"a parameter of shape {tuple(parameter.shape)}" if _observer is None else _observer.name_of(parameter)
+def name_of(item: torch.Tensor | torch.nn.Module) -> str:
+    """Return the name of a parameter or of a layer for people."""
+    return type(item).__name__ if _observer is None else _observer.name_of(item)
 
 
 def mark_reduced() -> None:

@@ -306,10 +306,16 @@ class StepState(TorchState):
         """See step.Observer."""
         self._statistics_by_shard().combine(batch, world.current().transport)
 
-    def name_of(self, parameter: torch.Tensor) -> str:
+    def name_of(self, item: torch.Tensor | torch.nn.Module) -> str:
         """See step.Observer."""
-        named = ((f"{name}.{key}", each) for name, group in self._parameters().items() for key, each in group.items())
-        return next((name for name, each in named if each is parameter), "a parameter").lstrip(".")
+        named: dict[str, torch.Tensor | torch.nn.Module] = {
+            f"{name}.{key}".strip("."): each
+            for name, group in self._parameters().items()
+            for key, each in group.items()
+        }
+        for name, module in self._modules().items():
+            named |= {f"{name}.{key}".strip("."): each for key, each in module.named_modules()}
+        return next((name for name, each in named.items() if each is item), type(item).__name__)
 
     def _statistics_by_shard(self) -> ShardStatistics:
         if self._statistics is None or self._kinds is None:

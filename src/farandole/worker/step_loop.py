@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from farandole.worker.process_setup import map_memory_ahead
 from farandole.worker.sample_records import SampleRecords, sample_records
 from farandole.worker.warm_up import warm_up
 from farandole.worker.worker_recovery import BodyCalls, Connection, connect, regroup, report_first_step
+
+if TYPE_CHECKING:
+    from farandole.state.numerics import LayerTrace
 
 logger = logging.getLogger("farandole")
 
@@ -259,8 +262,14 @@ class StepLoop:
         """Seed the random numbers of a loop body in strict mode, from (seed, step, shard)."""
         global_batch = batch.global_batch
         assert global_batch.division is not None
+        self._layer_trace().begin(batch.shard)
         shard = batch.shard if batch.shard >= 0 else global_batch.division.shards + global_batch.place
         reseed(self._state.loader.seed, self._state.step, shard)
+
+    def _layer_trace(self) -> LayerTrace:
+        from farandole.state.numerics import layer_trace  # loaded only in strict mode
+
+        return layer_trace
 
     def leave_batches(self) -> bool:
         """Leave the batches of an epoch on all workers; user code follows. False: there was a regroup."""
