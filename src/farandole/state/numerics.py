@@ -124,7 +124,7 @@ class RepeatedShards:
         further = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise StepError(
             f"strict mode: two runs of the loop body with the same samples and random numbers gave different gradients "
-            f"of {', '.join(names[:3])}{further}, in the order of backward(). {layer} It, or the code before it, has an "
+            f"of {', '.join(names[:3])}{further}, in the order of backward(). {layer} It, or code before it, has an "
             f"operator with another result in each run, keeps a state of its own, or draws from a random generator of "
             f"its own: use the global one of torch, numpy or Python"
         )
