@@ -45,7 +45,7 @@ def try_one(draw: random.Random) -> str:
     """Run one job. Returns what happened, beginning with FAILED if it has other bits, or none."""
     model, size = draw.choice(list(MODELS)), draw.randint(2, 4)
     words = ["--model", model, "--shards", str(draw.choice([4, 6, 8, 12])), "--epochs", "12"]
-    more = ["--micro", "2"] if draw.random() < 0.3 else []
+    more = ["--micro", "3"] if draw.random() < 0.3 else []
     where = draw.choice([["--transport", "shm"], ["--transport", "tcp"], ["-H", f"localhost:{size - 1},127.0.0.1:1"]])
     faults = [draw.choice(["kill", "kill", "hang"]) for _ in range(draw.randint(1, 3))]
     is_resumed = draw.random() < 0.4
