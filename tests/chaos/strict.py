@@ -42,7 +42,8 @@ def main() -> int:
 
 
 def try_one(draw: random.Random) -> str:
-    """Run one job. Returns what happened, beginning with FAILED if it has other bits, or none."""
+    """Run one job, and again from its checkpoint when no holder of its state was left. Returns what happened, beginning
+    with FAILED if it has other bits, or none."""
     model, size = draw.choice(list(MODELS)), draw.randint(2, 4)
     words = ["--model", model, "--shards", str(draw.choice([4, 6, 8, 12])), "--epochs", "12"]
     more = ["--micro", "3"] if draw.random() < 0.3 else []
@@ -54,7 +55,7 @@ def try_one(draw: random.Random) -> str:
         flags = ["-np", str(size), "--restarts", "10", "--detection-budget", "0.5", *where, *kept]
         story = f"{model} {' '.join([*words[2:4], *more])}, {size} workers, {where[1]}, {', '.join(faults)}"
         found = _run(flags, [*words, *more, "--step-s", "0.1"], Path(folder), draw, faults, is_resumed)
-        if is_resumed:
+        if is_resumed or "The state of the job is lost" in found:
             other = draw.randint(1, 4)
             story += f", restart with {other}"
             found = _run(["-np", str(other), *kept], [*words, *more], Path(folder), draw, [], False)
