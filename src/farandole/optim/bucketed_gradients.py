@@ -70,7 +70,8 @@ class BucketedGradients:
         is_final  publish() follows this pass; else `.grad` is zeroed afterwards, so that code which inspects gradients,
                   clips them or steps a GradScaler finds the expected values in each micro-batch
         """
-        view, gradient = self._buckets.view(parameter), self._dense_gradient(parameter)
+        view = self._buckets.view(parameter)
+        gradient = self._dense_gradient(parameter, view)
         if not adds:
             if factor:
                 torch.mul(gradient, factor, out=view)
@@ -78,31 +79,24 @@ class BucketedGradients:
                 view.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         elif factor:
             view.add_(gradient, alpha=factor)
-        self._release(parameter, gradient, is_final)
+        release(parameter, gradient, view, is_final)
 
-    def _dense_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's `.grad` outside autograd. Raises StepError for one of another shape."""
-        shape, gradient = self._buckets.view(parameter).shape, parameter.grad
+    def _dense_gradient(self, parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's `.grad` outside autograd. Raises StepError unless it has the shape of the bucket's
+        part."""
+        gradient = parameter.grad
         assert gradient is not None
         if gradient.requires_grad:  # backward(create_graph=True)
             gradient = gradient.detach()
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if gradient.shape != shape:
+        if gradient.shape != view.shape:
             raise StepError(
                 f"the gradient of {self._names[parameter]} has shape {tuple(gradient.shape)}, but the parameter had "
-                f"shape {tuple(shape)} when its bucket was made: change the model before the first step, and "
+                f"shape {tuple(view.shape)} when its bucket was made: change the model before the first step, and "
                 f"wrap the optimizer afterwards"
             )
         return gradient
-
-    def _release(self, parameter: torch.Tensor, gradient: torch.Tensor, is_final: bool) -> None:
-        """Release `.grad`, whose values are taken: the next micro-batch must not accumulate on top of them."""
-        is_view = gradient.data_ptr() == self._buckets.view(parameter).data_ptr()
-        if is_final or gradient is not parameter.grad or is_view:
-            parameter.grad = None
-        else:
-            gradient.zero_()
 
     def zero(self, parameter: torch.Tensor) -> None:
         """Zero the bucket's part of a parameter that has no gradient."""
@@ -263,6 +257,15 @@ class BucketedGradients:
     def memory(self) -> list[torch.Tensor]:
         """Return all tensors that put() writes."""
         return self._buckets.flats
+
+
+def release(parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor, is_final: bool) -> None:
+    """Release `.grad`, whose values are taken, in the bucket's part `view`: the next micro-batch must not accumulate on
+    top of them."""
+    if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
+        parameter.grad = None
+    else:
+        gradient.zero_()
 
 
 def _format_size(least_bytes: int) -> str:

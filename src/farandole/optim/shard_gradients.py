@@ -17,7 +17,7 @@ from farandole.collectives.shard_tree import Division, Leaf, leaves
 from farandole.collectives.transport import Transport
 from farandole.collectives.world import World
 from farandole.errors import ConfigError
-from farandole.optim.bucketed_gradients import BucketedGradients, Buckets
+from farandole.optim.bucketed_gradients import BucketedGradients, Buckets, release
 from farandole.state.numerics import RepeatedShards, refuse_others
 from farandole.state.step import Batch, GlobalBatch
 
@@ -67,12 +67,13 @@ class ShardGradients(BucketedGradients):
 
     def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
         """Add `factor` times the parameter's `.grad` to the sums of the shards before it, as the tree requires."""
-        gradient = self._dense_gradient(parameter)
+        view = self._buckets.view(parameter)
+        gradient = self._dense_gradient(parameter, view)
         if self._index < len(self._leaves):
             self._repeated.compare(self._first + self._index, parameter, gradient)
             self._put_leaf(parameter, gradient, factor)
             self._filled.add(id(parameter))
-        self._release(parameter, gradient, is_final)
+        release(parameter, gradient, view, is_final)
 
     def _put_leaf(self, parameter: torch.Tensor, gradient: torch.Tensor, factor: float) -> None:
         leaf = self._leaves[self._index]
