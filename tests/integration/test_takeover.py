@@ -263,3 +263,27 @@ def test_workers_of_an_agent_without_a_connection_may_run_for_its_patience_longe
 
     lease_s = run(test())
     assert PATIENCE_S - 0.3 < lease_s < PATIENCE_S + 0.3 if is_longer else lease_s < 0.3
+
+
+def test_what_an_agent_is_told_on_another_connection_is_in_the_journal() -> None:
+    """Else the agent forgets a message that no later coordinator has seen."""
+
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            await receive(channel, Welcome)
+            spawns = [await receive(channel, Spawn) for _ in range(2)]
+            first.coordinator._rests_until_s = asyncio.get_running_loop().time() + DEADLINE_S  # decides later
+            channel.send(WorkerExited(spawns[0].worker, -9, (), "", 1))
+            async with asyncio.timeout(DEADLINE_S):
+                while not first.coordinator._sessions["a"].log.handled:
+                    await asyncio.sleep(0.001)
+            told = await receive(await first.meet(Resumption(1, 2)), Resumed)
+            assert told.handled == 1
+        second = first.next()
+        async with second.serves():
+            known = await receive(await second.meet(Resumption(1, 2)), Resumed)
+        assert known.handled == told.handled
+
+    run(test())

@@ -668,6 +668,7 @@ class Coordinator:
 
     def _resume(self, channel: Channel[AgentMessage], hello: AgentHello, resumes: Resumption) -> None:
         """Continue the session of an agent, whose workers run, on a new connection."""
+        self._settle()  # the agent forgets what it is told was handled, so the journal must have it
         session, reason = self._sessions.get(hello.agent), ""
         self._check_epoch(hello, resumes)
         if session is None or session.process != hello.process or resumes.epoch < session.epoch:
