@@ -120,6 +120,7 @@ class HierarchicalTransport:
         with self._rings.running(header):
             if is_here and not is_alone:
                 self._group.broadcast(header, flat, place)
+                self._rings.needs_local = False  # the others of this host may have gone on, and left
             if self._layout.place == 0:
                 self._leaders.broadcast_as(header, flat, host)
             if not is_here and not is_alone:
@@ -318,6 +319,8 @@ class Rings:
         self.whole, self.across, self._local = whole, across, local
         self._all = [each for each in (whole, local, across) if each is not None]
         self._header: Header | None = None
+        self.needs_local = True
+        """False when the operation that runs needs no other rank of this host any more."""
         if across is not None:
             across.serve(across_names, self._look_around, _LOOK_AROUND_S)
 
@@ -325,7 +328,7 @@ class Rings:
     def running(self, header: Header) -> Iterator[None]:
         """Enclose an operation on a tensor."""
         with self.together(), self.whole.running(header):
-            self._header = header
+            self._header, self.needs_local = header, True
             yield
 
     @contextmanager
@@ -343,7 +346,7 @@ class Rings:
 
         Raises CollectiveMismatch if one of them reports it.
         """
-        broken = self._local.interruption() if self._local is not None else None
+        broken = self._local.interruption() if self._local is not None and self.needs_local else None
         called = self.whole.interruption()
         return broken or (called if isinstance(called, PeerCalled) else None)
 

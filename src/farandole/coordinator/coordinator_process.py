@@ -52,6 +52,8 @@ from farandole.wire.message_log import MessageLog
 from farandole.wire.messages import OLDEST_PROTOCOL_VERSION
 from farandole.wire.sockets import listening_sockets
 
+_READ_S = 1.0  # for the launcher to read the last frame; it may be stopped
+
 EPOCHS_OF_A_LAUNCHER = 1_000_000
 """The first coordinator of a launcher that takes over has the next multiple of this as its epoch. So the coordinators
 that an older launcher may still start, behind a broken network, never reach it, and agents refuse them."""
@@ -155,6 +157,8 @@ class _Process:
         await self._link.drain()
         for task in (obedience, beating, serving):
             task.cancel()
+        await asyncio.wait((obedience, beating, serving))
+        await self._link.wait_for_end(_READ_S)
         self._link.close()
 
     async def _show_life(self) -> None:

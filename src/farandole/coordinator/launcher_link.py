@@ -211,6 +211,14 @@ class Link:
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
+    async def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until the other process has read everything and closed the link; what it sends is dropped. To close this
+        end while there is something unread would be an error at the other one, which may hide the last frame."""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while await self._reader.read(1 << 16):
+                    pass
+
     def close(self) -> None:
         """Close it. Idempotent."""
         self._writer.close()
