@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-hosts test-engines test-page test-trackers test-gpu chaos gallery chaos-report chaos-lost chaos-strict soak schedules fuzz mutate matrix check format bench paths docs dist clean
+.PHONY: help demo test test-hosts test-engines test-page test-trackers test-gpu chaos gallery chaos-report chaos-lost chaos-strict chaos-audits soak schedules fuzz mutate matrix check format bench paths docs dist clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -68,6 +68,9 @@ chaos-lost: $(READY)  ## jobs of which everything is killed twenty times, with c
 
 chaos-strict: $(READY)  ## jobs in strict mode under faults and restarts, SEED=1 JOBS=50: each leaves the bits of a process alone
 	@$(BIN)/python -m tests.chaos.strict --seed $${SEED:-1} --jobs $${JOBS:-50}
+
+chaos-audits: $(READY)  ## flipped bits in audited shards, SEED=1 JOBS=50: each is found; and QUIET=100000 shards without a false alarm
+	@$(BIN)/python -m tests.chaos.audits --seed $${SEED:-1} --jobs $${JOBS:-50} --quiet $${QUIET:-100000}
 
 schedules: $(READY)  ## data order and membership under random schedules; DATA_SCHEDULES=100000 MEMBERSHIP_SCHEDULES=8000 LARGE_WORKERS=1024
 	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} MEMBERSHIP_SCHEDULES=$${MEMBERSHIP_SCHEDULES:-8000} LARGE_WORKERS=$${LARGE_WORKERS:-1024} \

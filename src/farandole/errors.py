@@ -4,6 +4,7 @@ FarandoleError
 ├── HorovodInternalError   a collective failed: Horovod's name, for scripts that catch or raise it
 │   ├── RecoverableError   the run loop handles it: regroup, then go on
 │   │   ├── PeerLost       a rank was lost inside a collective
+│   │   ├── ShardsDiffer   two ranks have computed a shard of strict mode differently; the step comes again
 │   │   └── GenerationEnded  the generation was aborted, or a planned change waits; also for later calls
 │   └── CollectiveMismatch ranks disagree on the operation; fatal too
 └── FatalError             a user has to act
@@ -12,6 +13,7 @@ FarandoleError
     ├── GroupOutdated      a process group of an earlier generation was used
     ├── ShardLost          a part of a sharded state has no holder any more
     ├── StateDiverged      workers at the same step had different states
+    ├── WrongResult        a worker has computed a shard of strict mode wrongly
     ├── StepError          the training loop broke a rule of the step
     ├── DataError          data set, loader or cursor do not fit together
     ├── AuthenticationError  the other side of a connection did not prove the job token
@@ -60,6 +62,10 @@ class GenerationEnded(RecoverableError):
         return f"{self.op}: generation {self.generation} has ended{why}"
 
 
+class ShardsDiffer(RecoverableError):
+    """Two ranks have computed the same shard of strict mode, with different results. Nothing was applied."""
+
+
 class FatalError(FarandoleError):
     """An error without recovery; a user has to act."""
 
@@ -82,6 +88,10 @@ class ShardLost(FatalError):
 
 class StateDiverged(FatalError):
     """Workers at the same step had different states, and TorchState(on_divergence="fail") ends the job then."""
+
+
+class WrongResult(FatalError):
+    """In strict mode, this worker has computed a shard wrongly, or it cannot be found out which of two workers has."""
 
 
 class CollectiveMismatch(FatalError, HorovodInternalError):

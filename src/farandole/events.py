@@ -1077,6 +1077,26 @@ class StateHash(Event):
 
 
 @dataclass(frozen=True)
+class ShardWrong(Event):
+    """In strict mode, a worker has computed a shard wrongly; `witnesses` did so rightly. The step was not applied.
+    The worker ends, and no other one is started in its slot."""
+
+    step: int
+    shard: int
+    worker: str
+    host: str
+    witnesses: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"{self.worker} on {self.host} has computed shard {self.shard} of step {self.step} wrongly, as the results "
+            f"of {named(self.witnesses)} show. It ends, and its slot is not used again; test the processor and the "
+            f"memory of {self.host}"
+        )
+
+
+@dataclass(frozen=True)
 class StatesDiverged(Event):
     """States differ: these workers had another state than `source` after `step` steps. `name`: the first parameter,
     buffer or other tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""

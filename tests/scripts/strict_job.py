@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import time
+from typing import Any
 
 import numpy
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import farandole as fd
+from farandole.state import step
 from farandole.testing.quick_start import without_compiler
 from farandole.testing.step_records import Records
 
@@ -111,6 +114,41 @@ def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
+class Flips:
+    """A machine that computes wrongly: a bit of a gradient flips in the backward pass of one worker.
+
+    steps      the steps in which it does, "7" or "7-9"
+    kind       "once": in the first run of the loop body for a shard of the step; "always": in each run, the same bit;
+               "random": in each run, another bit
+    worker     the worker's name, or under torchrun its rank
+    again      only in shards that are computed again for an audit; else only in its own
+    """
+
+    def __init__(self, text: str, model: nn.Module, state: Any) -> None:
+        self._worker, steps, self._kind, where = (text or "none:0:once:own").split(":")
+        first, _, last = steps.partition("-")
+        self._steps, self._is_again = range(int(first), int(last or first) + 1), where == "again"
+        self._state, self._done, self._random = state, set[tuple[int, int]](), numpy.random.default_rng()
+        if self._worker == os.environ.get("FARANDOLE_WORKER", os.environ.get("RANK")):
+            next(iter(model.parameters())).register_hook(self._flip)
+
+    def _flip(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        batch = self._state.loader.batch
+        key = self._state.step, batch.shard
+        if self._state.step not in self._steps or batch.is_audit != self._is_again or step.is_rehearsal():
+            return None
+        if self._kind == "once" and key in self._done:
+            return None
+        self._done.add(key)
+        wrong = gradient.clone()
+        bits = wrong.view(-1).view(torch.int32)
+        is_random = self._kind == "random"
+        place, bit = (int(self._random.integers(most)) if is_random else 3 for most in (len(bits), 22))
+        bits[place] ^= 1 << bit
+        print(f"flipped bit {bit} of shard {batch.shard} in step {self._state.step}", flush=True)
+        return wrong
+
+
 MODELS = {"mlp": mlp, "resnet": resnet, "gpt": Gpt}
 
 
@@ -125,6 +163,8 @@ def main() -> None:
     parser.add_argument("--slow-below", type=int, default=0, help="steps take this long below this generation only")
     parser.add_argument("--plain", action="store_true", help="not strict")
     parser.add_argument("--break", dest="broken", choices=["operator", "noise", "threads", "ddp"])
+    parser.add_argument("--audit", type=float)
+    parser.add_argument("--flip", default="", help="WORKER:STEPS:once|always|random:own|again; see Flips")
     parser.add_argument("--records")
     options = parser.parse_args()
     without_compiler()
@@ -148,6 +188,7 @@ def main() -> None:
         min_local_batch=2 if options.model == "resnet" else 1,
         strict=False if options.plain else None,
         shards=options.shards,
+        audit=options.audit,
     )
     if options.broken == "threads" and fd.rank() == 1:
         torch.set_num_threads(2)
@@ -155,6 +196,7 @@ def main() -> None:
     state = fd.elastic.TorchState(
         model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, after_step=[scheduler.step]
     )
+    Flips(options.flip, model, state)
     records, noise = Records(options.records), numpy.random.default_rng()
 
     @fd.elastic.run

@@ -9,6 +9,7 @@ from farandole.coordinator.job import Job, Transition, Worker
 from farandole.events import (
     CheckpointFailed,
     CheckpointSaved,
+    ShardWrong,
     StateHash,
     StateLost,
     StatesDiverged,
@@ -35,6 +36,7 @@ from farandole.wire.messages import (
     Probed,
     PublishAnswer,
     Ready,
+    ShardDiffered,
     StateHashed,
     StatesDiffered,
     Synced,
@@ -72,6 +74,8 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
                 _differed(transition, message)
             case StateHashed():
                 transition.log(StateHash(message.step, message.epoch, message.hash))
+            case ShardDiffered():
+                _computed_wrongly(transition, message)
             case Failed():
                 _failed(transition, worker, message)
             case Finished():
@@ -89,7 +93,7 @@ def kill_overdue(transition: Transition) -> None:
     for name, worker in transition.job.workers.items():
         if worker.kill_at_s is not None and transition.now_s >= worker.kill_at_s:
             what = f"it raised {worker.raised}" if worker.raised else "it was released"
-            transition.kill(name, 0.0, f"it did not end after {what}")
+            transition.kill(name, 0.0, worker.killed_for or f"it did not end after {what}")
 
 
 def _hello(transition: Transition, worker: Worker, address: DataAddress, pid: int) -> None:
@@ -152,6 +156,28 @@ def _differed(transition: Transition, message: StatesDiffered) -> None:
         workers = tuple(generation.members[rank] for rank in message.ranks)
         source = generation.members[message.source]
         transition.log(StatesDiverged(message.step, message.name, message.objects, workers, source, message.is_fatal))
+
+
+def _computed_wrongly(transition: Transition, message: ShardDiffered) -> None:
+    """Use the slots no more of the workers that were wrong, which end by themselves; nor their hosts, if others have
+    enough members."""
+    generation = transition.job.generation
+    if generation is None or generation.number != message.number:
+        return
+    witnesses = tuple(generation.members[rank] for rank in message.witnesses)
+    for rank in message.ranks:
+        worker = transition.job.workers.get(generation.members[rank])
+        if worker is None or worker.killed_for or transition.job.slots[worker.slot].is_given_up:
+            continue  # another rank has said so before
+        host = transition.job.host_of(worker)
+        transition.log(ShardWrong(message.step, message.shard, worker.name, host, witnesses))
+        capacity.close_slot(transition, worker.slot)
+        transition.change_slot(worker.slot, is_given_up=True)
+        why, kill_at_s = "it had computed a shard wrongly", transition.now_s + transition.job.config.grace_s
+        transition.change_worker(worker.name, killed_for=why, kill_at_s=kill_at_s)
+        elsewhere = sum(transition.job.host_of(each) != host for each in transition.job.each_survivor())
+        if elsewhere >= transition.job.config.min_np:
+            capacity.drain_host(transition, host, f"{worker.name} has computed wrongly there")
 
 
 def _failed(transition: Transition, worker: Worker, message: Failed) -> None:

@@ -11,6 +11,7 @@ from functools import cached_property
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
@@ -45,6 +46,8 @@ from farandole.state.step import GlobalBatch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
+
+    from farandole.state.shard_audit import AuditRule
 
 logger = logging.getLogger("farandole")
 
@@ -109,6 +112,9 @@ class DataLoader(ElasticLoader):
         shards: Number of shards, a divisor of global_batch_size, at least the largest number of workers; it makes the
             loader strict. None: that of `farandole run --shards`, or as many as workers may ever train (--max-np); a
             resumed job keeps its number. With max_local_batch or micro_batch_size each of them is divided further.
+        audit: In strict mode, the fraction of the shards that a second worker computes again, to find machines that
+            compute wrongly; 0: none. Their loop bodies have no effect: `indices` is empty in them. None: that of
+            `farandole run --audit`, or 0.01.
         **refused: Arguments of torch's DataLoader that cannot be supported: ConfigError says what to do instead.
 
     Attributes:
@@ -165,6 +171,7 @@ class DataLoader(ElasticLoader):
         min_local_batch: int = 1,
         strict: bool | None = None,
         shards: int | None = None,
+        audit: float | None = None,
         **refused: object,
     ) -> None:
         refuse_torch_arguments(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
@@ -180,6 +187,10 @@ class DataLoader(ElasticLoader):
             _tail(tail, drop_last),
             number_of_shards(strict, shards, global_batch_size, most),
         )
+        if self._layout.shards:
+            self._layout = dataclasses.replace(self._layout, audit=_audit_rule(audit, seed))
+        elif audit:
+            raise ConfigError(f"DataLoader: audit={audit:g} needs strict mode: give strict=True, or leave it out")
         self.dataset, self._cursor = dataset, 0
         if self._layout.shards:
             _pin_arithmetic()
@@ -289,6 +300,7 @@ class DataLoader(ElasticLoader):
     def _rehearse_a_change(self) -> None:
         layout = self._layout
         if layout.shards:
+            layout = dataclasses.replace(layout, audit=None)  # an aborted step compares nothing
             self._index_stream.restart(
                 layout, self.epoch, self.cursor, *rehearsed_place(layout.shards, self._rank, self._world)
             )
@@ -419,6 +431,13 @@ class DataLoader(ElasticLoader):
         }
         return {name: value for name, value in identity.items() if _ABSENT.get(name) != value}
 
+    def draw_audits(self, round: int) -> None:
+        """Draw the audits of strict mode by another round (AuditRule) from the current global batch on."""
+        rule = self._layout.audit
+        if rule is not None:
+            self._layout = dataclasses.replace(self._layout, audit=msgspec.structs.replace(rule, round=round))
+            self._restart()
+
     def warm_up(self) -> None:
         """Start the loader workers and wait until each has fetched a sample, which is not trained. A worker does so
         before others wait for it. The loader workers end with close()."""
@@ -457,6 +476,15 @@ def _pin_arithmetic() -> None:
     prepare_for_strict_mode()
     if not read_job_env().strict:
         torch.set_num_threads(1)
+
+
+def _audit_rule(audit: float | None, seed: int) -> AuditRule:
+    from farandole.state.shard_audit import AuditRule  # loaded only in strict mode
+
+    fraction = read_job_env().audit if audit is None else audit
+    if not 0 <= fraction <= 1:
+        raise ConfigError(f"DataLoader: audit is a fraction of the shards, from 0 to 1, got {fraction:g}")
+    return AuditRule(fraction, seed)
 
 
 def _order(order: Order | None, shuffle: bool) -> Order:

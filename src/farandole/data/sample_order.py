@@ -24,6 +24,7 @@ from farandole.state.step import Batch, GlobalBatch
 
 if TYPE_CHECKING:
     from farandole.collectives.shard_tree import Division
+    from farandole.state.shard_audit import AuditRule
 
 # lookup(epoch, positions): the samples at these positions of the epoch's order (int64, one dimension).
 Lookup: TypeAlias = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
@@ -151,6 +152,7 @@ class BatchLayout:
         "drop"   they are not trained in this epoch; the next one has another order, and so drops others
     shards             in strict mode, parts of a global batch, each of which is one loop body on some rank, whatever
                        the world; 0: not strict. Then max_local_batch has no effect here
+    audit              in strict mode, the rule by which shards are computed again; None: none are
 
     Raises DataError on invalid values.
     """
@@ -161,6 +163,7 @@ class BatchLayout:
     min_local_batch: int = 1
     tail: Tail = "short"
     shards: int = 0
+    audit: AuditRule | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -242,16 +245,24 @@ def _sharded_global_batch(layout: BatchLayout, epoch: int, start: int, stop: int
     low, high = (
         even_slice(start, stop, shard, layout.shards, layout.min_local_batch)[0] for shard in division.ranges[rank]
     )
-    return GlobalBatch(epoch, start, stop, low, high, division.most, division, rank)
+    audit = None if layout.audit is None else layout.audit.draw(division, epoch, start)
+    bodies = division.most + (audit is not None)
+    return GlobalBatch(epoch, start, stop, low, high, bodies, division, rank, audit)
 
 
 def _shard(global_batch: GlobalBatch, division: Division, index: int, min_local_batch: int) -> Batch:
-    """Return the rank's shard with this index; a dummy batch where other ranks have more shards."""
-    first, stop = division.ranges[global_batch.place]
-    if first + index >= stop:
-        return Batch(global_batch, global_batch.high, global_batch.high, index)
-    low, high = even_slice(global_batch.start, global_batch.stop, first + index, division.shards, min_local_batch)
-    return Batch(global_batch, low, high, index, first + index)
+    """Return the rank's shard with this index; a dummy batch where other ranks have more shards. In an audit the first
+    one is another rank's."""
+    (first, stop), audit = division.ranges[global_batch.place], global_batch.audit
+    is_audit = audit is not None and index == 0
+    if audit is None:
+        shard = first + index
+    else:
+        shard = audit.again(global_batch.place) if is_audit else first + index - 1
+    if shard < 0 or (shard >= stop and not is_audit):
+        return Batch(global_batch, global_batch.high, global_batch.high, index, is_audit=is_audit)
+    low, high = even_slice(global_batch.start, global_batch.stop, shard, division.shards, min_local_batch)
+    return Batch(global_batch, low, high, index, shard, is_audit)
 
 
 def global_batch_range(layout: BatchLayout, cursor: int) -> tuple[int, int]:
@@ -285,7 +296,7 @@ def micro_batches(start: int, stop: int, world: int, max_local_batch: int | None
 def delivered(batch: Batch, min_local_batch: int = 1) -> tuple[int, int]:
     """Return positions of the samples in the tensors: the batch's own; for a dummy batch, min_local_batch others of its
     global batch, or as many as a shard has, which do not count."""
-    if not batch.is_dummy:
+    if batch.samples:
         return batch.low, batch.high
     global_batch = batch.global_batch
     if global_batch.division is not None:

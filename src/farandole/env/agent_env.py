@@ -67,6 +67,7 @@ class JobEnv(Struct, frozen=True, omit_defaults=True):
         in_place: The number of workers at the start, where scripts of torchrun are elastic in place; 0: they are not.
         strict: Whether loaders are strict unless they are given another argument.
         shards: The number of shards of a strict loader that is given none; 0: unknown.
+        audit: The fraction of its shards that are computed again, by another worker.
     """
 
     transport: str = field(name="FARANDOLE_TRANSPORT", default="auto")
@@ -74,6 +75,7 @@ class JobEnv(Struct, frozen=True, omit_defaults=True):
     in_place: Amount = field(name="FARANDOLE_IN_PLACE", default=0)
     strict: Switch = field(name="FARANDOLE_STRICT", default=False)
     shards: Amount = field(name="FARANDOLE_SHARDS", default=0)
+    audit: Fraction = field(name="FARANDOLE_AUDIT", default=0.01)
 
 
 def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None:
@@ -386,6 +388,7 @@ Amount = Annotated[int, Meta(ge=0, description="a whole number >= 0")]
 PositiveAmount = Annotated[int, Meta(ge=1, description="a whole number >= 1")]
 Port = Annotated[int, Meta(ge=1, le=65535, description="between 1 and 65535")]
 Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max, description="a number of seconds >= 0")]
+Fraction = Annotated[float, Meta(ge=0.0, le=1.0, description="a number from 0 to 1")]
 Switch = Annotated[bool, Meta(description="0 or 1")]
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -181,6 +181,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         in_place=config.num_proc if options.in_place else 0,
         strict=strict > 0,
         shards=strict or (options.max_num_proc or 0),
+        audit=JobEnv().audit if options.audit is None else options.audit,
     )
     check_encryption(config.tls, job_env.transport)
     if config.tls and (config.takes_agents or has_hosts):
@@ -228,6 +229,8 @@ def _timeline(environment: Mapping[str, str]) -> Path | None:
 
 def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
     """Return the number of shards of a strict job, 0 for other jobs. Raises ConfigError where it cannot be strict."""
+    if options.audit is not None and not 0 <= options.audit <= 1:
+        raise ConfigError(f"--audit is a fraction of the shards, from 0 to 1, got {options.audit:g}")
     if not options.strict and options.shards is None:
         return 0
     flag = "--strict" if options.shards is None else f"--shards {options.shards}"

@@ -367,6 +367,13 @@ def _strict(parser: argparse.ArgumentParser) -> None:
         help="number of these shards: a divisor of the global batch size, and at least the largest number of workers "
         "(default: --max-np, or -np); implies --strict",
     )
+    add(
+        "--audit",
+        type=float,
+        metavar="FRACTION",
+        help="fraction of the shards that a second worker computes again; a worker whose results are wrong is named, "
+        "ends, and is not replaced in its slot; 0: none (default: 0.01)",
+    )
 
 
 def _checkpoints(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,8 @@ collectives/shard_tree.py.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Collection, Mapping
 
 import torch
@@ -18,7 +20,11 @@ from farandole.collectives.transport import Transport
 from farandole.collectives.world import World
 from farandole.errors import ConfigError
 from farandole.optim.bucketed_gradients import BucketedGradients, Buckets, release
+from farandole.optim.step_agreement import conclude, header_of
+from farandole.state import loop_hooks, step
 from farandole.state.numerics import RepeatedShards, refuse_others
+from farandole.state.shard_audit import Audit
+from farandole.state.state_digest import digest_of
 from farandole.state.step import Batch, GlobalBatch
 
 
@@ -47,6 +53,9 @@ class ShardGradients(BucketedGradients):
         self._first = self._nodes = 0
         self._index = 0  # the place of the current shard among this rank's; behind the last one, none
         self._filled: set[int] = set()  # parameters whose gradient of the current shard is taken
+        self._is_audit = False  # the current shard is another rank's
+        self._audited: dict[int, dict[int, int]] = {}  # digests of gradients, by parameter, of each audited shard
+        self._digests: dict[int, int] | None = None  # those of the current shard, if it is audited
 
     def begin(self, global_batch: GlobalBatch) -> None:
         """Begin a global batch."""
@@ -60,16 +69,24 @@ class ShardGradients(BucketedGradients):
             self._rows[-1].cut(self._least_bytes)
         self._index = 0
         self._filled.clear()
+        audit = global_batch.audit
+        self._audited = {} if audit is None else {shard: {} for shard in _audited(audit, global_batch.place)}
 
     def begin_shard(self, batch: Batch) -> None:
         """Begin the shard of a batch, or a batch without one. The shards before it are complete."""
+        self._is_audit = batch.is_audit
+        self._digests = self._audited.get(batch.shard) if batch.samples else None
+        if batch.is_audit:
+            return  # it comes before all shards of this rank
         self._close_shards(len(self._leaves) if batch.shard < 0 else batch.shard - self._first)
 
     def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
         """Add `factor` times the parameter's `.grad` to the sums of the shards before it, as the tree requires."""
         view = self._buckets.view(parameter)
         gradient = self._dense_gradient(parameter, view)
-        if self._index < len(self._leaves):
+        if self._digests is not None:
+            self._digests[id(parameter)] = digest_of([gradient])
+        if self._index < len(self._leaves) and not self._is_audit:
             self._repeated.compare(self._first + self._index, parameter, gradient)
             self._put_leaf(parameter, gradient, factor)
             self._filled.add(id(parameter))
@@ -101,11 +118,38 @@ class ShardGradients(BucketedGradients):
     def reopen_shard(self) -> None:
         """Drop the gradients of the current shard; the caller restores the sums of those before it."""
         self._filled.clear()
+        if self._digests is not None:
+            self._digests.clear()
 
     def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
         """Complete all shards of this rank."""
         self._close_shards(len(self._leaves))
         self._repeated.refuse()
+
+    def add_up(self, batch: Batch, own_weight: float) -> None:
+        """Add up the shards of all ranks, and compare the results of those that are audited."""
+        global_batch = batch.global_batch
+        audited = (0, 0) if global_batch.audit is None else self._compared(global_batch.audit, global_batch.place)
+        headers = self.reduce(header_of(batch, self._digest, own_weight, audited))
+        factor = conclude(headers, batch)
+        if global_batch.audit is not None:
+            own, again = [each.own_shard for each in headers], [each.other_shard for each in headers]
+            loop_hooks.compare_shards(global_batch, own, again)
+        self.scale(factor)
+
+    def _compared(self, audit: Audit, rank: int) -> tuple[int, int]:
+        """Return the digests of this rank's audited shard, and of the one that it has computed again: of their
+        gradients and running statistics. 0 for a shard without samples."""
+        own, again = (self._digest_of(shard) for shard in _audited(audit, rank))
+        return own, again
+
+    def _digest_of(self, shard: int) -> int:
+        found = self._audited.get(shard)
+        if not found:
+            return 0
+        parts = [found.get(id(parameter), 0) for parameter in self.parameters] + [step.digest_of_statistics(shard)]
+        packed = struct.pack(f"<{len(parts)}Q", *parts)
+        return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
     def drop_shown(self) -> None:
         """Drop the zeros that code of the last loop body has seen as `.grad`: the next gradient must not be added to
@@ -128,3 +172,8 @@ class ShardGradients(BucketedGradients):
         super()._cut(least_bytes)
         for row in self._rows[1:]:
             row.cut(least_bytes)
+
+
+def _audited(audit: Audit, rank: int) -> tuple[int, int]:
+    """Return this rank's audited shard, and the one that it computes again."""
+    return audit.shards[rank], audit.again(rank)

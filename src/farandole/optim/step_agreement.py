@@ -17,9 +17,9 @@ from farandole.state import loop_hooks, step
 from farandole.state.step import Batch
 
 
-def header_of(batch: Batch, plan: int, own_weight: float) -> StepHeader:
+def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, int] = (0, 0)) -> StepHeader:
     """Return the header of this rank. It must be made before anything is contributed, since the ledger's intent is
-    written here. `plan`: parameters.digest()."""
+    written here. `plan`: parameters.digest(); `audited`: the digests of the header's last two fields."""
     global_batch = batch.global_batch
     return StepHeader(
         generation=world.current().id.number,
@@ -34,6 +34,8 @@ def header_of(batch: Batch, plan: int, own_weight: float) -> StepHeader:
         ids_hash=loop_hooks.record_intended(batch),
         digest=loop_hooks.digest(),
         saved=int(loop_hooks.has_saved()),
+        own_shard=audited[0],
+        other_shard=audited[1],
     )
 
 
@@ -171,7 +173,7 @@ def total(weights: list[float]) -> float | None:
 #
 # Without it, the gradient of a rank that skipped a bad batch would be added to those of another batch, unnoticed.
 
-_LAYOUT = struct.Struct("<8qQdQq")
+_LAYOUT = struct.Struct("<8qQdQqQQ")
 SIZE = _LAYOUT.size
 
 
@@ -188,6 +190,8 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     weight      result of weighting.Weights.header_weight()
     digest      digest of a part of the state before the step (state/state_digest.py); 0 where nothing was hashed
     saved       1 where this rank has begun a checkpoint before the step
+    own_shard   in an audited step, digest of this rank's audited shard
+    other_shard  in an audited step, digest of the shard of another rank that it has computed again
     """
 
     generation: int
@@ -202,6 +206,8 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     weight: float = -1.0
     digest: int = 0
     saved: int = 0
+    own_shard: int = 0
+    other_shard: int = 0
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -217,6 +223,8 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
             self.weight,
             self.digest,
             self.saved,
+            self.own_shard,
+            self.other_shard,
         )
 
     @classmethod

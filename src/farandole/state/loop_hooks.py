@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from farandole.state.step import Batch
+    from farandole.state.step import Batch, GlobalBatch
 
 
 class RunLoop(Protocol):
@@ -148,6 +148,39 @@ class HostUpdateResult(enum.IntFlag):
     removed = 1
     added = 2
     mixed = removed | added
+
+
+# The audit of strict mode ---------------------------------------------------------------------------------------------
+
+
+class Auditor(Protocol):
+    """Compares the results of audited shards (worker/shard_inquiry.py)."""
+
+    def compare(self, global_batch: GlobalBatch, own: Sequence[int], again: Sequence[int]) -> None: ...
+
+
+_auditor: Auditor | None = None
+
+
+def install_auditor(auditor: Auditor | None) -> None:
+    """Install the auditor that is called from now on; None removes it."""
+    global _auditor
+    _auditor = auditor
+
+
+def compare_shards(global_batch: GlobalBatch, own: Sequence[int], again: Sequence[int]) -> None:
+    """Compare the results of the audited shards, before a step is applied.
+
+    Args:
+        global_batch: The global batch, which has an audit.
+        own: The digest of each rank's audited shard, by rank.
+        again: The digest of the shard that each rank has computed again, by rank.
+
+    Raises:
+        ShardsDiffer: Alike on all ranks: two results differ.
+    """
+    if _auditor is not None:
+        _auditor.compare(global_batch, own, again)
 
 
 # Recorders ------------------------------------------------------------------------------------------------------------

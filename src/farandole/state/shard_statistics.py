@@ -12,6 +12,7 @@ from farandole.collectives.shard_sums import with_shards
 from farandole.collectives.shard_tree import leaves
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError
+from farandole.state.state_digest import digest_of
 from farandole.state.step import Batch, GlobalBatch
 
 
@@ -76,6 +77,12 @@ class ShardStatistics:
             rows[leaf.row].copy_(total)
         with_shards(transport).all_reduce_shards(rows, division)
         self._combined = rows[0]
+
+    def digest_of(self, shard: int) -> int:
+        """Return a digest of the statistics that a shard of the current global batch has left, computed here for the
+        step or for an audit; 0 without any."""
+        found = self._by_shard.get(shard)
+        return 0 if found is None else digest_of([found])
 
     def install(self, batch: Batch) -> None:
         """Set the statistics to those of the whole global batch: its step is decided."""

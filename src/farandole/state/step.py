@@ -49,6 +49,7 @@ from farandole.state import loop_hooks
 
 if TYPE_CHECKING:
     from farandole.collectives.shard_tree import Division
+    from farandole.state.shard_audit import Audit
 
 
 class StepStatus(enum.StrEnum):
@@ -116,6 +117,10 @@ class Observer(Protocol):
     def combine_shards(self, batch: Batch) -> None:
         """Combine, in strict mode, what forward passes have changed in each shard. All ranks call it, before the
         gradients are reduced. Raises the errors of transports."""
+        ...
+
+    def digest_of_statistics(self, shard: int) -> int:
+        """Return a digest of the running statistics that a shard of this global batch has left; 0 without any."""
         ...
 
     def before_applying(self) -> None:
@@ -225,6 +230,11 @@ def combine_shards(batch: Batch) -> None:
     """Combine what forward passes have changed in the shards of a global batch of strict mode."""
     if _observer is not None:
         _observer.combine_shards(batch)
+
+
+def digest_of_statistics(shard: int) -> int:
+    """Return a digest of the running statistics that a shard of this global batch has left; 0 without any."""
+    return 0 if _observer is None else _observer.digest_of_statistics(shard)
 
 
 def name_of(item: torch.Tensor | torch.nn.Module) -> str:
@@ -420,6 +430,7 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     micro_batches  number of runs of the loop body for this global batch, the same on every rank
     division     in strict mode, the shards of each rank: one run of the loop body for each; None: not strict
     place        this rank's place in it
+    audit        in strict mode, the shards that other ranks compute again; the first run of the loop body is for it
     """
 
     epoch: int
@@ -430,6 +441,7 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     micro_batches: int = 1
     division: Division | None = None
     place: int = 0
+    audit: Audit | None = None
 
     @property
     def samples(self) -> int:
@@ -454,6 +466,7 @@ class Batch(msgspec.Struct, frozen=True):
     low, high  positions of the real samples of this micro-batch; equal for a dummy batch
     index      number of the micro-batch in the global batch, from 0
     shard      in strict mode, number of the shard; -1: none
+    is_audit   the shard is another rank's, and computed again to compare the results
     """
 
     global_batch: GlobalBatch
@@ -461,6 +474,7 @@ class Batch(msgspec.Struct, frozen=True):
     high: int
     index: int = 0
     shard: int = -1
+    is_audit: bool = False
 
     @property
     def samples(self) -> int:
@@ -474,7 +488,7 @@ class Batch(msgspec.Struct, frozen=True):
     @property
     def is_dummy(self) -> bool:
         """True when no sample counts. The tensors hold real samples all the same, so that the loop body runs."""
-        return self.low == self.high
+        return self.low == self.high or self.is_audit
 
     @property
     def is_padding(self) -> bool:

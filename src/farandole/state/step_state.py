@@ -306,6 +306,10 @@ class StepState(TorchState):
         """See step.Observer."""
         self._statistics_by_shard().combine(batch, world.current().transport)
 
+    def digest_of_statistics(self, shard: int) -> int:
+        """See step.Observer."""
+        return self._statistics_by_shard().digest_of(shard)
+
     def name_of(self, item: torch.Tensor | torch.nn.Module) -> str:
         """See step.Observer."""
         named: dict[str, torch.Tensor | torch.nn.Module] = {

@@ -154,6 +154,24 @@ class StateHashed(Message, frozen=True):
     hash: str
 
 
+class ShardDiffered(Message, frozen=True):
+    """In generation `number` some ranks have computed a shard of strict mode wrongly. From these ranks, and from the
+    lowest other one.
+
+    Attributes:
+        step: The step, which is not applied.
+        shard: The shard.
+        ranks: The ranks that were wrong.
+        witnesses: The ranks that have computed it, too, and agree on another result.
+    """
+
+    number: int
+    step: int
+    shard: int
+    ranks: tuple[int, ...]
+    witnesses: tuple[int, ...]
+
+
 class Failed(Message, frozen=True):
     """User code raised an exception. `summary` is its last line, `traceback` the whole text."""
 
@@ -211,6 +229,7 @@ WorkerMessage: TypeAlias = (
     | FirstStep
     | StatesDiffered
     | StateHashed
+    | ShardDiffered
     | Failed
     | Finished
     | Leaving

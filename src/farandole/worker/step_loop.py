@@ -43,6 +43,7 @@ from farandole.worker.worker_recovery import BodyCalls, Connection, connect, reg
 
 if TYPE_CHECKING:
     from farandole.state.numerics import LayerTrace
+    from farandole.worker.shard_inquiry import ShardInquiry
 
 logger = logging.getLogger("farandole")
 
@@ -73,6 +74,7 @@ class StepLoop:
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
         self._is_second_call = False  # the function was called for the warm-up, and now has not come to its loader yet
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
+        self._inquiry = _inquiry(job, state) if state.is_strict else None
         self._calls = BodyCalls(
             boundary_number=lambda: state.boundary_number,
             is_in_body=self._completes_calls,
@@ -96,6 +98,7 @@ class StepLoop:
         loop_hooks.install(self)
         agreement.install(self._calls)
         loop_hooks.install_recorder(self._records)
+        loop_hooks.install_auditor(self._inquiry)
         if state.loader is not None:
             state.loader.hooks = self
         try:
@@ -113,6 +116,7 @@ class StepLoop:
             agreement.install(None)
             world.interrupt_collectives(None)
             loop_hooks.install_recorder(None)
+            loop_hooks.install_auditor(None)
             if self._records is not None:
                 self._records.close()
             step.close()
@@ -221,6 +225,8 @@ class StepLoop:
         else:
             if self._state.digests.is_suspicious and not has_to_regroup:
                 self._mend()
+            if self._inquiry is not None:
+                self._inquiry.forget()
             self._pass_boundary()
             if has_to_regroup:
                 self._regroup()
@@ -230,7 +236,8 @@ class StepLoop:
         """Repeat the current batch, which was not trained, or have the loader refuse to continue."""
         if not step.is_aborted():
             return
-        if has_to_regroup or (self._job is not None and not step.is_rehearsal()):
+        is_inquiry = self._inquiry is not None and not step.is_rehearsal() and self._inquiry.goes_on()
+        if has_to_regroup or (self._job is not None and not (step.is_rehearsal() or is_inquiry)):
             self._regroup()
         else:
             is_over = self._rehearsal is not None
@@ -419,6 +426,8 @@ class StepLoop:
         """Move to the same state on all members of the next generation, after a fault or an agreed change."""
         assert self._job is not None
         state, self._is_busy = self._state, True
+        if self._inquiry is not None:
+            self._inquiry.forget()
         begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
         if step.is_undecided() or self._is_behind_batches:
             self._put_back()
@@ -507,6 +516,12 @@ def _refuse_for_strict_mode(state: StepState) -> None:
             "several shards before Farandole sees them. Pass the module without DistributedDataParallel, and its "
             "optimizer in fd.DistributedOptimizer(...)"
         )
+
+
+def _inquiry(job: WorkerJob | None, state: StepState) -> ShardInquiry:
+    from farandole.worker.shard_inquiry import ShardInquiry  # loaded only in strict mode
+
+    return ShardInquiry(job, state, state.loader.draw_audits)
 
 
 def _deterministic(is_strict: bool) -> AbstractContextManager[None]:
