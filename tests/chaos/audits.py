@@ -51,7 +51,8 @@ def flip_one(draw: random.Random) -> str:
     kind = draw.choice(["once", "always", "random"]) if size > 2 else draw.choice(["once", "random"])
     if "--micro" in words and kind == "once":
         kind = "random"
-    culprit, step = draw.randrange(size), draw.randint(0, 11)
+    # The second step of a job is rehearsed: a difference there is found by the worker itself.
+    culprit, step = draw.randrange(size), draw.choice([0, *range(2, 12)])
     flip = f"w{culprit}:{step}:{kind}:{draw.choice(['own', 'again'])}"
     found = _run(["-np", str(size), *where], [*words, "--audit", "1", "--flip", flip])
     expected, named = {hash_alone(*words)}, {worker for worker, *_ in re.findall(NAMED, found)}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from farandole.env import read_job_env, read_rank_and_size
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.membership import Shortfall
 from farandole.state import step
 from farandole.state.step import Batch, GlobalBatch, StepStatus
+
+if TYPE_CHECKING:
+    from farandole.state.shard_audit import AuditRule
 
 _MOST_PADDING = 10_000
 
@@ -262,6 +265,29 @@ def number_of_shards(strict: bool | None, shards: int | None, global_batch_size:
             f"that fit: {fitting}; a global batch that fits: {-(-global_batch_size // wanted) * wanted}"
         )
     return wanted * (1 if most is None else -(-(global_batch_size // wanted) // most))
+
+
+def audit_rule(audit: float | None, seed: int, shards: int) -> AuditRule | None:
+    """Return the rule by which shards are computed again; None: the loader is not strict.
+
+    Args:
+        audit: The user's argument; None: as the job.
+        seed: That of the loader.
+        shards: Number of shards of a global batch; 0: not strict.
+
+    Raises:
+        ConfigError: It is no fraction, or the loader is not strict.
+    """
+    if not shards:
+        if audit:
+            raise ConfigError(f"DataLoader: audit={audit:g} needs strict mode: give strict=True, or leave it out")
+        return None
+    from farandole.state.shard_audit import AuditRule  # loaded only in strict mode
+
+    fraction = read_job_env().audit if audit is None else audit
+    if not 0 <= fraction <= 1:
+        raise ConfigError(f"DataLoader: audit is a fraction of the shards, from 0 to 1, got {fraction:g}")
+    return AuditRule(fraction, seed)
 
 
 def rehearsed_place(shards: int, rank: int, world: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, Sub
 from farandole.data.augmentation import innermost_dataset, with_places
 from farandole.data.elastic_loader import (
     ElasticLoader,
+    audit_rule,
     most_samples,
     number_of_shards,
     rehearsed_division,
@@ -46,8 +47,6 @@ from farandole.state.step import GlobalBatch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
-
-    from farandole.state.shard_audit import AuditRule
 
 logger = logging.getLogger("farandole")
 
@@ -185,12 +184,9 @@ class DataLoader(ElasticLoader):
             most,
             min_local_batch,
             _tail(tail, drop_last),
-            number_of_shards(strict, shards, global_batch_size, most),
+            shards := number_of_shards(strict, shards, global_batch_size, most),
+            audit_rule(audit, seed, shards),
         )
-        if self._layout.shards:
-            self._layout = dataclasses.replace(self._layout, audit=_audit_rule(audit, seed))
-        elif audit:
-            raise ConfigError(f"DataLoader: audit={audit:g} needs strict mode: give strict=True, or leave it out")
         self.dataset, self._cursor = dataset, 0
         if self._layout.shards:
             _pin_arithmetic()
@@ -476,15 +472,6 @@ def _pin_arithmetic() -> None:
     prepare_for_strict_mode()
     if not read_job_env().strict:
         torch.set_num_threads(1)
-
-
-def _audit_rule(audit: float | None, seed: int) -> AuditRule:
-    from farandole.state.shard_audit import AuditRule  # loaded only in strict mode
-
-    fraction = read_job_env().audit if audit is None else audit
-    if not 0 <= fraction <= 1:
-        raise ConfigError(f"DataLoader: audit is a fraction of the shards, from 0 to 1, got {fraction:g}")
-    return AuditRule(fraction, seed)
 
 
 def _order(order: Order | None, shuffle: bool) -> Order:

@@ -9,10 +9,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 from farandole.data.loader import DataLoader
-from farandole.data.sample_order import BatchLayout, batches, make_global_batch
+from farandole.data.sample_order import BatchLayout, batches, delivered, make_global_batch
 from farandole.data.stream_loader import StreamLoader
 from farandole.errors import ConfigError, DataError
 from farandole.state import step
+from farandole.state.shard_audit import AuditRule
 
 DATA = TensorDataset(torch.arange(100))
 
@@ -65,6 +66,35 @@ def test_more_workers_than_shards_are_refused() -> None:
     loader.set_world(3, 4)
     with pytest.raises(DataError, match=r"5 workers, but each global batch has 4 shards.*--max-np 4"):
         loader.set_world(0, 5)
+
+
+def test_an_audit_is_a_fraction_of_the_shards_of_a_strict_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in (-0.1, 1.5):
+        with pytest.raises(ConfigError, match="a fraction of the shards, from 0 to 1"):
+            DataLoader(DATA, 24, shards=4, audit=wrong)
+    with pytest.raises(ConfigError, match=r"audit=0\.5 needs strict mode"):
+        DataLoader(DATA, 24, audit=0.5)
+    monkeypatch.setenv("FARANDOLE_AUDIT", "2")
+    with pytest.raises(ConfigError, match="FARANDOLE_AUDIT"):
+        DataLoader(DATA, 24, shards=4)
+
+
+def test_the_first_body_of_an_audited_step_has_the_samples_of_another_rank_s_shard() -> None:
+    layout = BatchLayout(size=100, global_batch_size=24, shards=8, audit=AuditRule(1.0, 0))
+    for rank in range(3):
+        global_batch = make_global_batch(layout, 0, 24, rank, 3)
+        audited, *own = batches(global_batch)
+        assert global_batch.audit is not None
+        owner = (rank + global_batch.audit.shift) % 3
+        theirs = batches(make_global_batch(layout, 0, 24, owner, 3))[1:]
+        (same,) = [each for each in theirs if each.shard == audited.shard]
+        assert (audited.low, audited.high, audited.samples) == (same.low, same.high, 3)
+        assert delivered(audited) == (same.low, same.high)
+        assert audited.is_audit
+        assert audited.is_dummy
+        assert [each.shard for each in own] == [each.shard for each in batches(global_batch)[1:]]
+        assert sum(each.samples for each in own) == global_batch.samples
+        assert len(own) + 1 == global_batch.micro_batches
 
 
 def test_the_job_decides_unless_the_loader_has_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
