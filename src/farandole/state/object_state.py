@@ -34,8 +34,13 @@ def _number(name: str, value: Any) -> Any:
     """Return a value of State.log() that float() accepts later, without the graph of a tensor."""
     if isinstance(value, float | int):
         return value
-    if getattr(value, "numel", lambda: 0)() == 1:
-        return value.detach()
+    try:
+        if getattr(value, "is_cpu", False):
+            return float(value.item())
+        if getattr(value, "numel", lambda: 0)() == 1:
+            return value.detach()
+    except (TypeError, ValueError, RuntimeError):
+        pass
     if hasattr(value, "__float__") and not hasattr(value, "numel"):
         return value
     raise TypeError(f"state.log({name}=...): a number or a tensor with one element, got {type(value).__name__}")

@@ -55,7 +55,9 @@ class MetricsWriter(Protocol):
         ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values of a step, so that they are kept when the process is killed afterwards.
+        """Write the values of a step, so that they are kept when the process is killed afterwards. A writer that waits
+        for more of them, to write them together, also has a method `flush()`, which writes what waits: it is called
+        before a checkpoint and at the end of the training.
 
         Args:
             step: The number of the step.
@@ -75,7 +77,8 @@ class Tracker:
     worker becomes rank 0, it opens the same file, reads what it has, and adds what is missing. So the Tracker has to be
     a value of the TorchState, and the path one that all hosts see.
 
-    The file is a CSV file with the columns run, step, name and value; `MetricsReader` reads it, also while it grows. A
+    The file is a CSV file with the columns run, step, name and value; `MetricsReader` reads it, also while it grows. It
+    has a value 0.2 s after its log() at the latest, and before a checkpoint of the same step. A
     job that starts again without a checkpoint appends another run. After a restart from a checkpoint the steps that the
     file has already are not written again.
 
@@ -146,6 +149,16 @@ class Tracker:
         else:
             self.close()
 
+    def flush(self) -> None:
+        """Let the target have all that was logged: needed only before you read the file while you train.
+
+        Raises:
+            OSError: Rank 0 cannot write the file.
+        """
+        flush = getattr(self._writer, "flush", None)
+        if self._written is not None and flush is not None:
+            flush()
+
     def close(self) -> None:
         """Close the target. The next log() opens it again."""
         if self._written is not None:
@@ -172,6 +185,9 @@ class Tracker:
             self._records = dict(sorted(self._records.items()))
             self._has_received = True
             self._forget_oldest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_written": None}  # a copy opens the target by itself
 
     def _is_writer(self) -> bool:
         return world.current().placement.rank == 0
@@ -200,10 +216,17 @@ class Tracker:
 
 
 def _number(name: str, value: Any) -> float:
-    detach = getattr(value, "detach", None)  # a tensor's: torch warns of losses that still have their graph
     try:
-        return float(value if detach is None else detach())
+        # A tensor's own method: torch's float() warns of a tensor that has its graph.
+        return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             f"Tracker.log({name}=...): a number or a tensor with one element, got {type(value).__name__}"
         ) from None
+
+
+def flush_trackers(state: object) -> None:
+    """Let the targets of all trackers of a state have what was logged. Raises OSError when rank 0 cannot write one."""
+    for value in vars(state).values():
+        if isinstance(value, Tracker):
+            value.flush()

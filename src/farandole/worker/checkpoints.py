@@ -21,6 +21,7 @@ from farandole.env import CheckpointEnv, read_checkpoint_env
 from farandole.errors import ConfigError
 from farandole.machine import now_s
 from farandole.membership import Progress
+from farandole.state.tracker import flush_trackers
 from farandole.wire.messages import CheckpointEnded
 from farandole.worker.context import WorkerJob
 
@@ -107,6 +108,7 @@ class Checkpoints:
             self._due.restart(now_s(), progress.step)
             if not is_captured:
                 self._state.capture()
+            flush_trackers(self._state)  # the metadata have the newest records only
             self._is_owed = False
             if self._rule == "step" and here.placement.size > 1:
                 self._is_judged.clear()
@@ -176,6 +178,7 @@ class Checkpoints:
     def _write_now(self) -> None:
         here, progress = world.current(), self._progress()
         if self._writer.published != progress:
+            flush_trackers(self._state)
             self._writer.write(lambda: live(self._state, progress), progress.step, here.id.number, here.placement.size)
 
     def _progress(self) -> Progress:

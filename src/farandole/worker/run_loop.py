@@ -13,6 +13,7 @@ from farandole.env import read_job_env
 from farandole.errors import ConfigError, HorovodInternalError, HostsUpdatedInterrupt
 from farandole.state.object_state import State
 from farandole.state.step_state import StepState
+from farandole.state.tracker import flush_trackers
 from farandole.worker import context
 from farandole.worker.commit_loop import CommitLoop
 from farandole.worker.context import WorkerJob
@@ -68,7 +69,10 @@ def run(
                 f"{function.__name__} is the second elastic function of this script: a worker that joins starts "
                 f"at the first one, and cannot know which one the others are in; train in one elastic function"
             )
-        return _loop(job, state).run(lambda: function(state, *args, **kwargs))
+        try:
+            return _loop(job, state).run(lambda: function(state, *args, **kwargs))
+        finally:
+            flush_trackers(state)
 
     return elastic
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import errno
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +14,10 @@ import torch
 
 from farandole.collectives import world
 from farandole.errors import ConfigError
-from farandole.state import tracker as tracker_module
+from farandole.state import metrics_file, tracker as tracker_module
 from farandole.state.metrics_file import MetricsFile, MetricsReader
-from farandole.state.tracker import Tracker
+from farandole.state.object_state import ObjectState
+from farandole.state.tracker import Tracker, flush_trackers
 
 STEPS = {1: {"loss": 0.5, "lr": 0.1}, 2: {"loss": 1 / 3}, 3: {"loss": 1e-300, "lr": float("inf")}}
 
@@ -31,6 +36,12 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     place(0)
     return place
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each log() write, unless a test says else."""
+    monkeypatch.setattr(metrics_file, "_WRITE_EVERY_S", 0.0)
 
 
 def content(path: Path) -> list[tuple[int, dict[str, float]]]:
@@ -160,6 +171,68 @@ def test_following_ends_with_the_job_and_misses_nothing(as_rank: Callable[[int],
         return codes.pop(0)
 
     assert [step for step, _ in reader.follow(poll)] == [1, 2]
+
+
+def test_values_of_steps_in_quick_succession_are_written_together(
+    as_rank: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_file, "_WRITE_EVERY_S", 0.3)
+    writes = []
+    write = os.write
+
+    def counted(descriptor: int, data: bytes) -> int:
+        writes.append(len(data))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", counted)
+    tracker = Tracker(tmp_path / "m.csv")
+    for step in range(1, 101):
+        tracker.log(step, loss=step)
+    assert [step for step, _ in content(tmp_path / "m.csv")] == [1]  # the first one at once
+    deadline_s = time.monotonic() + 30
+    while len(content(tmp_path / "m.csv")) < 100 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert [step for step, _ in content(tmp_path / "m.csv")] == list(range(1, 101))
+    assert len(writes) == 3  # with the header
+
+
+@pytest.mark.parametrize("how", ["flush", "close", "regrouped", "checkpoint", "end"])
+def test_what_waits_is_written(
+    how: str, as_rank: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_file, "_WRITE_EVERY_S", 1000.0)
+    tracker = Tracker(tmp_path / "m.csv")
+    tracker.log(1, loss=1)
+    tracker.log(2, loss=2)
+    assert len(content(tmp_path / "m.csv")) == 1
+    if how == "regrouped":
+        as_rank(1)
+    if how == "checkpoint":
+        flush_trackers(ObjectState(lambda each, **_: each, lambda: 0, tracker=tracker))
+    elif how == "end":
+        atexit._run_exitfuncs()
+    else:
+        getattr(tracker, how)()
+    assert len(content(tmp_path / "m.csv")) == 2
+
+
+def test_the_next_log_tells_that_a_later_write_has_failed(
+    as_rank: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_file, "_WRITE_EVERY_S", 0.05)
+    tracker = Tracker(tmp_path / "m.csv")
+    tracker.log(1, loss=1)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def write(*_: object) -> int:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        tracker.log(2, loss=2)
+        time.sleep(0.5)
+    with pytest.raises(OSError, match="No space left"):
+        tracker.log(3, loss=3)
 
 
 def test_a_file_of_something_else_is_refused(as_rank: Callable[[int], None], tmp_path: Path) -> None:
