@@ -169,6 +169,32 @@ class JobRebuilding(Event):
 
 
 @dataclass(frozen=True)
+class StateUnwritten(Event):
+    """The newest state cannot be written to the store of `--state`. The workers train on; decisions wait for it, for
+    `patience_s` at most."""
+
+    reason: str
+    patience_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"the state of the job cannot be written ({self.reason}); the workers continue, and decisions about the "
+            f"job wait for it, for at most {self.patience_s:g} s"
+        )
+
+
+@dataclass(frozen=True)
+class StateWritten(Event):
+    """The newest state could be written again."""
+
+    seconds: float
+
+    def line(self) -> str:
+        return f"the state of the job was written after {self.seconds:.1f} s; decisions continue"
+
+
+@dataclass(frozen=True)
 class JobRebuilt(Event):
     """The job was rebuilt from what the agents have told: of these workers, and of all but `missing` members of the
     newest generation. Nobody has told what the job knew besides: counts of failures, drained hosts, a size that was set

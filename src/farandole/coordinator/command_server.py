@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -58,7 +58,7 @@ class Clients:
 
     job     returns the current job         decide  applies an input to the job
     now_s   the job's clock                 steps   by worker, the last seen number of decided steps
-    ask_for_stacks  as in StackRequests
+    ask_for_stacks  as in StackRequests     caught_up  waits until what was decided is in the journal
 
     Attributes:
         telemetry: The last measurements that each agent has sent, by worker.
@@ -72,9 +72,11 @@ class Clients:
         now_s: Callable[[], float],
         steps: Callable[[], Mapping[str, int]],
         ask_for_stacks: Callable[[str, int], str],
+        caught_up: Callable[[], Awaitable[None]],
     ) -> None:
         self.stacks = StackRequests(ask_for_stacks)
         self._job, self._decide, self._now_s, self._steps = job, decide, now_s, steps
+        self._caught_up = caught_up
         self.telemetry: dict[str, Mapping[str, WorkerTelemetry]] = {}
         self._events: deque[_KeptEvent] = deque(maxlen=EVENTS_KEPT)
         self._count = 0
@@ -126,12 +128,12 @@ class Clients:
         command violates the protocol."""
         try:
             while True:
-                self._answer(channel, await channel.receive())
+                await self._answer(channel, await channel.receive())
         finally:
             self._subscribers.pop(channel, None)
             self.stacks.forget(channel)
 
-    def _answer(self, channel: Channel[ClientMessage], asked: ClientMessage) -> None:
+    async def _answer(self, channel: Channel[ClientMessage], asked: ClientMessage) -> None:
         match asked:
             case AskStatus():
                 channel.send(self.status())
@@ -139,6 +141,7 @@ class Clients:
                 answer, happened = judge(self._job(), asked)
                 if happened is not None:
                     self._decide(happened)
+                    await self._caught_up()
                 channel.send(answer)
             case AskStacks(workers):
                 self.stacks.begin(channel, workers)

@@ -31,6 +31,8 @@ from farandole.coordinator.launcher_link import (
     Call,
     ClearStore,
     CoordinatorSetup,
+    Copied,
+    Copy,
     Ended,
     FramesHandled,
     KeptFrames,
@@ -104,6 +106,7 @@ class _Process:
         self._store = _RemoteStore(link)
         self._is_over = self._is_listening = self._is_stopping = False
         self._tasks: set[asyncio.Task[bool]] = set()
+        self._copied: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
         setup: CoordinatorSetup = await self._link.receive()
@@ -153,6 +156,7 @@ class _Process:
             error = "".join(traceback.format_exception(raised))
         with contextlib.suppress(OSError):  # it would be the error already
             self._commit_events()
+        await self._coordinator.caught_up()
         self._link.send(Ended(outcome, error))
         await self._link.drain()
         for task in (obedience, beating, serving):
@@ -215,13 +219,26 @@ class _Process:
         if is_moved:
             self._coordinator.lose_own_agents("the launcher in which it ran has died")
 
-    def _write(self, state: CoordinatorState) -> None:
+    def _write(self, state: CoordinatorState) -> asyncio.Future[None] | None:
         if state.job.ending is not None and state.job.ending.is_done and not self._is_over:
             self._is_over = True
             self._keep(Over())
         self._journal.write(self._encoder.encode(state, KeptFrames.of(self._setup.launcher, self._frames)))
-        self._send_unsent()
-        self._link.send(FramesHandled(self._frames.handled))
+        unsent, self._unsent = self._unsent, []
+        handled = self._frames.handled
+        if not self._setup.is_copied:
+            self._tell(unsent, handled)
+            return None
+        self._copied = asyncio.get_running_loop().create_future()
+        self._copied.add_done_callback(lambda _: self._tell(unsent, handled))
+        self._link.send(Copy())
+        return self._copied
+
+    def _tell(self, unsent: Sequence[object], handled: int) -> None:
+        """Tell the launcher of what the journal holds now."""
+        for frame in unsent:
+            self._link.send(frame)
+        self._link.send(FramesHandled(handled))
 
     def _on_event(self, event: Event) -> None:
         """Keep an event for the launcher. Those of a decision are sent with it, others soon."""
@@ -235,11 +252,6 @@ class _Process:
     def _keep(self, frame: object) -> None:
         self._frames.keep(frame)
         self._unsent.append(frame)
-
-    def _send_unsent(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        for frame in unsent:
-            self._link.send(frame)
 
     async def _obey(self) -> None:
         """Do what the launcher wants. When it is gone, the job ends at once: nobody would start its agents again, or
@@ -266,6 +278,9 @@ class _Process:
                 task.add_done_callback(self._tasks.discard)
             case StoreOpened():
                 self._store.on_opened(frame)
+            case Copied():
+                if self._copied is not None and not self._copied.done():
+                    self._copied.set_result(None)
             case FramesHandled(count):
                 self._frames.confirm(count)
 

@@ -212,9 +212,12 @@ JournalFiles: TypeAlias = tuple[int, int]
 """Descriptors of the two files."""
 
 
-def files_in_memory() -> JournalFiles:
-    """Return files that exist as long as a process has them open."""
-    return os.memfd_create("farandole-journal-0"), os.memfd_create("farandole-journal-1")
+def files_in_memory(content: bytes = b"") -> JournalFiles:
+    """Return files, both with this content, that exist as long as a process has them open."""
+    files = os.memfd_create("farandole-journal-0"), os.memfd_create("farandole-journal-1")
+    for each in files:
+        os.pwrite(each, content, 0)
+    return files
 
 
 class Journal:
@@ -265,6 +268,11 @@ class Journal:
         if problem := why_unreadable(found.format, found.version):
             raise JournalError(f"the coordinator's journal {problem}")
         return _migrated(data, found.format)
+
+    def newest(self) -> bytes:
+        """Return the content of the file with the state that was the newest when this object was made."""
+        descriptor = self._descriptors[self._number % 2]
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
     def _states(self) -> list[tuple[int, JournalIdentity, bytes]]:
         found = []

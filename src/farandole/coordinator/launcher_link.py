@@ -42,6 +42,7 @@ class CoordinatorSetup:
     number     how many launchers the job has had, with this one; its coordinators' epochs are above those of the former
                ones, whatever these were. 0: it is the only one
     lost       why the journal of the former launcher is lost: the agents are to tell what the job is; empty: it is not
+    is_copied  whether the launcher writes a copy of each state to where the next launcher finds it: Copy, then Copied
     """
 
     config: JobConfig
@@ -58,6 +59,7 @@ class CoordinatorSetup:
     wants_summaries: bool = False
     number: int = 0
     lost: str = ""
+    is_copied: bool = False
 
 
 # Frames to the coordinator: a Call, which is counted, or one of the others.
@@ -84,6 +86,11 @@ class StoreOpened:
 
     port: int
     problem: str = ""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Answer to Copy: what was decided may be told."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,11 @@ class OpenStore:
     """Open the job's store at these addresses, too. Answer: StoreOpened."""
 
     hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Write a copy of the newest state in the journal. Answer: Copied; until then the journal does not change."""
 
 
 @dataclass(frozen=True)

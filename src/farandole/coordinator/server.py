@@ -128,7 +128,8 @@ class Coordinator:
     first_hosts  as in new_job
     function   of a job of farandole.run()
     store      the job's store; None: it has its own
-    journal    called with the state after each decision, before any message about the decision is sent
+    journal    called with the state after each decision, before any message about the decision is sent; these wait for
+               the future, if it returns one, and meanwhile it is not called again
     restored   the state from which it continues; None: the job begins
     returning_s  for so much longer agents of the former coordinator may be silent at first: they look for this one
     """
@@ -150,7 +151,7 @@ class Coordinator:
         first_hosts: Mapping[str, int] = MappingProxyType({}),
         function: FunctionJob | None = None,
         store: Store | None = None,
-        journal: Callable[[CoordinatorState], None] | None = None,
+        journal: Callable[[CoordinatorState], asyncio.Future[None] | None] | None = None,
         restored: CoordinatorState | None = None,
         returning_s: float = 0.0,
     ) -> None:
@@ -175,7 +176,12 @@ class Coordinator:
         self._sessions: dict[str, AgentSession] = {}  # of the agents that are connected or were until just now
         self._channels: dict[str, Channel[AgentMessage]] = {}
         self._commands = Clients(
-            lambda: self._job, self._decide, self._clock.now_s, self._hang_detector.steps, self._ask_for_stacks
+            lambda: self._job,
+            self._decide,
+            self._clock.now_s,
+            self._hang_detector.steps,
+            self._ask_for_stacks,
+            self.caught_up,
         )
         self._telemetry = self._commands.telemetry
         self._serving: set[asyncio.Task[None]] = set()
@@ -188,6 +194,8 @@ class Coordinator:
         self._lost = ""  # why there is no former state: nothing is decided until agents have told what the job is
         self._told: dict[str, ToldAgent] = {}
         self._outgoing: list[tuple[Channel[AgentMessage], ToAgent]] = []  # to be sent once the journal has them
+        self._writing: asyncio.Future[None] | None = None  # of the journal, which has the newest state only then
+        self._is_behind = False  # and has to be written again
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
@@ -292,6 +300,7 @@ class Coordinator:
         detection budget for that). Cancellation closes all connections."""
         try:
             outcome = await self._outcome
+            await self.caught_up()
             patience_s = self._config.grace_s + self._config.detection_budget_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
@@ -461,13 +470,43 @@ class Coordinator:
 
     def commit(self) -> None:
         """Write the state to the journal, and send what was decided."""
-        if self._journal is not None:
-            for session in self._sessions.values():
-                session.journaled = session.log.handled
-            self._journal(self._state())
+        if self._writing is not None:
+            self._is_behind = True
+            return
         outgoing, self._outgoing = self._outgoing, []
+        if self._journal is None:
+            self._send_decided(outgoing)
+            return
+        handled = [(session, session.log.handled) for session in self._sessions.values()]
+        writing = self._journal(self._state())
+        if writing is None:
+            self._on_written(handled, outgoing)
+        else:
+            self._writing = writing
+            writing.add_done_callback(lambda _: self._on_written(handled, outgoing))
+
+    def _on_written(
+        self, handled: list[tuple[AgentSession, int]], outgoing: list[tuple[Channel[AgentMessage], ToAgent]]
+    ) -> None:
+        for session, count in handled:
+            session.journaled = count
+        self._send_decided(outgoing)
+        self._writing = None
+        if self._is_behind:
+            self._is_behind = False
+            try:
+                self.commit()
+            except OSError as error:
+                self._fail(error)
+
+    def _send_decided(self, outgoing: list[tuple[Channel[AgentMessage], ToAgent]]) -> None:
         for channel, message in outgoing:
             channel.send(message)
+
+    async def caught_up(self) -> None:
+        """Wait until the journal has everything that was decided."""
+        while self._writing is not None:
+            await asyncio.wait([self._writing])
 
     def _fail(self, error: BaseException) -> None:
         """End the run because of an internal error, not only the connection or the timer that met it."""
@@ -616,6 +655,7 @@ class Coordinator:
         group.add(task)
 
     async def _serve(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
+        await self.caught_up()  # the sessions that it is told of, and the epoch, are those of the journal
         if hello.resumes is None:
             await self._begin(channel, hello)
         elif self._lost and self._has_not_told(hello, hello.resumes):

@@ -87,7 +87,7 @@ class RunOptions:
     pods              the pods from which agents join; None: pods are not watched
     preemption        where preemption notices are looked for
     slurm             the allocation whose nodes run the workers; None: they do not
-    state             the folder in which the job's state outlives the launcher; None: it does not
+    state             the folder, or the URL of etcd, in which the job's state outlives the launcher; None: it does not
     patience_s        how long agents of other machines keep their workers meanwhile
     requeues          whether the Slurm job is put back into the queue when its end is announced
     progress          whether there is a line about the job below its output: one of PROGRESS
@@ -118,7 +118,7 @@ class RunOptions:
     preemption: Preemption = field(default_factory=Preemption)
     slurm: SlurmAllocation | None = None
     requeues: bool = False
-    state: Path | None = None
+    state: Path | str | None = None
     patience_s: float = STATE_PATIENCE_S
     progress: str = PROGRESS[0]
     timeline: Path | None = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from farandole.engines.discovery import HostDiscovery
     from farandole.engines.host_list import HostSlots
     from farandole.launch.job_files import EventFile
-    from farandole.launch.job_state import FolderState
+    from farandole.launch.job_state import JobState
     from farandole.launch.job_timeline import JobTimeline
     from farandole.launch.report import Report
 
@@ -266,13 +266,17 @@ def _timeline(options: RunOptions, report: Report) -> AbstractContextManager[Job
     return JobTimeline(options.timeline, report.note)
 
 
-def _state(options: RunOptions) -> AbstractContextManager[FolderState | None]:
-    from farandole.launch.job_state import locked_state
-
+def _state(options: RunOptions) -> AbstractContextManager[JobState | None]:
     if options.state is None:
         return nullcontext()
     has_token = options.joining is not None and options.joining.token_file
     token = options.joining.token if options.joining is not None and has_token else None
+    if isinstance(options.state, str):
+        from farandole.launch.etcd_state import etcd_state
+
+        return etcd_state(options.state, options.command, options.config, token)
+    from farandole.launch.job_state import locked_state
+
     return locked_state(options.state, options.command, options.config, token)
 
 

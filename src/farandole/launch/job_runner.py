@@ -42,6 +42,7 @@ from farandole.launch.job_state import JobState
 from farandole.launch.joining import Joining
 from farandole.launch.output import OutputOptions, OutputSink
 from farandole.launch.page_address import PageProcess
+from farandole.launch.state_copies import StateCopies
 from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.launch.terminal_line import TerminalLine
 from farandole.machine import wall_time_s
@@ -251,6 +252,7 @@ class _JobRun:
                 on_output=output,
                 factory=setup.factory,
                 journal=None if setup.state is None else setup.state.journal_files,
+                copies=None if setup.state is None else self._copies(setup.state),
                 on_summary=setup.on_summary,
             )
         else:  # the calling program waits for the results: its end is the end of the job
@@ -425,6 +427,11 @@ class _JobRun:
         while True:
             await asyncio.sleep(SUMMARY_EVERY_S)
             on_summary(coordinator.summary())
+
+    def _copies(self, state: JobState) -> StateCopies | None:
+        if state.write_copy is None:
+            return None
+        return StateCopies(state.write_copy, self._setup.patience_s, self._on_event)
 
     async def _watch_for_successor(self, state: JobState, coordinator: SupervisedCoordinator) -> None:
         """End in silence when another launcher has taken the job over: this one, or its network, was away."""

@@ -19,7 +19,7 @@ import os
 import secrets
 import select
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Protocol
@@ -37,7 +37,7 @@ from farandole.coordinator.journal import (
     why_unreadable,
 )
 from farandole.env import CheckpointEnv
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, FarandoleError
 from farandole.machine import now_s
 from farandole.wire.authentication import new_token
 
@@ -46,8 +46,12 @@ _RELEASED_S = 2.0  # for a launcher that has just been killed, and its coordinat
 _AGAIN_S = 0.02
 
 
+class StateUnavailable(FarandoleError):
+    """The state cannot be written now."""
+
+
 class JobState(Protocol):
-    """The part of a state that a launcher needs; FolderState is the one that there is.
+    """The part of a state that a launcher needs: FolderState, or EtcdState (launch/etcd_state.py).
 
     launcher      identifies this launcher among those of the job
     number        how many launchers the job has had, with this one, once it has begun
@@ -55,6 +59,9 @@ class JobState(Protocol):
     lost          why the former launcher's journal cannot be used, though the job may run: its agents are to tell what
                   they know; empty: it can, or there is none
     checkpoint    the settings with which it began, where it writes checkpoints
+    write_copy    writes a copy of the journal's newest state (`Journal.newest()`) to where the next launcher looks for
+                  it; blocks for seconds at most; raises StateUnavailable, to be repeated. None: the journal's files are
+                  there already
     """
 
     launcher: str
@@ -64,6 +71,9 @@ class JobState(Protocol):
     is_continued: bool
     lost: str
     journal_files: JournalFiles
+
+    @property
+    def write_copy(self) -> Callable[[bytes], None] | None: ...
 
     @property
     def checkpoint(self) -> CheckpointEnv | None: ...
@@ -78,7 +88,9 @@ class JobState(Protocol):
         """Forget the job, if it is over or has never begun. Idempotent."""
 
 
-class _Owner(msgspec.Struct, frozen=True):
+class Owner(msgspec.Struct, frozen=True):
+    """Who has a job."""
+
     launcher: str
     host: str
     pid: int
@@ -94,7 +106,7 @@ class _Version(msgspec.Struct, frozen=True):
     format: int = 1
 
 
-class _Job(_Version, frozen=True, kw_only=True):
+class StoredJob(_Version, frozen=True, kw_only=True):
     """Content of job.json. `number` is that of the launcher whose journal counts."""
 
     job_id: str
@@ -127,6 +139,8 @@ def locked_state(folder: Path, command: Sequence[str], config: JobConfig, token:
 class FolderState:
     """A state in a folder, locked from the beginning until `close()`. Arguments and errors as in locked_state."""
 
+    write_copy = None
+
     def __init__(self, folder: Path, command: Sequence[str], config: JobConfig, token: bytes | None) -> None:
         self._folder = _private(folder)
         self.launcher = secrets.token_hex(8)
@@ -139,7 +153,7 @@ class FolderState:
             self.number, self.lost = self._job.number, ""
             self._data = self._former_journal()
             self.is_continued = self._data is not None or bool(self.lost)
-            owner = _Owner(self.launcher, os.uname().nodename, os.getpid())
+            owner = Owner(self.launcher, os.uname().nodename, os.getpid())
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, msgspec.json.encode(owner), 0)
             os.fsync(self._lock)
@@ -220,48 +234,17 @@ class FolderState:
                     ) from None
                 select.select([], [], [], _AGAIN_S)
 
-    def _owner(self) -> _Owner | None:
+    def _owner(self) -> Owner | None:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            return msgspec.json.decode((self._folder / _LOCK).read_bytes(), type=_Owner)
+            return msgspec.json.decode((self._folder / _LOCK).read_bytes(), type=Owner)
         return None
 
-    def _read_job(self, command: Sequence[str], config: JobConfig, token: bytes | None) -> _Job:
-        settings = _settings(config)
+    def _read_job(self, command: Sequence[str], config: JobConfig, token: bytes | None) -> StoredJob:
         try:
             data = (self._folder / _JOB).read_bytes()
         except FileNotFoundError:
-            return _Job(
-                version=SOFTWARE,
-                format=FORMAT,
-                job_id=secrets.token_hex(8),
-                token=token or new_token(),
-                number=0,
-                command=tuple(command),
-                config=settings,
-            )
-        anew = f"to begin the job anew, remove {self._folder}"
-        try:
-            found = msgspec.json.decode(data, type=_Version)
-            if problem := why_unreadable(found.format, found.version):
-                raise self._error(f"its job {problem}; {anew}")
-            job = msgspec.json.decode(data, type=_Job)
-        except msgspec.MsgspecError:
-            raise self._error(f"{_JOB} is damaged ({len(data)} bytes); {anew}") from None
-        if job.command != tuple(command):
-            raise self._error(
-                f"its job runs {' '.join(job.command)}, not {' '.join(command)}; give the same command, or another "
-                f"folder; {anew}"
-            )
-        defaults = {each.name: each.default for each in fields(JobConfig)}  # of options that the version did not have
-        if different := [name for name in settings if settings[name] != job.config.get(name, defaults[name])]:
-            (name, *_) = different
-            raise self._error(
-                f"its job was begun with other options ({name} {job.config.get(name)!r}, not {settings[name]!r}); give "
-                f"the same options, or another folder; {anew}"
-            )
-        if token is not None and token != job.token:
-            raise self._error("its job has another token; give the same --token-file, or another folder")
-        return job
+            data = None
+        return job_of_state(data, command, config, token, self._error, f"remove {self._folder}")
 
     def _former_journal(self) -> bytes | None:
         """Return the newest state of the former launcher's coordinators, none of which runs; None: there is none, or it
@@ -297,6 +280,61 @@ class FolderState:
 
     def _error(self, text: str) -> ConfigError:
         return ConfigError(f"--state {self._folder}: {text}")
+
+
+def job_of_state(
+    data: bytes | None,
+    command: Sequence[str],
+    config: JobConfig,
+    token: bytes | None,
+    error: Callable[[str], ConfigError],
+    removal: str,
+) -> StoredJob:
+    """Return the job of a state, or a new one.
+
+    Args:
+        data: The encoded job; None: there is none.
+        command, config, token: As in locked_state.
+        error: Makes an error of a text.
+        removal: What removes the state.
+
+    Raises:
+        ConfigError: It is damaged, or of another job or version.
+    """
+    settings = _settings(config)
+    if data is None:
+        return StoredJob(
+            version=SOFTWARE,
+            format=FORMAT,
+            job_id=secrets.token_hex(8),
+            token=token or new_token(),
+            number=0,
+            command=tuple(command),
+            config=settings,
+        )
+    anew = f"to begin the job anew, {removal}"
+    try:
+        found = msgspec.json.decode(data, type=_Version)
+        if problem := why_unreadable(found.format, found.version):
+            raise error(f"its job {problem}; {anew}")
+        job = msgspec.json.decode(data, type=StoredJob)
+    except msgspec.MsgspecError:
+        raise error(f"{_JOB} is damaged ({len(data)} bytes); {anew}") from None
+    if job.command != tuple(command):
+        raise error(
+            f"its job runs {' '.join(job.command)}, not {' '.join(command)}; give the same command, or another "
+            f"--state; {anew}"
+        )
+    defaults = {each.name: each.default for each in fields(JobConfig)}  # of options that the version did not have
+    if different := [name for name in settings if settings[name] != job.config.get(name, defaults[name])]:
+        (name, *_) = different
+        raise error(
+            f"its job was begun with other options ({name} {job.config.get(name)!r}, not {settings[name]!r}); give "
+            f"the same options, or another --state; {anew}"
+        )
+    if token is not None and token != job.token:
+        raise error("its job has another token; give the same --token-file, or another --state")
+    return job
 
 
 def _settings(config: JobConfig) -> dict[str, object]:

@@ -60,6 +60,13 @@ def state_job_file(options: argparse.Namespace) -> Path | None:
                 f"--state cannot be combined with {flag}: the agents that this command starts end with it; start "
                 "`farandole agent --job-file FILE` on the other machines"
             )
+    if isinstance(options.state, str):
+        if options.token_file is None and options.job_file is None:
+            raise ConfigError(
+                "--state etcd://... needs --token-file FILE, with which agents of other machines join (or --job-file "
+                "FILE, in a folder that the machines share)"
+            )
+        return None
     folder: Path = options.state.absolute()
     return folder / "job" if options.job_file is None else None
 

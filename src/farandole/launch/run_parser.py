@@ -438,6 +438,10 @@ def _output(parser: argparse.ArgumentParser) -> None:
         loudness.add_argument(*flags, dest="loudness", action="store_const", const=name, help=text)
 
 
+def _state(text: str) -> Path | str:
+    return text if text.startswith("etcd://") else Path(text)
+
+
 def _address(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("address of the coordinator").add_argument
     add(
@@ -449,11 +453,13 @@ def _address(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=0, help="default: a free port")
     add(
         "--state",
-        type=Path,
+        type=_state,
         metavar="DIR",
         help="keep the state of the job in DIR, which only its owner can enter: when this command was killed, the same "
         "command, on this machine or another one that has DIR, continues the job with the agents of other machines. "
-        "DIR/job is the --job-file unless another one is given",
+        "DIR/job is the --job-file unless another one is given. Or etcd://HOST:PORT[,HOST:PORT...]/PREFIX: in etcd, "
+        "with the user and the certificates of etcdctl's variables (ETCDCTL_USER, ETCDCTL_CACERT, ETCDCTL_CERT, "
+        "ETCDCTL_KEY)",
     )
     add(
         "--patience",

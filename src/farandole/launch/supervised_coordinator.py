@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from farandole.coordinator.launcher_link import (
     Call,
     ClearStore,
     CoordinatorSetup,
+    Copied,
+    Copy,
     Ended,
     FramesHandled,
     Link,
@@ -41,6 +43,7 @@ from farandole.coordinator.server import Outcome
 from farandole.coordinator.store_server import StoreServer
 from farandole.errors import ConfigError, FarandoleError
 from farandole.events import CoordinatorRestarted, Event
+from farandole.launch.state_copies import CopiesFailed, StateCopies
 from farandole.machine import now_s
 from farandole.membership import Address
 from farandole.wire.message_log import MessageLog
@@ -96,7 +99,8 @@ class HangWatch:
 class SupervisedCoordinator:
     """Used as a Coordinator: `await start()`, then `await run()`; everything else on their event loop.
 
-    journal  the files of a journal that outlives the launcher; None: it has its own, in memory
+    journal  the files of a journal that the launcher has opened; None: it has its own, in memory
+    copies   writes a copy of each state before its decision is told; None: the journal's files are enough
     factory  forks the coordinators; it is closed at the end. None: one is started when it is needed, as after its death
     on_summary  called with a summary of the job about once a second; None: none is made
     """
@@ -109,13 +113,15 @@ class SupervisedCoordinator:
         on_output: Callable[[str, OutputMessage | None], None],
         factory: CoordinatorFactory | None = None,
         journal: JournalFiles | None = None,
+        copies: StateCopies | None = None,
         on_summary: Callable[[JobSummary], None] | None = None,
     ) -> None:
         self._factory = factory
         self._on_summary = on_summary
         self._given_journal = journal
         self._abandoned = ""  # why it is
-        self._setup = replace(setup, wants_summaries=on_summary is not None)
+        self._copies = copies
+        self._setup = replace(setup, wants_summaries=on_summary is not None, is_copied=copies is not None)
         self._on_event, self._on_output = on_event, on_output
         self._store = StoreServer(on_event)
         self._calls: MessageLog[Call] = MessageLog()
@@ -221,7 +227,7 @@ class SupervisedCoordinator:
         self._call("remember", event)
 
     def abandon(self, reason: str) -> None:
-        """End in silence: another launcher has taken the job over. run() raises CoordinatorFailed."""
+        """End in silence: another launcher has taken the job over, or may do so. run() raises CoordinatorFailed."""
         self._abandoned = reason
         if self._process is not None:
             self._process.kill()
@@ -354,9 +360,9 @@ class SupervisedCoordinator:
                 if self._listening is not None and not self._listening.done():
                     self._listening.set_result(frame)
             case OpenStore(hosts):
-                task = asyncio.create_task(self._open_store(link, hosts))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._spawn(self._open_store(link, hosts))
+            case Copy():
+                self._spawn(self._copy(link))
             case AdmitToStore(host):
                 self._store.admit(host)
             case ClearStore():
@@ -365,6 +371,20 @@ class SupervisedCoordinator:
     def _count(self, link: Link) -> None:
         self._calls.handled += 1
         link.send(FramesHandled(self._calls.handled))
+
+    def _spawn(self, task: Coroutine[None, None, None]) -> None:
+        spawned = asyncio.create_task(task)
+        self._tasks.add(spawned)
+        spawned.add_done_callback(self._tasks.discard)
+
+    async def _copy(self, link: Link) -> None:
+        assert self._copies is not None
+        try:
+            await self._copies.write(self.journal_files, self._setup.job_id)
+        except CopiesFailed as error:
+            self.abandon(f"{error}; {self._what_now()}")
+        else:
+            link.send(Copied())
 
     async def _open_store(self, link: Link, hosts: tuple[str, ...]) -> None:
         try:
@@ -420,8 +440,9 @@ class SupervisedCoordinator:
         if self._setup.launcher and not self._is_over and not self._abandoned:
             # A launcher that ends, unlike one that is killed, ends the job.
             self._call("request_stop", True, "the launcher has ended")
-        self._serving.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
+        for task in (self._serving, *self._tasks):
+            task.cancel()
+        await asyncio.gather(self._serving, *self._tasks, return_exceptions=True)
         self._store.close()
         if self._process is not None:
             await asyncio.wait([self._process.ended], timeout=_REPORTED_S)
