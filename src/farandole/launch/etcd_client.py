@@ -131,9 +131,10 @@ class EtcdClient:
         """Let one endpoint after the other try it."""
         data, problems = json.dumps(body).encode(), []
         endpoints = self._access.endpoints
-        for index in range(len(endpoints)):
+        reused = int(self._connection is not None)  # such a connection may have ended since: try the endpoint anew
+        for index in range(len(endpoints) + reused):
             if self._connection is None:
-                self._connection = self._connect(*endpoints[(self._first + index) % len(endpoints)])
+                self._connection = self._connect(*endpoints[(self._first + index - reused) % len(endpoints)])
             connection = self._connection
             try:
                 answer = self._authenticated(connection, path, data)
