@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 
@@ -94,6 +95,7 @@ TELLING_S = 2 * HANDSHAKE_DEADLINE_S
 half second, and may be held up by addresses that do not answer."""
 
 _SHORT_REST_S = 0.02
+_Outgoing: TypeAlias = tuple[Channel[AgentMessage], ToAgent]
 _RETURN_LOOK_S = 0.02  # at the end of a job, between two looks for agents of the former coordinator
 
 
@@ -193,9 +195,10 @@ class Coordinator:
         self._returning: set[str] = set()  # agents of the former coordinator that have not come yet
         self._lost = ""  # why there is no former state: nothing is decided until agents have told what the job is
         self._told: dict[str, ToldAgent] = {}
-        self._outgoing: list[tuple[Channel[AgentMessage], ToAgent]] = []  # to be sent once the journal has them
+        self._outgoing: list[_Outgoing] = []  # to be sent once the journal has them
         self._writing: asyncio.Future[None] | None = None  # of the journal, which has the newest state only then
-        self._is_behind = False  # and has to be written again
+        self._commits = self._commits_written = 0
+        self._has_begun = asyncio.Event()
         self._conversations: set[asyncio.Task[None]] = set()
         self._look_timer: asyncio.TimerHandle | None = None
         self._tick_timer: asyncio.TimerHandle | None = None
@@ -220,6 +223,7 @@ class Coordinator:
             raise
         self._set_tick(next_deadline(self._job))
         self.commit()  # the next one to take over has a higher epoch, and listens at the same addresses
+        self._has_begun.set()
         self._look()
 
     def _continue_from(self, state: CoordinatorState) -> None:
@@ -470,42 +474,45 @@ class Coordinator:
 
     def commit(self) -> None:
         """Write the state to the journal, and send what was decided."""
-        if self._writing is not None:
-            self._is_behind = True
-            return
-        outgoing, self._outgoing = self._outgoing, []
-        if self._journal is None:
-            self._send_decided(outgoing)
-            return
+        self._commits += 1
+        if self._writing is None:
+            self._write_journal()
+
+    def _write_journal(self) -> None:
+        number, outgoing, self._outgoing = self._commits, self._outgoing, []
         handled = [(session, session.log.handled) for session in self._sessions.values()]
-        writing = self._journal(self._state())
+        writing = None if self._journal is None else self._journal(self._state())
         if writing is None:
-            self._on_written(handled, outgoing)
+            self._on_written(number, handled, outgoing)
         else:
             self._writing = writing
-            writing.add_done_callback(lambda _: self._on_written(handled, outgoing))
+            writing.add_done_callback(lambda _: self._on_written(number, handled, outgoing))
 
     def _on_written(
-        self, handled: list[tuple[AgentSession, int]], outgoing: list[tuple[Channel[AgentMessage], ToAgent]]
+        self, number: int, handled: Sequence[tuple[AgentSession, int]], outgoing: Sequence[_Outgoing]
     ) -> None:
+        self._writing, self._commits_written = None, number
         for session, count in handled:
             session.journaled = count
-        self._send_decided(outgoing)
-        self._writing = None
-        if self._is_behind:
-            self._is_behind = False
+        _send_all(outgoing)
+        if self._commits > number:
             try:
-                self.commit()
+                self._write_journal()
             except OSError as error:
                 self._fail(error)
 
-    def _send_decided(self, outgoing: list[tuple[Channel[AgentMessage], ToAgent]]) -> None:
-        for channel, message in outgoing:
-            channel.send(message)
+    def _flush(self) -> None:
+        """Send what was decided: at once if the journal has it, else with the next state."""
+        if self._writing is not None:
+            self.commit()
+            return
+        outgoing, self._outgoing = self._outgoing, []
+        _send_all(outgoing)
 
     async def caught_up(self) -> None:
-        """Wait until the journal has everything that was decided."""
-        while self._writing is not None:
+        """Wait until the journal has everything that was decided until now."""
+        number = self._commits
+        while self._writing is not None and self._commits_written < number:
             await asyncio.wait([self._writing])
 
     def _fail(self, error: BaseException) -> None:
@@ -655,13 +662,15 @@ class Coordinator:
         group.add(task)
 
     async def _serve(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
-        await self.caught_up()  # the sessions that it is told of, and the epoch, are those of the journal
+        async with _journal_deadline():
+            await self._has_begun.wait()
+            await self.caught_up()  # the epoch that it is told is in the journal
         if hello.resumes is None:
             await self._begin(channel, hello)
         elif self._lost and self._has_not_told(hello, hello.resumes):
             await self._begin_anew(channel, hello, hello.resumes)
         else:
-            self._resume(channel, hello, hello.resumes)
+            await self._resume(channel, hello, hello.resumes)
         try:
             while True:
                 self._handle(hello.agent, channel, await channel.receive())
@@ -706,11 +715,18 @@ class Coordinator:
             self.offer(self._offered, may_change=True)
         self._report(AgentConnected(hello.agent, hello.host, hello.slots))
 
-    def _resume(self, channel: Channel[AgentMessage], hello: AgentHello, resumes: Resumption) -> None:
+    async def _resume(self, channel: Channel[AgentMessage], hello: AgentHello, resumes: Resumption) -> None:
         """Continue the session of an agent, whose workers run, on a new connection."""
-        self._settle()  # the agent forgets what it is told was handled, so the journal must have it
-        session, reason = self._sessions.get(hello.agent), ""
         self._check_epoch(hello, resumes)
+        session = self._sessions.get(hello.agent)
+        is_known = session is not None and session.process == hello.process
+        if is_known and (former := self._channels.pop(hello.agent, None)) is not None:
+            former.abort()  # no more of its messages is handled
+        # The agent forgets what it is told was handled, so the journal must have it.
+        self._settle()
+        async with _journal_deadline():
+            await self.caught_up()
+        session, reason = self._sessions.get(hello.agent), ""
         if session is None or session.process != hello.process or resumes.epoch < session.epoch:
             reason = f"the coordinator has lost agent {hello.agent}, and continues without its workers"
         else:
@@ -725,8 +741,8 @@ class Coordinator:
         session.log.confirm(resumes.handled)
         session.confirmed, session.protocol = session.log.handled, channel.version
         self._continue_on(channel, hello.agent, session)
-        for message in unhandled:
-            channel.send(message)
+        self._outgoing += [(channel, message) for message in unhandled]
+        self._flush()
 
     def _has_not_told(self, hello: AgentHello, resumes: Resumption) -> bool:
         """Return whether this agent, whose workers run, has not told of them, or does not know that it has."""
@@ -852,6 +868,21 @@ class Coordinator:
         for task in conversing:
             task.cancel()
         await asyncio.gather(*conversing, return_exceptions=True)
+
+
+def _send_all(outgoing: Sequence[_Outgoing]) -> None:
+    for channel, message in outgoing:
+        channel.send(message)
+
+
+@contextlib.asynccontextmanager
+async def _journal_deadline() -> AsyncIterator[None]:
+    """Give the block the time of a handshake. The agent connects again."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+            yield
+    except TimeoutError:
+        raise ConnectionError(f"the state of the job was not written within {HANDSHAKE_DEADLINE_S:g} s") from None
 
 
 async def _receive_hello(

@@ -269,11 +269,12 @@ def _timeline(options: RunOptions, report: Report) -> AbstractContextManager[Job
 def _state(options: RunOptions) -> AbstractContextManager[JobState | None]:
     if options.state is None:
         return nullcontext()
-    has_token = options.joining is not None and options.joining.token_file
-    token = options.joining.token if options.joining is not None and has_token else None
+    joining = options.joining
+    token = joining.token if joining is not None and joining.token_file else None
     if isinstance(options.state, str):
         from farandole.launch.etcd_state import etcd_state
 
+        assert token is not None  # joining.py has checked it
         return etcd_state(options.state, options.command, options.config, token)
     from farandole.launch.job_state import locked_state
 

@@ -10,16 +10,21 @@ import base64
 import http.client
 import ipaddress
 import json
-import os
 import ssl
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from farandole.env.etcd_variables import EtcdVariables
 from farandole.errors import ConfigError, FarandoleError
 
 DEADLINE_S = 2.0
 """For a connection, and for each wait on it."""
+
+_PORT = 2379
+_LONGEST_ANSWER = 16_000_000  # of a part of a state, or an error
+_SHOWN = 120
 
 # Codes of gRPC (https://grpc.github.io/grpc/core/md_doc_statuscodes.html) of requests that may succeed later.
 _LATER = {2, 4, 8, 10, 13, 14}  # unknown, deadline, no space, aborted, internal, unavailable
@@ -27,7 +32,7 @@ _OLD_TOKEN = ("invalid auth token", "revision of auth store is old")
 
 
 class EtcdUnavailable(FarandoleError):
-    """No endpoint has carried out the request; it may have been carried out nevertheless, and may be repeated."""
+    """No endpoint has carried out the request; it may have been carried out nevertheless, or be so later."""
 
 
 class EtcdRefused(FarandoleError):
@@ -51,35 +56,35 @@ class EtcdAccess:
     tls: ssl.SSLContext | None = None
 
     @classmethod
-    def parse(cls, url: str, environment: Mapping[str, str]) -> EtcdAccess:
-        """Return the access to etcd://HOST:PORT[,HOST:PORT...]/PREFIX with the variables that etcdctl has:
-        ETCDCTL_USER, ETCDCTL_PASSWORD, ETCDCTL_CACERT, ETCDCTL_CERT, ETCDCTL_KEY, ETCDCTL_INSECURE_TRANSPORT. Raises
-        ConfigError."""
-        hosts, slash, prefix = url.removeprefix("etcd://").partition("/")
-        form = f"--state {url}: the form is etcd://HOST:PORT[,HOST:PORT...]/PREFIX"
+    def parse(cls, url: str, variables: EtcdVariables) -> EtcdAccess:
+        """Return the access to etcd://HOST[:PORT][,HOST[:PORT]...]/PREFIX with the identity that etcdctl would have.
+        Raises ConfigError."""
+        hosts, _, prefix = url.removeprefix("etcd://").partition("/")
         if "@" in hosts:
             raise ConfigError("--state etcd://...: give user and password in ETCDCTL_USER, not on the command line")
-        if not slash or not prefix.strip("/"):
-            raise ConfigError(f"{form}, with a prefix for the keys of this job")
+        form = f"--state {url}: the form is etcd://HOST[:PORT][,HOST[:PORT]...]/PREFIX"
+        if not prefix.strip("/"):
+            raise ConfigError(f"{form}, with a PREFIX for the keys of this job")
         endpoints = []
         for each in hosts.split(","):
-            host, _, digits = each.rpartition(":")
-            port = int(digits) if digits.isascii() and digits.isdigit() else 0
-            if not host or not 0 < port < 65536:
-                raise ConfigError(f"{form}; {each!r} is no HOST:PORT")
-            endpoints.append((host.strip("[]"), port))
-        user, colon, password = environment.get("ETCDCTL_USER", "").partition(":")
-        tls = _tls(environment)
-        if tls is None and environment.get("ETCDCTL_INSECURE_TRANSPORT", "").lower() != "true":
-            for host, port in endpoints:
-                if not _is_loopback(host):
-                    raise ConfigError(
-                        f"--state {url}: the job's token would travel to {host}:{port} unencrypted; set "
-                        "ETCDCTL_CACERT to the certificate of etcd's authority, or ETCDCTL_INSECURE_TRANSPORT=true "
-                        "if you trust the network"
-                    )
-        password = password if colon else environment.get("ETCDCTL_PASSWORD", "")
-        return cls(tuple(endpoints), prefix.rstrip("/"), user, password, tls)
+            try:
+                found = urllib.parse.urlsplit(f"//{each}")
+                host, port = found.hostname, _PORT if found.port is None else found.port
+            except ValueError:  # a port that is no number, or an address that is none
+                host, port = None, 0
+            if not host or not port or found.netloc != each:
+                raise ConfigError(f"{form}; {each!r} is no HOST or HOST:PORT")
+            endpoints.append((host, port))
+        tls = _tls(variables)
+        for host, port in endpoints if tls is None else ():
+            if not _is_loopback(host):
+                raise ConfigError(
+                    f"--state {url}: whoever is on the path to {host}:{port} could read the password and change the "
+                    "state of the job: set ETCDCTL_CACERT to the certificate of etcd's authority (only on loopback the "
+                    "connection may be plain)"
+                )
+        user, colon, password = variables.user.partition(":")
+        return cls(tuple(endpoints), prefix.rstrip("/"), user, password if colon else variables.password, tls)
 
 
 @dataclass(frozen=True)
@@ -105,13 +110,18 @@ class EtcdClient:
         found = self._call("kv/range", {"key": _base64(key)}).get("kvs", [])
         return _key_value(found[0]) if found else None
 
-    def transact(self, compare: Sequence[Mapping[str, Any]], success: Sequence[Mapping[str, Any]]) -> bool:
-        """Do all of `success` if all of `compare` holds, else nothing. Return whether it was done."""
-        return bool(self._call("kv/txn", {"compare": compare, "success": success}).get("succeeded"))
+    def transact(self, compare: Sequence[Mapping[str, Any]], success: Sequence[Mapping[str, Any]]) -> int:
+        """Do all of `success` if all of `compare` holds, else nothing. Return the number of the revision with these
+        changes; 0: nothing was done."""
+        answer = self._call("kv/txn", {"compare": compare, "success": success})
+        return int(answer["header"]["revision"]) if answer.get("succeeded") else 0
 
     def grant_lease(self, ttl_s: int) -> str:
         """Return the number of a new lease."""
-        return str(self._call("lease/grant", {"TTL": str(ttl_s)})["ID"])
+        answer = self._call("lease/grant", {"TTL": str(ttl_s)})
+        if "ID" not in answer:
+            raise EtcdRefused("it answers as something else than etcd does")
+        return str(answer["ID"])
 
     def keep_alive(self, lease: str) -> bool:
         """Renew a lease. False: it has ended."""
@@ -138,7 +148,7 @@ class EtcdClient:
             connection = self._connection
             try:
                 answer = self._authenticated(connection, path, data)
-            except (OSError, http.client.HTTPException, ValueError) as error:
+            except (OSError, http.client.HTTPException) as error:
                 problem = str(error) or type(error).__name__
             except EtcdUnavailable as error:
                 problem = str(error)
@@ -147,7 +157,7 @@ class EtcdClient:
                 return answer
             problems.append(f"{connection.host}:{connection.port}: {problem}")
             self.close()
-        raise EtcdUnavailable("; ".join(problems))
+        raise EtcdUnavailable("; ".join(dict.fromkeys(problems)))
 
     def _connect(self, host: str, port: int) -> http.client.HTTPConnection:
         if self._access.tls is None:
@@ -175,12 +185,17 @@ class EtcdClient:
             headers["Authorization"] = self._token
         connection.request("POST", f"/v3/{path}", data, headers)
         response = connection.getresponse()
-        answer = json.loads(response.read())
+        content = response.read(_LONGEST_ANSWER)
+        try:
+            answer = json.loads(content)
+        except ValueError:
+            answer = None
         if not isinstance(answer, dict):
-            raise EtcdRefused("it is no etcd with the JSON gateway of version 3")
+            shown = content[:_SHOWN].decode(errors="replace").strip()
+            raise EtcdUnavailable(f"it does not answer as etcd 3.4 or newer does (status {response.status}: {shown!r})")
         if response.status != http.client.OK or "error" in answer:
-            problem = str(answer.get("message", answer.get("error")))
-            raise (EtcdUnavailable if answer.get("code") in _LATER else EtcdRefused)(problem)
+            problem = answer.get("message", answer.get("error"))
+            raise (EtcdUnavailable if answer.get("code") in _LATER else EtcdRefused)(str(problem))
         return answer
 
 
@@ -223,18 +238,16 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _tls(environment: Mapping[str, str]) -> ssl.SSLContext | None:
-    authority = environment.get("ETCDCTL_CACERT")
-    certificate, key = environment.get("ETCDCTL_CERT"), environment.get("ETCDCTL_KEY")
-    if authority is None:
-        if certificate is not None:
+def _tls(variables: EtcdVariables) -> ssl.SSLContext | None:
+    if not variables.authority:
+        if variables.certificate:
             raise ConfigError("ETCDCTL_CERT needs ETCDCTL_CACERT, the certificate of etcd's authority")
         return None
     try:
-        context = ssl.create_default_context(cafile=authority)
-        if certificate is not None:
-            context.load_cert_chain(certificate, key)
+        context = ssl.create_default_context(cafile=variables.authority)
+        if variables.certificate:
+            context.load_cert_chain(variables.certificate, variables.key or None)
     except OSError as error:  # ssl.SSLError is one
-        names = ", ".join(os.fspath(each) for each in (authority, certificate, key) if each)
-        raise ConfigError(f"the certificates of etcd ({names}) cannot be used: {error}") from None
+        names = ", ".join(filter(None, (variables.authority, variables.certificate, variables.key)))
+        raise ConfigError(f"the certificates for etcd ({names}) cannot be used: {error}") from None
     return context

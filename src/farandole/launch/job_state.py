@@ -107,7 +107,8 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 class StoredJob(_Version, frozen=True, kw_only=True):
-    """Content of job.json. `number` is that of the launcher whose journal counts."""
+    """Content of job.json. `number` is that of the launcher whose journal counts. In etcd, `token` is derived from that
+    of the job."""
 
     job_id: str
     token: bytes
@@ -319,7 +320,7 @@ def job_of_state(
             raise error(f"its job {problem}; {anew}")
         job = msgspec.json.decode(data, type=StoredJob)
     except msgspec.MsgspecError:
-        raise error(f"{_JOB} is damaged ({len(data)} bytes); {anew}") from None
+        raise error(f"its job is damaged ({len(data)} bytes); {anew}") from None
     if job.command != tuple(command):
         raise error(
             f"its job runs {' '.join(job.command)}, not {' '.join(command)}; give the same command, or another "

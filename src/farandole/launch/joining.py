@@ -61,10 +61,10 @@ def state_job_file(options: argparse.Namespace) -> Path | None:
                 "`farandole agent --job-file FILE` on the other machines"
             )
     if isinstance(options.state, str):
-        if options.token_file is None and options.job_file is None:
+        if options.token_file is None:
             raise ConfigError(
-                "--state etcd://... needs --token-file FILE, with which agents of other machines join (or --job-file "
-                "FILE, in a folder that the machines share)"
+                "--state etcd://... needs --token-file FILE: the job's token is not kept in etcd, and each machine on "
+                "which the job may continue needs a copy of it"
             )
         return None
     folder: Path = options.state.absolute()

@@ -457,9 +457,9 @@ def _address(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep the state of the job in DIR, which only its owner can enter: when this command was killed, the same "
         "command, on this machine or another one that has DIR, continues the job with the agents of other machines. "
-        "DIR/job is the --job-file unless another one is given. Or etcd://HOST:PORT[,HOST:PORT...]/PREFIX: in etcd, "
-        "with the user and the certificates of etcdctl's variables (ETCDCTL_USER, ETCDCTL_CACERT, ETCDCTL_CERT, "
-        "ETCDCTL_KEY)",
+        "DIR/job is the --job-file unless another one is given. Instead of DIR, etcd://HOST[:PORT][,...]/PREFIX keeps "
+        "the state in etcd, below the key PREFIX, with the identity in etcdctl's variables (ETCDCTL_USER, "
+        "ETCDCTL_CACERT, ETCDCTL_CERT, ETCDCTL_KEY); it needs --token-file",
     )
     add(
         "--patience",

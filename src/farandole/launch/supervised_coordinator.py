@@ -207,7 +207,15 @@ class SupervisedCoordinator:
         return self._is_over
 
     def request_stop(self, now: bool, reason: str) -> None:
-        """As in Coordinator."""
+        """As in Coordinator. Where nothing can be decided, because its state cannot be written, `now` ends the launcher
+        alone."""
+        if now and self._copies is not None and self._copies.problem:
+            self.abandon(
+                f"{reason}, and the state of the job cannot be written ({self._copies.problem}), so that nobody can be "
+                "told that the job ends: agents of other machines continue with the next launcher (--state), or end "
+                "their workers after --patience"
+            )
+            return
         self._call("request_stop", now, reason)
 
     def offer(self, slots: Mapping[str, int], may_change: bool) -> None:

@@ -197,7 +197,7 @@ def test_a_journal_of_another_job_and_damaged_numbers_of_the_job_are_errors(fold
     with pytest.raises(ConfigError, match=r"the coordinator's journal is of job .*, not of another; to begin the job"):
         opened(folder)
     (folder / "job.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"job.json is damaged \(1 bytes\); to begin the job anew, remove"):
+    with pytest.raises(ConfigError, match=r"its job is damaged \(1 bytes\); to begin the job anew, remove"):
         opened(folder)
 
 
