@@ -21,7 +21,7 @@ test-hosts: $(READY)  ## of the engines' tests those that this machine has the p
 	@$(BIN)/python -m pytest tests/engines
 
 test-engines: $(READY)  ## the engines' tests; installs what they need: packages of Debian, as root, and of PyPI, in .venv-engines
-	@missing=$$(for each in sshd:openssh-server srun:slurm-wlm munged:munge mpirun:openmpi-bin java:default-jre-headless; do \
+	@missing=$$(for each in sshd:openssh-server srun:slurm-wlm munged:munge mpirun:openmpi-bin java:default-jre-headless etcd:etcd-server; do \
 		command -v $${each%%:*} >/dev/null || [ -x /usr/sbin/$${each%%:*} ] || echo $${each##*:}; done); \
 	if [ -n "$$missing" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		echo "Installing $$(echo $$missing) ..."; \

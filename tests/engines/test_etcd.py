@@ -1,4 +1,4 @@
-"""The state of a job in a real etcd."""
+"""The state of a job in a real etcd; test_etcd_jobs.py has whole jobs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import pytest
 
 from farandole.config import JobConfig
 from farandole.coordinator.journal import Journal
+from farandole.env.etcd_variables import EtcdVariables, take_etcd_variables
 from farandole.errors import ConfigError
 from farandole.launch.etcd_client import EtcdAccess
 from farandole.launch.etcd_state import EtcdState
 from farandole.launch.job_state import StateUnavailable
+from farandole.wire.authentication import new_token
 from tests.support.etcd_server import INSTALLED, EtcdServer
 
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="no etcd is installed")]
 
-COMMAND, CONFIG = ("python", "train.py"), JobConfig(3)
+COMMAND, CONFIG, TOKEN = ("python", "train.py"), JobConfig(3), new_token()
 
 
 @pytest.fixture
@@ -28,8 +30,8 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
         yield server
 
 
-def opened(etcd: EtcdServer, command: tuple[str, ...] = COMMAND, **environment: str) -> EtcdState:
-    return EtcdState(EtcdAccess.parse(etcd.url(), environment), command, CONFIG, None)
+def opened(etcd: EtcdServer, command: tuple[str, ...] = COMMAND, variables: EtcdVariables | None = None) -> EtcdState:
+    return EtcdState(EtcdAccess.parse(etcd.url(), variables or EtcdVariables()), command, CONFIG, TOKEN)
 
 
 def written(state: EtcdState, data: bytes) -> None:
@@ -42,7 +44,23 @@ def read(state: EtcdState) -> bytes | None:
     return Journal(state.journal_files, state.job_id).read()
 
 
-def test_the_next_launcher_has_the_job_its_token_and_the_newest_state(etcd: EtcdServer) -> None:
+def until_written(state: EtcdState, data: bytes) -> None:
+    deadline_s = time.monotonic() + 20
+    while True:
+        try:
+            written(state, data)
+            return
+        except StateUnavailable:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+
+def fill(state: EtcdState) -> None:
+    for _ in range(20):
+        written(state, os.urandom(2_000_000))
+
+
+def test_the_next_launcher_has_the_job_and_the_newest_state(etcd: EtcdServer) -> None:
     former = opened(etcd)
     assert not former.is_continued
     former.begin(None)
@@ -50,8 +68,7 @@ def test_the_next_launcher_has_the_job_its_token_and_the_newest_state(etcd: Etcd
         written(former, each)
     former.close()
     state = opened(etcd)
-    assert state.is_continued
-    assert (state.job_id, state.token) == (former.job_id, former.token)
+    assert (state.is_continued, state.job_id) == (True, former.job_id)
     assert read(state) == b"two"
     assert state.number == 2
     state.end(is_over=True)
@@ -84,12 +101,12 @@ def test_a_launcher_whose_lease_has_ended_takes_it_again_where_nobody_else_has(e
     state.begin(None)
     written(state, b"one")
     etcd.ask("lease/revoke", ID=state._lease)
-    _until_written(state, b"two")
+    until_written(state, b"two")
     assert state.successor() == ""
     state.close()
 
 
-def test_a_launcher_whose_job_was_taken_over_can_write_no_more_and_hears_of_its_successor(etcd: EtcdServer) -> None:
+def test_a_launcher_whose_job_was_taken_over_can_write_no_more(etcd: EtcdServer) -> None:
     older = opened(etcd)
     older.begin(None)
     written(older, b"one")
@@ -106,13 +123,12 @@ def test_a_launcher_whose_job_was_taken_over_can_write_no_more_and_hears_of_its_
     state.close()
 
 
-@pytest.mark.parametrize("command", [("python", "other.py")])
-def test_another_command_is_refused(etcd: EtcdServer, command: tuple[str, ...]) -> None:
+def test_another_command_is_refused(etcd: EtcdServer) -> None:
     state = opened(etcd)
     state.begin(None)
     state.close()
     with pytest.raises(ConfigError, match=r"its job runs python train.py, not python other.py"):
-        opened(etcd, command)
+        opened(etcd, ("python", "other.py"))
 
 
 def test_etcd_that_was_killed_has_the_state_when_it_is_back(etcd: EtcdServer) -> None:
@@ -123,7 +139,7 @@ def test_etcd_that_was_killed_has_the_state_when_it_is_back(etcd: EtcdServer) ->
     with pytest.raises(StateUnavailable, match=r"127.0.0.1:.*Connection refused"):
         written(state, b"two")
     etcd.restart()
-    _until_written(state, b"three")
+    until_written(state, b"three")
     state.close()
     state = opened(etcd)
     assert read(state) == b"three"
@@ -131,19 +147,17 @@ def test_etcd_that_was_killed_has_the_state_when_it_is_back(etcd: EtcdServer) ->
 
 
 def test_a_wrong_password_is_refused_and_a_right_one_let_in(etcd: EtcdServer) -> None:
-    etcd.ask("auth/user/add", name="root", password="right")
-    etcd.ask("auth/user/grant", user="root", role="root")
-    etcd.ask("auth/enable")
+    etcd.require_password("right")
     with pytest.raises(ConfigError, match="authentication failed, invalid user ID or password"):
-        opened(etcd, ETCDCTL_USER="root:wrong")
+        opened(etcd, variables=EtcdVariables(user="root:wrong"))
     with pytest.raises(ConfigError, match="user name is empty"):
         opened(etcd)
-    state = opened(etcd, ETCDCTL_USER="root:right")
+    state = opened(etcd, variables=EtcdVariables(user="root", password="right"))
     state.begin(None)
     written(state, b"one")
     etcd.kill()
     etcd.restart()  # which has forgotten the tokens
-    _until_written(state, b"two")
+    until_written(state, b"two")
     state.close()
 
 
@@ -153,12 +167,28 @@ def test_etcd_that_is_down_is_a_clear_error(etcd: EtcdServer) -> None:
         opened(etcd)
 
 
-def _until_written(state: EtcdState, data: bytes) -> None:
-    deadline_s = time.monotonic() + 20
-    while True:
-        try:
-            written(state, data)
-            return
-        except StateUnavailable:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+def test_etcd_that_is_full_says_so(tmp_path: Path) -> None:
+    with EtcdServer(tmp_path, "127.0.0.1", False, "--quota-backend-bytes", "16000000") as etcd:
+        state = opened(etcd)
+        state.begin(None)
+        with pytest.raises(StateUnavailable, match="database space exceeded"):
+            fill(state)
+        state.close()
+
+
+def test_certificates_of_both_sides_are_checked(tmp_path: Path) -> None:
+    with EtcdServer(tmp_path, has_tls=True) as etcd:
+        variables = take_etcd_variables(etcd.variables)
+        state = opened(etcd, variables=variables)
+        state.begin(None)
+        written(state, b"one")
+        state.close()
+        with pytest.raises(ConfigError, match=r"etcd cannot be used: 127\.0\.0\.1:"):
+            opened(etcd, variables=EtcdVariables(authority=variables.authority))
+        with pytest.raises(ConfigError, match=r"etcd cannot be used: 127\.0\.0\.1:"):
+            opened(etcd)
+        (tmp_path / "other").mkdir()
+        with EtcdServer(tmp_path / "other", has_tls=True) as other:
+            authority = take_etcd_variables(other.variables).authority
+            with pytest.raises(ConfigError, match="certificate verify failed"):
+                opened(etcd, variables=EtcdVariables(authority=authority))

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from farandole.config import JobConfig
+from farandole.coordinator import server
 from farandole.coordinator.journal import CoordinatorState
 from farandole.coordinator.server import Coordinator, Outcome
 from farandole.events import AgentWasLost, ConnectionRefused
@@ -21,8 +22,10 @@ from farandole.wire.channel import TO_AGENT, Channel, connect
 from farandole.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
+    CoordinatorHeartbeat,
     Handled,
     JobOver,
+    Kill,
     Message,
     Resumed,
     Resumption,
@@ -63,6 +66,7 @@ class Epoch:
         self, state: bytes | None = None, port: int = 0, config: JobConfig = CONFIG, welcome: Welcome = WELCOME
     ) -> None:
         self.events, self.state = EventLog(), state
+        self.is_slow, self.writing = False, list[asyncio.Future[None]]()
         self._channels: list[Channel[ToAgent]] = []
         self.coordinator = Coordinator(
             config,
@@ -76,8 +80,27 @@ class Epoch:
             restored=None if state is None else pickle.loads(state),
         )
 
-    def _write(self, state: CoordinatorState) -> None:
-        self.state = pickle.dumps(state)
+    def _write(self, state: CoordinatorState) -> asyncio.Future[None] | None:
+        """While it `is_slow` the journal has a state only when the future in `writing` is done."""
+        encoded = pickle.dumps(state)
+        if not self.is_slow:
+            self.state = encoded
+            return None
+        future = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: setattr(self, "state", encoded))
+        self.writing.append(future)
+        return future
+
+    async def begin_to_write(self) -> None:
+        """Wait until a state is being written."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not self.writing or self.writing[-1].done():
+                await asyncio.sleep(0.001)
+
+    def end_writing(self) -> None:
+        """Let the journal have it, and each further state at once."""
+        self.is_slow = False
+        self.writing[-1].set_result(None)
 
     @contextlib.asynccontextmanager
     async def serves(self) -> AsyncIterator[asyncio.Task[Outcome]]:
@@ -285,5 +308,116 @@ def test_what_an_agent_is_told_on_another_connection_is_in_the_journal() -> None
         async with second.serves():
             known = await receive(await second.meet(Resumption(1, 2)), Resumed)
         assert known.handled == told.handled
+
+    run(test())
+
+
+# A journal that takes its time, as a store on another machine does ----------------------------------------------------
+
+
+async def silent_for(channel: Channel[ToAgent], seconds: float, *but: type[Message]) -> bool:
+    """Whether nothing arrives meanwhile, but messages of these kinds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while isinstance(await channel.receive(), but):
+                pass
+            return False
+    return True
+
+
+def test_nothing_that_was_decided_is_told_before_the_journal_has_it() -> None:
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            first.is_slow = True
+            channel = await first.meet()
+            await first.begin_to_write()
+            assert await silent_for(channel, 0.2, Welcome, CoordinatorHeartbeat)
+            first.end_writing()
+            assert await receive(channel, Spawn)
+
+    run(test())
+
+
+def test_what_is_decided_while_the_journal_is_written_is_told_after_it_was_written_again() -> None:
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            first.is_slow = True
+            channel = await first.meet()
+            await first.begin_to_write()
+            first.coordinator.request_stop(True, "a test")
+            assert len(first.writing) == 1
+            first.writing[0].set_result(None)
+            spawned = await receive(channel, Spawn)
+            await first.begin_to_write()
+            channel.send(WorkerExited(spawned.worker, -9, (), "", 1))
+            assert await silent_for(channel, 0.2, Spawn, CoordinatorHeartbeat)
+            first.end_writing()
+            assert await receive(channel, Kill)
+
+    run(test())
+
+
+def test_an_agent_is_told_on_another_connection_only_what_the_journal_has() -> None:
+    """It forgets the reports that were handled, and gets the orders that it has not handled, also those of a decision
+    that the journal has only then."""
+
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            spawns = [await receive(channel, Spawn) for _ in range(2)]
+            first.is_slow = True
+            channel.send(WorkerExited(spawns[0].worker, -9, (), "", 1))
+            await first.begin_to_write()
+            again = await first.meet(Resumption(1, 2))
+            assert await silent_for(again, 0.2)
+            first.end_writing()
+            told = await receive(again, Resumed)
+            assert told.handled == 1
+        second = first.next()
+        async with second.serves():
+            known = await receive(await second.meet(Resumption(1, 2)), Resumed)
+        assert known.handled == 1
+
+    run(test())
+
+
+def test_the_next_coordinator_tells_its_epoch_when_the_journal_has_it() -> None:
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            await receive(channel, Spawn)
+        second = first.next()
+        second.is_slow = True
+        async with second.serves():
+            again = await second.meet(Resumption(1, 1))
+            assert await silent_for(again, 0.2)
+            second.end_writing()
+            assert (await receive(again, Resumed)).epoch == 2
+            assert await receive(again, Spawn)
+
+    run(test())
+
+
+def test_a_journal_that_is_not_written_in_time_ends_the_connection_and_the_agent_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_DEADLINE_S", 0.2)
+
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            await receive(await first.meet(), Spawn)
+        second = first.next()
+        second.is_slow = True
+        async with second.serves():
+            with pytest.raises(ConnectionError):
+                await receive(await second.meet(Resumption(1, 1)), Resumed)
+            assert "was not written within 0.2 s" in second.events.of(ConnectionRefused)[0].reason
+            second.end_writing()
+            assert await receive(await second.meet(Resumption(1, 1)), Resumed)
 
     run(test())

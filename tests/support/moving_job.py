@@ -26,6 +26,7 @@ class MovingJob(running_job.RunningJob):
     on each of the last two. What they print is in files of `folder`.
 
     by_addresses  the agents know the addresses of the first two hosts, and the token; else the job file
+    url           of the state; empty: it is in a folder
     source        the folder of the launcher's package; None: that of the tests
     slots         of each agent
     """
@@ -38,10 +39,11 @@ class MovingJob(running_job.RunningJob):
         by_addresses: bool = False,
         source: Path | None = None,
         slots: int = 1,
+        url: str = "",
     ) -> None:
         self._lab, self._place, self._source = lab, lab.hosts[0], source
         self.state, self._stop, self.output = folder / "state", folder / "stop", folder / "output"
-        self._flags = ["--state", str(self.state), "--events", str(folder / "events.jsonl"), *flags]
+        self._flags = ["--state", url or str(self.state), "--events", str(folder / "events.jsonl"), *flags]
         self._words = ["--epochs", "1000000", "--stop", str(self._stop), "--item-ms", "1"]
         self._agents: list[subprocess.Popen[bytes]] = []
         where = ["--job-file", str(self.state / "job")]

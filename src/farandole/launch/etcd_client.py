@@ -155,9 +155,10 @@ class EtcdClient:
             else:
                 self._first = endpoints.index((connection.host, connection.port))
                 return answer
-            problems.append(f"{connection.host}:{connection.port}: {problem}")
+            if index >= reused:
+                problems.append(f"{connection.host}:{connection.port}: {problem}")
             self.close()
-        raise EtcdUnavailable("; ".join(dict.fromkeys(problems)))
+        raise EtcdUnavailable("; ".join(problems))
 
     def _connect(self, host: str, port: int) -> http.client.HTTPConnection:
         if self._access.tls is None:
