@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from collections.abc import Iterator
@@ -159,6 +160,31 @@ def test_a_wrong_password_is_refused_and_a_right_one_let_in(etcd: EtcdServer) ->
     etcd.restart()  # which has forgotten the tokens
     until_written(state, b"two")
     state.close()
+
+
+def test_a_role_for_the_prefix_of_the_job_is_enough(etcd: EtcdServer) -> None:
+    etcd.ask("auth/role/add", name="jobs")
+    first, end = (base64.b64encode(each).decode() for each in (b"jobs/a/", b"jobs/a0"))
+    permission = {"permType": "READWRITE", "key": first, "range_end": end}
+    etcd.ask("auth/role/grant", name="jobs", perm=permission)
+    etcd.ask("auth/user/add", name="jobs", password="right")
+    etcd.ask("auth/user/grant", user="jobs", role="jobs")
+    etcd.require_password("of root")
+    variables = EtcdVariables(user="jobs:right")
+    state = opened(etcd, variables=variables)
+    state.begin(None)
+    written(state, os.urandom(2_000_000))
+    state.close()
+    state = opened(etcd, variables=variables)
+    state.begin(None)
+    written(state, b"two")
+    time.sleep(2)  # its lease is renewed
+    written(state, b"three")
+    state.end(is_over=True)
+    state.close()
+    assert etcd.keys() == 0
+    with pytest.raises(ConfigError, match="permission denied"):
+        EtcdState(EtcdAccess.parse(etcd.url("jobs/b"), variables), COMMAND, CONFIG, TOKEN)
 
 
 def test_etcd_that_is_down_is_a_clear_error(etcd: EtcdServer) -> None:

@@ -13,9 +13,9 @@ from farandole.coordinator.coordinator_factory import COORDINATOR_NAME
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
-from tests.integration.test_coordinator_restart import Job, further
 from tests.support.etcd_server import INSTALLED, EtcdServer
 from tests.support.jobs import check_job, farandole
+from tests.support.lasting_job import LastingJob, further
 from tests.support.moving_job import MovingJob
 
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="no etcd is installed")]
@@ -35,7 +35,7 @@ def flags(etcd: EtcdServer, folder: Path, *others: str) -> list[str]:
     return ["--state", etcd.url(), "--token-file", str(folder / "token"), *others]
 
 
-class EtcdJob(Job):
+class EtcdJob(LastingJob):
     """A job on this machine whose state is in etcd."""
 
     def __init__(self, folder: Path, etcd: EtcdServer, *others: str) -> None:

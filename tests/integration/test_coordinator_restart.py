@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -13,8 +12,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import pytest
 
@@ -23,70 +20,20 @@ from farandole.coordinator.coordinator_process import EPOCHS_OF_A_LAUNCHER
 from farandole.coordinator.journal import Journal, JournalFiles, decoded, files_in_memory
 from farandole.coordinator.launcher_link import CoordinatorSetup
 from farandole.events import CoordinatorRestarted, Event
-from farandole.launch.job_files import running
 from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training, factories_below
-from tests.support import jobs
-from tests.support.jobs import ELASTIC_JOB, check_job, farandole
+from tests.support.jobs import check_job
 from tests.support.joined import AGENT
+from tests.support.lasting_job import LastingJob, further
 
 SAMPLES, LONG_S = 600, 60.0
 
 
-class Job(jobs.RunningJob):
-    """Trains until finish() is called."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self._stop, self._output, self._events = folder / "stop", folder / "output", folder / "events.jsonl"
-        words = ["--epochs", "1000000", "--stop", str(self._stop), "--item-ms", "1"]
-        super().__init__(["--events", str(self._events), *flags], ELASTIC_JOB, words, folder, self._output)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            print(self._output.read_text())
-        super().__exit__(kind, error, trace)
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = self._events.read_text().splitlines() if self._events.exists() else []
-        return [each for each in map(json.loads, lines) if each["event"] == kind]
-
-    def coordinator(self) -> tuple[int, int]:
-        """The process and the epoch of the coordinator that answers."""
-        deadline_s = time.monotonic() + LONG_S
-        while time.monotonic() < deadline_s:
-            name = next(each.job for each in running() if each.pid == self.process.pid)
-            done = farandole("status", "--job", name, "--json")
-            if done.returncode == 0:
-                status = json.loads(done.stdout)
-                return status["coordinator_pid"], status["coordinator_epoch"]
-        raise TimeoutError(done.stderr)
-
-    def kill_coordinator(self, number: int = signal.SIGKILL) -> None:
-        pid, epoch = self.coordinator()
-        os.kill(pid, number)
-        assert self.coordinator()[1] == epoch + 1
-
-    def finish(self) -> None:
-        self._stop.touch()
-        assert self.wait(LONG_S) == 0, self._output.read_text()
-
-
-def further(latest: dict[int, dict[str, Any]]) -> Any:
-    """The condition that each of these workers has made steps since."""
-    return lambda now: all(step(now[rank]) > step(each) + 5 for rank, each in latest.items() if rank in now)
-
-
-def step(record: dict[str, Any]) -> int:
-    return int(record.get("before", record.get("after", 0)))
-
-
 @pytest.mark.timeout(150)
 def test_a_coordinator_that_is_killed_again_and_again_costs_no_step_and_no_worker(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "3") as job:
+    with LastingJob(tmp_path, "-np", "3") as job:
         first = job.wait_until(all_training(3), LONG_S)
         for _ in range(4):
             job.kill_coordinator()
@@ -101,7 +48,7 @@ def test_a_coordinator_that_is_killed_again_and_again_costs_no_step_and_no_worke
 
 @pytest.mark.timeout(150)
 def test_a_worker_that_dies_together_with_the_coordinator_is_replaced_by_the_next_one(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "3") as job:
+    with LastingJob(tmp_path, "-np", "3") as job:
         latest = job.wait_until(all_training(3), LONG_S)
         pid, _ = job.coordinator()
         os.kill(pid, signal.SIGKILL)
@@ -122,7 +69,7 @@ def test_a_network_that_is_gone_keeps_no_coordinator_from_taking_over(tmp_path: 
     """The job listens at an address of a network that is taken away while it runs."""
     with Lab(hosts=1) as lab:
         gone = lab.network.driver.address
-        with Job(
+        with LastingJob(
             tmp_path, "-np", "1", "--token-file", str(tmp_path / "token"), "--job-file", str(tmp_path / "job")
         ) as job:
             job.wait_until(all_training(1), LONG_S)
@@ -138,7 +85,7 @@ def test_a_network_that_is_gone_keeps_no_coordinator_from_taking_over(tmp_path: 
 def test_an_agent_of_another_machine_keeps_its_workers_and_their_lines(tmp_path: Path) -> None:
     token = tmp_path / "token"
     flags = ["-np", "2", "--local-slots", "1", "--token-file", str(token), "--job-file", str(tmp_path / "job")]
-    with Job(tmp_path, *flags) as job, ExitStack() as cleanup:
+    with LastingJob(tmp_path, *flags) as job, ExitStack() as cleanup:
         while not (tmp_path / "job").exists():
             time.sleep(0.02)
         agent = cleanup.enter_context(
@@ -173,7 +120,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_kill_9_of_the_launcher_leaves_neither_coordinator_nor_workers(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "2") as job:
+    with LastingJob(tmp_path, "-np", "2") as job:
         job.wait_until(all_training(2), LONG_S)
         processes = [job.coordinator()[0], *factories_below(job.process.pid)]
         job.process.kill()
@@ -186,7 +133,7 @@ def test_kill_9_of_the_launcher_leaves_neither_coordinator_nor_workers(tmp_path:
 
 @pytest.mark.timeout(150)
 def test_a_factory_of_coordinators_that_is_killed_or_stopped_costs_the_start_of_another_one(tmp_path: Path) -> None:
-    with Job(tmp_path, "-np", "2") as job:
+    with LastingJob(tmp_path, "-np", "2") as job:
         first = job.wait_until(all_training(2), LONG_S)
         for number in (signal.SIGKILL, signal.SIGSTOP):
             (factory,) = factories_below(job.process.pid)
