@@ -402,6 +402,35 @@ def test_the_next_coordinator_tells_its_epoch_when_the_journal_has_it() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_silence_of_an_agent_that_has_to_wait_for_the_journal_does_not_count(is_first: bool) -> None:
+    """For the first state of a coordinator, or for a later one, when the connection of the agent has ended."""
+
+    async def test() -> None:
+        config = JobConfig(num_proc=2, grace_s=0.0, takes_agents=True, detection_budget_s=0.3)
+        first = Epoch(config=config)
+        async with first.serves():
+            channel = await first.meet()
+            spawned = [await receive(channel, Spawn) for _ in range(2)]
+            if not is_first:
+                first.is_slow = True
+                channel.send(WorkerExited(spawned[0].worker, -9, (), "", 1))
+                await first.begin_to_write()
+                again = await first.meet(Resumption(1, 2))
+                assert await silent_for(again, 1.0)
+                first.end_writing()
+                assert (await receive(again, Resumed)).handled == 1
+        if is_first:
+            second = Epoch(first.state, first.coordinator.address.port, config)
+            second.is_slow = True
+            async with second.serves():
+                await asyncio.sleep(1.0)
+                second.end_writing()
+                assert await receive(await second.meet(Resumption(1, 2)), Resumed)
+
+    run(test())
+
+
 def test_a_journal_that_is_not_written_in_time_ends_the_connection_and_the_agent_comes_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

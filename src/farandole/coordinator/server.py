@@ -223,7 +223,6 @@ class Coordinator:
             raise
         self._set_tick(next_deadline(self._job))
         self.commit()  # the next one to take over has a higher epoch, and listens at the same addresses
-        self._has_begun.set()
         self._look()
 
     def _continue_from(self, state: CoordinatorState) -> None:
@@ -240,7 +239,6 @@ class Coordinator:
         for agent, session in state.sessions.items():
             self._sessions[agent] = session
             self._returning.add(agent)
-            self._record_silence(agent, session, self._returning_s)
             if session.is_apart:
                 self._heartbeats.begin(agent)
         if self._job.ending is not None and self._job.ending.is_done:
@@ -495,11 +493,19 @@ class Coordinator:
         for session, count in handled:
             session.journaled = count
         _send_all(outgoing)
+        if not self._has_begun.is_set():
+            self._answer_agents()
         if self._commits > number:
             try:
                 self._write_journal()
             except OSError as error:
                 self._fail(error)
+
+    def _answer_agents(self) -> None:
+        """Begin to answer agents: the journal has the epoch that they are told. From now on their silence counts."""
+        self._has_begun.set()
+        for agent in self._returning:
+            self._record_silence(agent, self._sessions[agent], self._returning_s)
 
     def _flush(self) -> None:
         """Send what was decided: at once if the journal has it, else with the next state."""
@@ -664,7 +670,6 @@ class Coordinator:
     async def _serve(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
         async with _journal_deadline():
             await self._has_begun.wait()
-            await self.caught_up()  # the epoch that it is told is in the journal
         if hello.resumes is None:
             await self._begin(channel, hello)
         elif self._lost and self._has_not_told(hello, hello.resumes):
@@ -719,9 +724,10 @@ class Coordinator:
         """Continue the session of an agent, whose workers run, on a new connection."""
         self._check_epoch(hello, resumes)
         session = self._sessions.get(hello.agent)
-        is_known = session is not None and session.process == hello.process
-        if is_known and (former := self._channels.pop(hello.agent, None)) is not None:
-            former.abort()  # no more of its messages is handled
+        if session is not None and session.process == hello.process:
+            self._record_silence(hello.agent, session, HANDSHAKE_DEADLINE_S)  # it may have to wait for the journal
+            if (former := self._channels.pop(hello.agent, None)) is not None:
+                former.abort()  # no more of its messages is handled
         # The agent forgets what it is told was handled, so the journal must have it.
         self._settle()
         async with _journal_deadline():
