@@ -132,6 +132,8 @@ def test_the_defaults_are_those_of_the_job(flag: str) -> None:
         ("-np 2 --state s --host-discovery-script ./h sh", "--state cannot be combined with --host-discovery-script"),
         ("-np 2 --state s --patience 0 sh", "--patience must be a number of seconds > 0, got 0"),
         ("-np 2 --patience 60 sh", "--patience needs --state DIR"),
+        ("-np 2 --state etcd://localhost/a sh", "--state etcd://... needs --token-file FILE: the job's token is not"),
+        ("-np 2 --state etcd://localhost/a -H localhost:2 sh", "--state cannot be combined with --hosts"),
         ("-np 2 --preemption ibm sh", "--preemption must be one of auto, aws, gcp, azure, none, got 'ibm'"),
     ],
 )
