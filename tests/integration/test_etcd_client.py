@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -128,6 +129,13 @@ def test_an_answer_that_is_none_is_shown(
 
 
 def test_another_server_with_json_is_no_etcd(etcd: EtcdDouble, client: EtcdClient) -> None:
-    etcd.answers = [(200, b'{"hello": "world"}')]
-    with pytest.raises(EtcdRefused, match="something else than etcd"):
-        client.grant_lease(6)
+    asking = [
+        partial(client.grant_lease, 6),
+        partial(client.keep_alive, "7"),
+        partial(client.transact, [], []),
+        partial(client.get, "a"),
+    ]
+    for ask in asking:
+        etcd.answers = [(200, b'{"hello": "world", "kvs": [{"create_revision": "1", "mod_revision": "x"}]}')]
+        with pytest.raises(EtcdRefused, match="something else than etcd"):
+            ask()

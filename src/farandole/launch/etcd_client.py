@@ -14,7 +14,9 @@ import ssl
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from farandole.env.etcd_variables import EtcdVariables
 from farandole.errors import ConfigError, FarandoleError
@@ -87,13 +89,44 @@ class EtcdAccess:
         return cls(tuple(endpoints), prefix.rstrip("/"), user, password if colon else variables.password, tls)
 
 
-@dataclass(frozen=True)
-class KeyValue:
+class KeyValue(msgspec.Struct, frozen=True):
     """A key's value, with the numbers of the revisions in which it was created and last changed."""
 
-    value: bytes
-    created: int
-    changed: int
+    created: int = msgspec.field(name="create_revision")
+    changed: int = msgspec.field(name="mod_revision")
+    value: bytes = b""
+
+
+class _Found(msgspec.Struct):
+    kvs: tuple[KeyValue, ...] = ()
+
+
+class _Header(msgspec.Struct):
+    revision: int
+
+
+class _Transacted(msgspec.Struct):
+    header: _Header
+    succeeded: bool = False
+
+
+class _Granted(msgspec.Struct):
+    lease: int = msgspec.field(name="ID")
+
+
+class _Renewed(msgspec.Struct):
+    ttl_s: int = msgspec.field(name="TTL", default=0)
+
+
+class _KeptAlive(msgspec.Struct):
+    result: _Renewed
+
+
+class _Authenticated(msgspec.Struct):
+    token: str
+
+
+AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
 class EtcdClient:
@@ -107,25 +140,22 @@ class EtcdClient:
 
     def get(self, key: str) -> KeyValue | None:
         """Return the value of a key; None: it does not exist. Raises EtcdUnavailable and EtcdRefused, as all do."""
-        found = self._call("kv/range", {"key": _base64(key)}).get("kvs", [])
-        return _key_value(found[0]) if found else None
+        found = _typed(self._call("kv/range", {"key": _base64(key)}), _Found).kvs
+        return found[0] if found else None
 
     def transact(self, compare: Sequence[Mapping[str, Any]], success: Sequence[Mapping[str, Any]]) -> int:
         """Do all of `success` if all of `compare` holds, else nothing. Return the number of the revision with these
         changes; 0: nothing was done."""
-        answer = self._call("kv/txn", {"compare": compare, "success": success})
-        return int(answer["header"]["revision"]) if answer.get("succeeded") else 0
+        answer = _typed(self._call("kv/txn", {"compare": compare, "success": success}), _Transacted)
+        return answer.header.revision if answer.succeeded else 0
 
     def grant_lease(self, ttl_s: int) -> str:
         """Return the number of a new lease."""
-        answer = self._call("lease/grant", {"TTL": str(ttl_s)})
-        if "ID" not in answer:
-            raise EtcdRefused("it answers as something else than etcd does")
-        return str(answer["ID"])
+        return str(_typed(self._call("lease/grant", {"TTL": str(ttl_s)}), _Granted).lease)
 
     def keep_alive(self, lease: str) -> bool:
         """Renew a lease. False: it has ended."""
-        return int(self._call("lease/keepalive", {"ID": lease}).get("result", {}).get("TTL", 0)) > 0
+        return _typed(self._call("lease/keepalive", {"ID": lease}), _KeptAlive).result.ttl_s > 0
 
     def revoke(self, lease: str) -> None:
         """End a lease, and remove the keys that have it."""
@@ -177,7 +207,8 @@ class EtcdClient:
                     raise
         self._token = ""
         asked = {"name": self._access.user, "password": self._access.password}
-        self._token = self._post(connection, "auth/authenticate", json.dumps(asked).encode())["token"]
+        answer = self._post(connection, "auth/authenticate", json.dumps(asked).encode())
+        self._token = _typed(answer, _Authenticated).token
         return self._post(connection, path, data)
 
     def _post(self, connection: http.client.HTTPConnection, path: str, data: bytes) -> dict[str, Any]:
@@ -227,9 +258,11 @@ def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def _key_value(found: Mapping[str, Any]) -> KeyValue:
-    value = base64.b64decode(found.get("value", ""))
-    return KeyValue(value, int(found["create_revision"]), int(found["mod_revision"]))
+def _typed(answer: Mapping[str, Any], type_: type[AnswerT]) -> AnswerT:
+    try:
+        return msgspec.convert(answer, type_, strict=False)
+    except msgspec.ValidationError as error:
+        raise EtcdRefused(f"it answers as something else than etcd does ({error})") from None
 
 
 def _is_loopback(host: str) -> bool:
