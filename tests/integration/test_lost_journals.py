@@ -45,6 +45,7 @@ def test_a_job_whose_journal_is_lost_is_rebuilt_from_what_its_agents_tell(
     with Lab(hosts=4) as lab, MovingJob(lab, tmp_path, *FLAGS) as job:
         first = job.wait_until(all_training(2), LONG_S)
         job.kill_launcher()
+        job.wait_for_end_of_coordinator()
         lose(job.state)
         job.start_on(lab.hosts[1])
         job.wait_for_agents(times=1)
@@ -78,6 +79,7 @@ def test_a_worker_that_dies_before_the_job_is_rebuilt_is_replaced_afterwards(tmp
         victim = first[1]
         job.kill_worker(victim)
         job.forget(victim)
+        job.wait_for_end_of_coordinator()
         remove(job.state)
         job.start_on(lab.hosts[1])
         job.wait_until(lambda now: all_training(3)(now) and now[0]["generation"] > 2, LONG_S)

@@ -120,10 +120,19 @@ class MovingJob(running_job.RunningJob):
 
     def kill_process(self, name: str) -> None:
         """kill -9 of the launcher's process of this name: COORDINATOR_NAME or FACTORY_NAME."""
+        for pid in self._named(name):
+            with contextlib.suppress(OSError):
+                self._place.signal(pid)
+
+    def wait_for_end_of_coordinator(self) -> None:
+        """Wait until the coordinator of a launcher that was killed has ended, too: until then it may write."""
+        self._wait_until(lambda: not list(self._named(COORDINATOR_NAME)))
+
+    def _named(self, name: str) -> Iterator[int]:
         for pid, outside in self._place.processes().items():
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{outside}/comm").read_text().strip() == name:
-                    self._place.signal(pid)
+                    yield pid
 
     def kill_worker(self, record: Mapping[str, Any]) -> None:
         """kill -9 of the worker with this record."""

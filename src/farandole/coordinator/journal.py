@@ -240,10 +240,10 @@ class Journal:
         identity = msgspec.json.encode(JournalIdentity(self._job_id, format=FORMAT))
         head = _HEADER.pack(_MAGIC, self._number, len(identity), len(data)) + identity
         checksum = _CHECKSUM.pack(zlib.crc32(data, zlib.crc32(head)))
-        os.ftruncate(descriptor, 0)
         written, length = os.pwritev(descriptor, [checksum, head, data], 0), len(checksum) + len(head) + len(data)
         if written < length:
             raise OSError(f"{written} of {length} bytes of the coordinator's journal were written")
+        os.ftruncate(descriptor, length)  # only now: a file that was written is never empty, whenever this process dies
         if self._is_durable:
             os.fdatasync(descriptor)
 
@@ -256,7 +256,7 @@ class Journal:
         states = self._states()
         if not states:
             sizes = [os.fstat(descriptor).st_size for descriptor in self._descriptors]
-            if all(sizes):  # where one is empty, the first coordinator died as it wrote the first state
+            if all(sizes):  # where one is empty, at most the first state was written, of which nobody was told
                 raise JournalDamaged(
                     f"the coordinator's journal is damaged: neither of its files, of {sizes[0]} and {sizes[1]} bytes, "
                     "has a complete state"

@@ -176,7 +176,9 @@ class FolderState:
             files = [self._new_journal_file(path) for path in self._journal_paths(number)]
             self.journal_files = (files[0], files[1])
             if self._data is not None:
-                Journal(self.journal_files, self.job_id, is_durable=True).write(self._data)
+                journal = Journal(self.journal_files, self.job_id, is_durable=True)
+                for _ in files:  # an empty file would say that the job begins
+                    journal.write(self._data)
             self._job = msgspec.structs.replace(
                 self._job, version=SOFTWARE, format=FORMAT, number=number, checkpoint=checkpoint
             )

@@ -77,16 +77,39 @@ def test_a_state_that_is_shorter_than_the_one_that_it_replaces_is_read_as_it_is(
     assert read(files) == b"short"
 
 
-def test_wherever_a_coordinator_dies_while_it_writes_the_state_before_counts(files: JournalFiles) -> None:
-    write(files, b"one", b"two", b"three")
+@pytest.mark.parametrize("older", [b"one", b"one, which is longer"])
+def test_wherever_a_coordinator_dies_while_it_writes_the_state_before_counts(files: JournalFiles, older: bytes) -> None:
+    write(files, older)
+    before = content(newest(files, older))
+    write(files, b"two", b"three")
     descriptor = newest(files, b"three")
     complete = content(descriptor)
     for length in range(len(complete)):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, complete[:length], 0)
-        assert read(files) == b"two"
+        for rest in (b"", before[length:]):  # of the older state, or lost with the power
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, complete[:length] + rest, 0)
+            assert read(files) == b"two"
     os.pwrite(descriptor, complete, 0)
+    os.ftruncate(descriptor, len(complete))
     assert read(files) == b"three"
+
+
+def test_a_coordinator_that_dies_while_it_writes_leaves_no_empty_file_beside_one_that_is_damaged(
+    files: JournalFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job would begin anew."""
+    write(files, b"one", b"two")
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(OSError, match=r"^0 of \d+ bytes"):
+        write(files, b"three")
+    monkeypatch.undo()
+    descriptor = newest(files, b"two")
+    os.pwrite(descriptor, b"x" * os.fstat(descriptor).st_size, 0)
+    assert read(files) == b"one"  # its file was not touched yet
+    (other,) = {*files} - {descriptor}
+    os.pwrite(other, b"x", 0)
+    with pytest.raises(JournalError, match="damaged"):
+        read(files)
 
 
 def test_a_coordinator_that_dies_while_it_writes_the_first_state_has_told_nobody_anything(files: JournalFiles) -> None:

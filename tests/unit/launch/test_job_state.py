@@ -68,6 +68,15 @@ def test_the_next_launcher_has_the_job_its_token_and_the_newest_state_in_files_o
     assert sorted(each.name for each in folder.iterdir()) == ["job.json", "journal-2-0", "journal-2-1", "lock"]
 
 
+def test_a_journal_that_was_taken_over_and_is_damaged_is_lost_and_no_job_that_begins(folder: Path) -> None:
+    killed(folder, b"one", b"two")
+    killed(folder)  # before its coordinator has written anything
+    for path in folder.glob("journal-2-*"):
+        os.truncate(path, path.stat().st_size // 2)
+    state = opened(folder)
+    assert (state.is_continued, "has a complete state" in state.lost) == (True, True)
+
+
 def test_nobody_else_can_read_it(folder: Path) -> None:
     begun(folder, b"one")
     assert folder.stat().st_mode & 0o077 == 0
