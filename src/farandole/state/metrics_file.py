@@ -8,10 +8,10 @@ import functools
 import io
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 from farandole.errors import ConfigError
+from farandole.machine import now_s
 
 _COLUMNS = ("run", "step", "name", "value")
 _HEADER = ",".join(_COLUMNS) + "\n"
@@ -32,7 +32,7 @@ class MetricsFile:
         self._descriptor: int | None = None
         self._lock = threading.Lock()  # protects the fields below
         self._waiting: list[tuple[int, Mapping[str, float]]] = []
-        self._written_s = -_WRITE_EVERY_S  # by time.monotonic()
+        self._written_s = -_WRITE_EVERY_S
         self._failure: OSError | None = None  # of the thread
         self._timer: threading.Timer | None = None
 
@@ -79,7 +79,7 @@ class MetricsFile:
             self._waiting.append((step, values))
             if self._timer is not None:
                 return
-            if time.monotonic() - self._written_s >= _WRITE_EVERY_S:
+            if now_s() - self._written_s >= _WRITE_EVERY_S:
                 self._append()
                 return
             self._timer = threading.Timer(_WRITE_EVERY_S, self._append_later)
@@ -117,7 +117,7 @@ class MetricsFile:
         data = memoryview("".join(lines).encode())
         while data:
             data = data[os.write(self._descriptor, data) :]
-        self._written_s = time.monotonic()
+        self._written_s = now_s()
 
     def _append_later(self) -> None:
         with self._lock:
