@@ -52,7 +52,7 @@ def run_body(survivor: Survivor, transport: ThreadTransport, old: list[torch.Ten
     results: list[float] = []
     for number in range(survivor.calls):
         results.append(float(calls.call(call(number), torch.tensor([1.0 + transport.rank], dtype=torch.float64))))
-    calls.wait_for_bodies(transport)
+    calls.gather_at_boundaries(transport, b"")
     return results
 
 

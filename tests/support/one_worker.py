@@ -15,6 +15,7 @@ from farandole.membership import DataAddress, GenerationId, Peer, Placement, Pro
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.sync import Standing
 from farandole.wire.messages import Prepare, Start
+from farandole.worker.worker_recovery import CallRound
 
 
 def as_a_newcomer(payload: bytes) -> bytes:
@@ -22,10 +23,19 @@ def as_a_newcomer(payload: bytes) -> bytes:
     try:
         standing = msgspec.msgpack.decode(payload, type=Standing)
     except msgspec.MsgspecError:
-        return payload
+        return _with_value(payload, as_a_newcomer)
     return msgspec.msgpack.encode(
-        msgspec.structs.replace(standing, is_holder=False, progress=Progress(1, 0, 0, 0, 0), sample=0)
+        msgspec.structs.replace(standing, is_holder=False, progress=Progress(1, 0, 0, 0, 0), content=0, sample=0)
     )
+
+
+def _with_value(payload: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The payload with what a round at a boundary carries changed; anything else as it is."""
+    try:
+        body_round = msgspec.msgpack.decode(payload, type=CallRound)
+    except msgspec.MsgspecError:
+        return payload
+    return msgspec.msgpack.encode(msgspec.structs.replace(body_round, value=change(body_round.value)))
 
 
 class OneLeft(AloneTransport):

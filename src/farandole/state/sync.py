@@ -4,15 +4,17 @@ rank.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
 
+from farandole.collectives.connection_pair import as_bytes
 from farandole.collectives.transport import Transport
 from farandole.errors import FatalError
 from farandole.membership import Progress
@@ -81,6 +83,7 @@ class Standing(msgspec.Struct, frozen=True):
     progress    its progress
     metadata    bytes of its metadata: (skeleton, tensors)
     tensors     bytes of its tensors: (skeleton, tensors)
+    content     hash of its metadata; 0 where that is not compared
     sample      digest of a sample of its tensors; 0 where that is not compared
     is_suspicious, local, suspects   see StateDigest
     """
@@ -89,6 +92,7 @@ class Standing(msgspec.Struct, frozen=True):
     progress: Progress
     metadata: tuple[int, int]
     tensors: tuple[int, int]
+    content: int = 0
     sample: int = 0
     is_suspicious: bool = False
     local: tuple[str, ...] = ()
@@ -131,7 +135,13 @@ def is_behind(standing: Standing, source: Standing) -> bool:
     return not standing.is_holder or (ours.step, ours.boundary_number) != (theirs.step, theirs.boundary_number)
 
 
-def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
+def synchronize(
+    state: Shared,
+    transport: Transport,
+    bootstrap: bool,
+    compares_all: bool = False,
+    gather: Callable[[bytes], list[bytes]] | None = None,
+) -> SyncReport:
     """Make the state of all ranks equal to the source's. All ranks of a generation call it.
 
     The metadata has been captured (state.capture()). Copies arrive in staging memory, are checked, and only then
@@ -142,10 +152,11 @@ def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_a
     Args:
         bootstrap: No worker holds state yet, and rank 0 is the source.
         compares_all: All ranks are at the same boundary, and compare every tensor, also those of the metadata.
+        gather: The first exchange, where ranks may still be busy with something else; None: transport.all_gather.
     """
     metadata, tensors = state.captured(), packing.pack(state.live_tensors())
     mine = _standing(state, metadata, tensors, is_compared=state.is_holder and not bootstrap and transport.size > 1)
-    packed = transport.all_gather(msgspec.msgpack.encode(mine))
+    packed = (gather or transport.all_gather)(msgspec.msgpack.encode(mine))
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
     source = choose_source(standings, bootstrap)
     findings = _SyncFindings(standings, source)
@@ -174,13 +185,14 @@ def synchronize(state: Shared, transport: Transport, bootstrap: bool, compares_a
         if not bootstrap and state.digests is not None:
             source = findings.judge(tables, without=copied)
         behind = findings.differing_from(source, tables)
-    new_metadata = _receive(transport, source, metadata, standings[source].metadata, needed=True)
-    if transport.rank != source:
-        if new_tensors is not None:
-            state.is_holder = False  # incomplete from the first byte until the last
-            state.load_tensors(new_tensors)
-        state.load_metadata(new_metadata)
-        state.capture()
+    if copied or compares_all or not _have_same_metadata(standings):
+        new_metadata = _receive(transport, source, metadata, standings[source].metadata, needed=True)
+        if transport.rank != source:
+            if new_tensors is not None:
+                state.is_holder = False  # incomplete from the first byte until the last
+                state.load_tensors(new_tensors)
+            state.load_metadata(new_metadata)
+            state.capture()
     state.is_holder = True
     if state.digests is not None:
         state.digests.resolved(state.progress.step, findings.repaired, findings.all_local)
@@ -195,11 +207,34 @@ def _standing(state: Shared, metadata: packing.Packed, tensors: packing.Packed, 
         progress=progress,
         metadata=(len(metadata.skeleton), packing.total_bytes(metadata.tensors)),
         tensors=(len(tensors.skeleton), packing.total_bytes(tensors.tensors)),
+        content=_hash(metadata) if digests is not None and is_compared else 0,
         sample=digests.of_sample(progress.step, trained_only=True) if digests is not None and is_compared else 0,
         is_suspicious=digests.is_suspicious if digests is not None else False,
         local=tuple(sorted(digests.local)) if digests is not None else (),
         suspects=digests.suspects if digests is not None else {},
     )
+
+
+# After the loss of a worker the survivors mostly have the same metadata, which then need not be sent. Each exchange that
+# is saved is a wake-up of every rank, which takes milliseconds where other processes use the cores.
+
+_MOST_HASHED_BYTES = 256 << 10  # some 0.3 ms
+
+
+def _hash(metadata: packing.Packed) -> int:
+    """Return the hash of metadata; 0 if it takes longer to hash it than to send it. Equal values may be pickled
+    differently: only equal hashes tell something."""
+    if len(metadata.skeleton) + packing.total_bytes(metadata.tensors) > _MOST_HASHED_BYTES:
+        return 0
+    hashed = hashlib.blake2b(metadata.skeleton, digest_size=7)
+    for tensor in metadata.tensors:
+        hashed.update(as_bytes(tensor.cpu().contiguous()).numpy().data)
+    return int.from_bytes(hashed.digest(), "big") or 1
+
+
+def _have_same_metadata(standings: Sequence[Standing]) -> bool:
+    contents = {each.content for each in standings}
+    return len(contents) == 1 and 0 not in contents
 
 
 Tables = Sequence[Mapping[str, int]]

@@ -8,7 +8,7 @@ import random
 import struct
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -450,10 +450,10 @@ class StepLoop:
         self._is_busy = False
 
     def _agree(self, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
-        self._calls.wait_for_bodies(transport)
         if self._checkpoints is not None:
             self._checkpoints.before_sync(transport.rank, bootstrap)
-        report = synchronize(self._state, transport, bootstrap, compares_all)
+        gather = partial(self._calls.gather_at_boundaries, transport)
+        report = synchronize(self._state, transport, bootstrap, compares_all, gather)
         self._watch.synchronized(report)
         return report
 

@@ -321,7 +321,7 @@ class CallRound(msgspec.Struct, frozen=True):
     """The message of one worker in a round.
 
     waits_in  the call that it is in; None: it has reached its next boundary
-    value     its contribution: the bytes of its tensor
+    value     its contribution: the bytes of its tensor; at a boundary, what the others need there
     last      the call that it has completed last, and its result
     """
 
@@ -405,11 +405,14 @@ class BodyCalls:
         self._last, self._result = key, result
         return result
 
-    def wait_for_bodies(self, transport: Transport) -> None:
-        """Take part in the rounds, at a boundary, until every worker has reached its own."""
-        mine = msgspec.msgpack.encode(CallRound(None, b"", self._last, self._result))
-        while any(each.waits_in is not None for each in _all_gather(transport, mine)):
-            pass
+    def gather_at_boundaries(self, transport: Transport, payload: bytes) -> list[bytes]:
+        """Take part in the rounds, at a boundary, until every worker has reached its own. Return the payload of each,
+        which travels in the last round: every exchange has to wake every worker."""
+        mine = msgspec.msgpack.encode(CallRound(None, payload, self._last, self._result))
+        while True:
+            rounds = _all_gather(transport, mine)
+            if all(each.waits_in is None for each in rounds):
+                return [each.value for each in rounds]
 
     def _first_try(self, first_try: Callable[[], bytes]) -> bytes | None:
         """Return the result among all workers; None where the call has to be completed in rounds."""

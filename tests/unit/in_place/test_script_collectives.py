@@ -52,7 +52,7 @@ def among_two(use: Any) -> list[Any]:
 
         calls = BodyCalls(lambda: 1, lambda: True, lambda: is_connected, connect, lambda: transport)
         result = use(SurvivingTransport(calls, Placement(2 * transport.rank, 3, 0, 1, 0, 1)), transport.rank)
-        calls.wait_for_bodies(transport)
+        calls.gather_at_boundaries(transport, b"")
         return result
 
     return ThreadWorld(2).run(run)

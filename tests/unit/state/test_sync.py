@@ -115,6 +115,25 @@ def test_equal_workers_copy_only_the_small_state() -> None:
     assert content(states[1]) == wanted
 
 
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_survivors_whose_metadata_is_equal_send_nothing(is_equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [trained_state(5, 2), trained_state(5, 2)]
+    states[1].best += not is_equal
+    for state in states:
+        state.is_holder = True
+    sent, broadcast = [], ThreadTransport.broadcast
+
+    def counted(transport: ThreadTransport, tensor: torch.Tensor, source: int) -> None:
+        sent.append(tensor.numel())
+        broadcast(transport, tensor, source)
+
+    monkeypatch.setattr(ThreadTransport, "broadcast", counted)
+    sync_all(states, ThreadWorld(2), bootstrap=False)
+    assert bool(sent) is not is_equal
+    assert content(states[0]) == content(states[1])
+    assert all(state.is_holder for state in states)
+
+
 def two_that_differ_in_one_weight() -> list[TorchState]:
     states = [trained_state(5, 2), trained_state(5, 2)]
     for state in states:
