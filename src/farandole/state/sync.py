@@ -215,8 +215,8 @@ def _standing(state: Shared, metadata: packing.Packed, tensors: packing.Packed, 
     )
 
 
-# After the loss of a worker the survivors mostly have the same metadata, which then need not be sent. Each exchange that
-# is saved is a wake-up of every rank, which takes milliseconds where other processes use the cores.
+# After the loss of a worker the survivors mostly have the same metadata, which then need not be sent. Each exchange has
+# to wake every rank, which takes milliseconds where other processes use the cores.
 
 _MOST_HASHED_BYTES = 256 << 10  # some 0.3 ms
 

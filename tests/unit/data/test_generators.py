@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from farandole.data import augmentation
 from farandole.data.augmentation import DrawWatch, generators_kept
 
 pytestmark = pytest.mark.core
@@ -57,8 +58,17 @@ def test_nobody_who_draws_nothing_is_seen() -> None:
     assert not watch.undo()
 
 
+@pytest.fixture(params=["memory", "getstate"])
+def of_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's generator is read from memory where this is CPython's; else by getstate()."""
+    if request.param == "memory":
+        assert augmentation._has_known_layout()
+    else:
+        monkeypatch.setattr(augmentation, "_has_known_layout", lambda: False)
+
+
 @pytest.mark.parametrize("place", range(len(DRAWS)))
-@pytest.mark.usefixtures("seeded")
+@pytest.mark.usefixtures("seeded", "of_python")
 def test_every_draw_is_seen_and_undone(place: int) -> None:
     with generators_kept():
         wanted = numbers()
