@@ -51,6 +51,16 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     return batch.global_batch.global_samples / weight if weight else 1.0  # with 0, nothing was added up
 
 
+def conclude_alone(batch: Batch) -> None:
+    """Conclude the step of a single worker, without a comparison of headers. Raises if the generation has ended, as a
+    reduction would."""
+    world.raise_if_refused("gradients cannot be reduced")
+    ids = loop_hooks.record_intended(batch)
+    world.current().transport.barrier()
+    loop_hooks.record_agreed(batch.global_batch.samples, ids)
+    loop_hooks.agree([loop_hooks.prepared()])
+
+
 def absorb() -> bool:
     """Handle a failed collective of the open step. True: the step is aborted, and its batch comes again. False: this is
     not possible, and the error has to propagate."""

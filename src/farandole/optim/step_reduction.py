@@ -15,7 +15,7 @@ from farandole.errors import ConfigError, StepError
 from farandole.optim.bucketed_gradients import BucketedGradients
 from farandole.optim.options import Options, refuse_for_loader
 from farandole.optim.passes import Passes
-from farandole.optim.step_agreement import check_devices, digest
+from farandole.optim.step_agreement import check_devices, conclude_alone, digest
 from farandole.state import loop_hooks, step
 from farandole.state.step import Batch, GlobalBatch
 
@@ -330,12 +330,8 @@ class LocalGradients:
             gradient.zero_()
 
     def add_up(self, batch: Batch, own_weight: float) -> None:
-        """Conclude the step of a single worker, without a comparison of headers. Raises if the generation has ended, as
-        a reduction would."""
-        ids = loop_hooks.record_intended(batch)
-        world.current().transport.barrier()
-        loop_hooks.record_agreed(batch.global_batch.samples, ids)
-        loop_hooks.agree([loop_hooks.prepared()])
+        """Conclude the step of a single worker."""
+        conclude_alone(batch)
 
     def publish(self) -> None:
         for parameter in self.parameters:

@@ -15,7 +15,7 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.errors import ConfigError, GenerationEnded, StepError
 from farandole.membership import GenerationId, Placement
-from farandole.optim.ddp.module import adopt
+from farandole.optim.ddp.module import adopt, path_of
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.optim.step_agreement import weight
 from farandole.process_group.c10d_group import FarandoleGroup
@@ -250,6 +250,45 @@ def test_a_fault_is_absorbed_and_the_same_objects_go_on_in_the_next_generation(
         loss(ddp, x).backward()
     assert gradients(ddp).isfinite().all()
     assert optimizer.step() is True
+
+
+def test_a_single_worker_needs_no_reducer_until_another_one_joins(alone: AloneTransport) -> None:
+    """Gradients are those of autograd itself, to the last bit, and two passes add up."""
+    ddp = parallel(gradient_as_bucket_view=True)
+    optimizer = adopted(ddp)
+    for _, x in hand_out([[4]], 0):
+        loss(ddp, x).backward()
+        assert step.status() == "reduced"
+        assert torch.equal(gradients(ddp), wanted(x))
+        loss(ddp, x).backward()
+        assert torch.equal(gradients(ddp), 2 * wanted(x))
+        assert optimizer.step() is True
+    path = path_of(ddp)
+    assert path is not None
+    assert path.is_alone
+    assert not path.has_passed
+
+    def worker(rank: int) -> torch.Tensor:
+        ddp = parallel(gradient_as_bucket_view=True)
+        adopted(ddp)
+        for _, x in hand_out([[2], [2]], rank):
+            loss(ddp, x).backward()
+        assert path_of(ddp).has_passed  # type: ignore[union-attr]
+        return gradients(ddp).clone()
+
+    for found in run_workers(2, worker):
+        assert torch.allclose(found, wanted(samples(4)), rtol=0, atol=1e-14)
+
+
+def test_a_single_worker_learns_of_parameters_without_gradients_as_several_do(alone: AloneTransport) -> None:
+    module = torch.nn.ModuleDict({"used": net(), "unused": net()})
+    module.forward = lambda x: module["used"](x)
+    ddp = parallel(module)
+    optimizer = adopted(ddp)
+    for _, x in hand_out([[4]], 0):
+        loss(ddp, x).backward()
+        with pytest.raises(StepError, match="find_unused_parameters=True"):
+            optimizer.step()
 
 
 def test_a_fault_leaves_as_it_is_where_no_batch_can_be_repeated(alone: AloneTransport) -> None:

@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from farandole.collectives import world
-from farandole.errors import StepError
+from farandole.errors import RecoverableError, StepError
 from farandole.optim.ddp.ddp_passes import Accumulated, DroppedPass, Pass, PlainPass, StepPass, UserHook
-from farandole.optim.step_agreement import Weights, digest, header_of
+from farandole.optim.step_agreement import Weights, absorb, conclude_alone, digest, header_of
 from farandole.state import step
 from farandole.state.step import Batch
 
@@ -27,10 +27,15 @@ class DdpPath:
     names        the parameters that its reducer reduces, with their names
     accumulates  returns whether the loop body may run without step() (the loader's micro_batch_size)
     hook         the user's
+    finds_unused  find_unused_parameters was given
     """
 
     def __init__(
-        self, names: Mapping[torch.Tensor, str], accumulates: Callable[[], bool], hook: UserHook | None
+        self,
+        names: Mapping[torch.Tensor, str],
+        accumulates: Callable[[], bool],
+        hook: UserHook | None,
+        finds_unused: bool = False,
     ) -> None:
         self.parameters = list(names)
         self.keys = frozenset(map(id, self.parameters))
@@ -49,6 +54,10 @@ class DdpPath:
         self._owned: set[int] = set()  # parameters that optimizers step
         self.has_passed = False  # buckets were reduced since the reducer was reset
         self._reduces = False  # the next backward pass reduces
+        self._finds_unused = finds_unused
+        self.is_alone = False  # the next backward pass needs no reducer: gradients of a single worker are final
+        self._arrived: set[int] = set()  # parameters, by id, that have gradients since that forward pass
+        self._closes = False  # the end of this pass is handled
         self._weighed: set[int] = set()  # parameters whose `.grad` was multiplied in this pass
         self._forget()
 
@@ -68,8 +77,8 @@ class DdpPath:
             self.hook.begin_generation()
 
     def begin_forward(self, is_asked_to_reduce: bool) -> bool:
-        """Return whether the backward pass of this forward pass reduces; not in no_sync(), if the module asked for
-        that."""
+        """Return whether the backward pass of this forward pass reduces by the reducer; not in no_sync(), if the module
+        asked for that."""
         batch = _undecided()
         self._watch()
         self._weighed.clear()
@@ -83,7 +92,20 @@ class DdpPath:
             self._notice(batch)
             # Where the loader accumulates, `no_sync()` does not decide which loop body is the last one.
             self._reduces = batch.is_last and not batch.is_padding and (is_asked_to_reduce or self._accumulates())
+        self.is_alone = self._reduces and batch is not None and self._needs_no_reducer(batch)
+        if self.is_alone:
+            self._reduces = self._closes = False
+            self._arrived.clear()
         return self._reduces
+
+    def _needs_no_reducer(self, batch: Batch) -> bool:
+        """Return whether `.grad` has its final value at the end of the pass: a mean over all items of a single worker
+        has weight 1 for any `fd.weight`. The reducer takes a tenth of a step of 4 ms."""
+        return (
+            world.current().transport.size == 1
+            and self.hook is None
+            and not (self.mean_over or self._finds_unused or batch.global_batch.is_divided or self._accumulates())
+        )
 
     def _notice(self, batch: Batch) -> None:
         """Set the current batch. The state belongs to the last global batch, which was decided or aborted if there is a
@@ -155,7 +177,12 @@ class DdpPath:
             return
         self._notice(batch)
         if batch.is_last and not batch.is_padding:
-            if self._reduces and not step.is_aborted():
+            if self.is_alone:
+                self._arrived.add(id(parameter))
+                if not self._closes:
+                    self._closes = True
+                    torch.autograd.Variable._execution_engine.queue_callback(self._close_alone)
+            elif self._reduces and not step.is_aborted():
                 self._weigh(parameter, batch)
         elif batch.is_padding:
             if self._restored_in is not batch:
@@ -166,6 +193,32 @@ class DdpPath:
                 torch.autograd.Variable._execution_engine.queue_callback(self._show_zeros)
             self._taken.append(parameter)
             self._accumulated.take(parameter, self._factor(batch), may_be_dropped=step.is_shared())
+
+    def _close_alone(self) -> None:
+        """Conclude a pass without the reducer. Runs at the end of backward(). As with the reducer, gradients are those
+        of the step once all parameters have one."""
+        self._closes = False
+        batch = _undecided()
+        if batch is None or len(self._arrived) < len(self.parameters):
+            return
+        self.is_reduced = True
+        if step.is_aborted() or (self._owned and self._owned <= self._stepped):
+            self._drop()
+            return
+        self._weights.record(batch)
+        try:
+            conclude_alone(batch)
+        except RecoverableError:
+            self._drop()
+            if not absorb():
+                raise
+        else:
+            step.mark_reduced()
+
+    def _drop(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()
 
     def _show_zeros(self) -> None:
         """Set `.grad` to zeros where gradients were accumulated, so that code which inspects gradients, clips them or

@@ -61,7 +61,7 @@ class ElasticModule(DistributedDataParallel):
     # As DistributedDataParallel._pre_forward in torch 2.13: the graph must not contain it.
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _begin_forward(self, asked: bool) -> bool:
-        """Prepare a forward pass. Returns whether the backward pass reduces."""
+        """Prepare a forward pass. Returns whether the backward pass reduces by the reducer."""
         path, here = self._farandole_path, world.current()
         if self._farandole_world is not here:
             self._farandole_world = here
@@ -75,7 +75,7 @@ class ElasticModule(DistributedDataParallel):
         if path.batch is not None and path.batch is not before:
             # Newcomers may run more or fewer of the loop bodies that do not count.
             self.require_forward_param_sync = path.batch.index == 0
-        if path.has_passed or not reduces:
+        if path.has_passed or not (reduces or path.is_alone):
             self._reset()
         return reduces
 
@@ -293,7 +293,7 @@ def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> D
         _refuse(ddp)
         names = _names(ddp)
         check_devices(names)
-        path = DdpPath(names, accumulates, registered_hook(ddp))
+        path = DdpPath(names, accumulates, registered_hook(ddp), ddp.find_unused_parameters)
         follow_world(ddp, path)
     return path
 
