@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from farandole.collectives.ring import RingTransport
+from farandole.collectives.shared_memory_exchange import Wanted
 from farandole.collectives.shared_memory_tensors import shareable_zeros
 from farandole.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.transport_choice import Way, choose
-from farandole.errors import ConfigError, GenerationEnded
+from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded
 from tests.support.rings import build, in_threads, listeners, ring
 
 
@@ -54,6 +55,50 @@ def test_a_part_of_a_shared_tensor_is_reduced_alone() -> None:
         assert torch.equal(mine[50_000:150_000], (before[0] + before[1])[50_000:150_000])
         assert torch.equal(mine[:50_000], was[:50_000])
         assert torch.equal(mine[150_000:], was[150_000:])
+
+
+@pytest.mark.parametrize("shared", ["all", "some", "none"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_rank_copies_the_parts_that_it_wants_and_no_others(size: int, shared: str) -> None:
+    """Ranks have different numbers of bytes, some none, over several pieces of the staging area; twice in a row."""
+    sizes = [[3_000_001, 0, 70_000], [0, 0, 5], [1_100_000, 2_200_000, 1]]
+    with ring(size, choice="shm") as world:
+        for by_rank in (*sizes, *sizes):
+            is_shared = {"all": True, "some": lambda rank: rank % 2 == 1, "none": False}[shared]
+            mine = [
+                shareable_zeros(count, torch.uint8)
+                if count and (is_shared(rank) if callable(is_shared) else is_shared)
+                else torch.zeros(count, dtype=torch.uint8)
+                for rank, count in enumerate(by_rank[:size])
+            ]
+            for rank, each in enumerate(mine):
+                each.copy_(torch.arange(len(each)) * (rank + 3) % 251)
+
+            def take(transport: SharedMemoryTransport, mine: Sequence[torch.Tensor] = mine) -> list[torch.Tensor]:
+                """A third of the bytes of each rank, from another place on each rank."""
+                wanted = [
+                    Wanted(len(each) // 3 * transport.rank, torch.full((len(each) // 3,), 255, dtype=torch.uint8))
+                    for each in mine
+                ]
+                transport.exchange(mine[transport.rank], wanted)
+                mine[transport.rank].zero_()  # nobody reads it any more
+                return [each.output for each in wanted]
+
+            expected = [each.clone() for each in mine]
+            for rank, found in enumerate(world.run(take)):
+                for each, output in zip(expected, found, strict=True):
+                    begin = len(each) // 3 * rank
+                    assert torch.equal(output, each[begin : begin + len(output)])
+
+
+def test_a_part_that_a_rank_does_not_have_is_a_mismatch_on_all_ranks() -> None:
+    def take(transport: SharedMemoryTransport) -> None:
+        wanted = Wanted(transport.rank, torch.empty(8, dtype=torch.uint8))
+        with pytest.raises(CollectiveMismatch, match=r"bytes 1 to 9 of rank 0 are expected, and it has 8"):
+            transport.exchange(torch.zeros(8, dtype=torch.uint8), [wanted, wanted])
+
+    with ring(2, choice="shm") as world:
+        world.run(take)
 
 
 def test_a_rank_may_change_its_tensor_as_soon_as_its_own_call_is_over() -> None:

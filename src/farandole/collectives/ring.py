@@ -406,6 +406,7 @@ class TransportOperation(enum.IntEnum):
     ALL_REDUCE_ON_DEVICE = 5  # all_reduce and broadcast of a tensor that stays on its device
     BROADCAST_ON_DEVICE = 6
     ADD_SHARDS = 7
+    EXCHANGE = 8
 
 
 _REDUCING = (TransportOperation.ALL_REDUCE, TransportOperation.ALL_REDUCE_ON_DEVICE)

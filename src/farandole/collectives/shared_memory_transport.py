@@ -36,6 +36,7 @@ from farandole.machine import may_spin, now_s
 if TYPE_CHECKING:
     from farandole.collectives.shard_sums import Scratch
     from farandole.collectives.shard_tree import Division, Forest
+    from farandole.collectives.shared_memory_exchange import Wanted
 
 # Control blocks -------------------------------------------------------------------------------------------------------
 #
@@ -273,6 +274,21 @@ class SharedMemoryTransport:
         header = Header(TransportOperation.BROADCAST, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
         with self._ring.running(header):
             self._group.broadcast(header, flat, source)
+
+    def exchange(self, mine: torch.Tensor, wanted: Sequence[Wanted]) -> None:
+        """Copy parts of the tensors of all ranks, each as many bytes as this rank wants: a gather, a scatter or an
+        all-to-all, in which no rank reads what others want.
+
+        Args:
+            mine: Flat and contiguous, of uint8, of any size on each rank; it may be empty.
+            wanted: The part of the tensor of each rank, by rank.
+
+        Raises:
+            CollectiveMismatch: A part ends behind the end of that rank's tensor.
+        """
+        header = Header(TransportOperation.EXCHANGE, self._ring.next_sequence)
+        with self._ring.running(header):
+            self._group.exchange(header, mine, wanted)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._ring.all_gather(payload)
@@ -595,6 +611,20 @@ class SharedMemoryGroup:
         else:
             self._pass_on(header, flat, source)
 
+    def exchange(self, header: Header, mine: torch.Tensor, wanted: Sequence[Wanted]) -> None:
+        """Copy the wanted parts of the tensors of all ranks: see SharedMemoryTransport.exchange()."""
+        from farandole.collectives.shared_memory_exchange import offer, take_parts  # loaded only where it is needed
+
+        own = offer(mine, self._stage, self._piece_bytes)
+        message_slots = self.post(header, own.pack())
+        payloads = [message_slot.payload[HEADER_BYTES:] for message_slot in message_slots]
+        for part in take_parts(own, payloads, self.place, wanted):
+            if part is None:
+                self.meet(header)
+            else:
+                part.copy_from(self._memory(header, part.ref))
+        self.meet(header)  # as in reduce(); nor does a rank leave before all have opened its memory
+
     def wake(self) -> None:
         """Make this rank check now, if it waits. Callable from any thread."""
         barrier = self._barrier  # held: close() in another thread must not unmap the memory to be woken
@@ -635,12 +665,15 @@ class SharedMemoryGroup:
         """Return piece `number` of another rank, from element `start`, with the length and dtype of `like`."""
         item_bytes = like.element_size()
         where = tensor_ref.bytes_of(number, start * item_bytes, (start + like.numel()) * item_bytes, self._piece_bytes)
+        return self._memory(header, tensor_ref)[where].view(like.dtype)
+
+    def _memory(self, header: Header, tensor_ref: TensorRef) -> torch.Tensor:
+        """Return the whole segment of another rank."""
         try:
-            whole = self._others.find(tensor_ref.segment)
+            return self._others.find(tensor_ref.segment)
         except OSError:
             self._end_by_loss(header)
             raise
-        return whole[where].view(like.dtype)
 
     def _end_by_loss(self, header: Header) -> None:
         """End after a rank's memory has vanished: that rank is gone, as the ring will report in a moment."""

@@ -13,7 +13,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from farandole.collectives.connection_pair import as_bytes, byte_view
+from farandole.collectives.shared_memory_exchange import Wanted
+from farandole.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.transport import Reduction, Transport
+from farandole.collectives.transport_choice import host_transport
 from farandole.errors import CollectiveMismatch
 
 # Up to this size every rank's bytes travel in one exchange; beyond, in one broadcast each.
@@ -53,20 +56,39 @@ def all_gather_single(transport: Transport, output: torch.Tensor, mine: torch.Te
 
 def gather(transport: Transport, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> None:
     """Gather every rank's tensor, by rank, at the root; other ranks pass no outputs."""
+    shared = _sharing_memory(transport)
+    if shared is None:
+        is_root = transport.rank == root
+        all_gather(transport, outputs if is_root else [torch.empty_like(mine) for _ in range(transport.size)], mine)
+        return
+    dense: list[torch.Tensor] = []
     if transport.rank == root:
-        all_gather(transport, outputs, mine)
-    else:
-        all_gather(transport, [torch.empty_like(mine) for _ in range(transport.size)], mine)
+        if len(outputs) != transport.size:
+            raise ValueError(f"gather: {len(outputs)} tensors to write into, for {transport.size} ranks")
+        require_same_size("gather", outputs, mine)
+        dense = [_writable(output) for output in outputs]
+    shared.exchange(
+        as_bytes(contiguous(mine)), [Wanted(0, as_bytes(each)) for each in dense] or [_NOTHING] * transport.size
+    )
+    _write_back(outputs, dense)
 
 
 def scatter(transport: Transport, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
     """Send the root's tensor number r to rank r; all have the same size. Other ranks pass no inputs."""
-    whole = torch.empty(transport.size * output.numel(), dtype=output.dtype)
-    if transport.rank == root:
+    shared, is_root = _sharing_memory(transport), transport.rank == root
+    whole = torch.empty(transport.size * output.numel() if is_root or shared is None else 0, dtype=output.dtype)
+    if is_root:
         if len(inputs) != transport.size:
             raise ValueError(f"scatter: {len(inputs)} tensors for {transport.size} ranks")
         require_same_size("scatter", inputs, output)
         torch.cat([contiguous(each).view(-1) for each in inputs], out=whole)
+    if shared is not None:
+        with in_place(output) as dense:
+            part = as_bytes(dense)
+            wanted = [_NOTHING] * transport.size
+            wanted[root] = Wanted(transport.rank * part.numel(), part)
+            shared.exchange(as_bytes(whole), wanted)
+        return
     transport.broadcast(as_bytes(whole), root)
     mine = whole[transport.rank * output.numel() : (transport.rank + 1) * output.numel()]
     output.detach().copy_(mine.view(output.shape))
@@ -93,8 +115,11 @@ def all_to_all(transport: Transport, outputs: Sequence[torch.Tensor], inputs: Se
                     f"all_to_all: rank {source} sends {gives[target]} bytes to rank {target}, which expects "
                     f"{takes[source]}"
                 )
-    mine = torch.cat(sent)
-    for source, (gives, _) in enumerate(everybody):
+    mine, shared = torch.cat(sent), _sharing_memory(transport)
+    if shared is not None:
+        begins = [sum(gives[: transport.rank]) for gives, _ in everybody]
+        shared.exchange(mine, [Wanted(begin, as_bytes(each)) for begin, each in zip(begins, dense, strict=True)])
+    for source, (gives, _) in enumerate(everybody if shared is None else ()):
         # One rank's tensors after the other, so that they are never all in memory at once.
         whole = mine if source == transport.rank else torch.empty(sum(gives), dtype=torch.uint8)
         transport.broadcast(whole, source)
@@ -120,11 +145,25 @@ def all_to_all_single(
         )
 
 
+_NOTHING = Wanted(0, torch.empty(0, dtype=torch.uint8))
+
+
+def _sharing_memory(transport: Transport) -> SharedMemoryTransport | None:
+    """Return the transport if all its ranks share memory: then each reads only what it needs of the others' tensors.
+    None: tensors are broadcast, and each rank drops what it does not need."""
+    host = host_transport(transport)
+    return host if isinstance(host, SharedMemoryTransport) else None
+
+
 def gather_tensors(transport: Transport, mine: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
     """Fill the slots of all ranks, contiguous as `mine`; the same sizes on all ranks."""
     parts = [as_bytes(slot) for slot in slots]
     own, longest = as_bytes(mine), max(part.numel() for part in parts)
     if longest * len(parts) > _TOGETHER_BYTES:
+        shared = _sharing_memory(transport)
+        if shared is not None:
+            shared.exchange(own, [Wanted(0, part) for part in parts])
+            return
         parts[transport.rank].copy_(own)
         for source, part in enumerate(parts):
             transport.broadcast(part, source)
