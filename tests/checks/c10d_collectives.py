@@ -209,6 +209,26 @@ def check_all_to_all() -> None:
     assert [each[-1].item() for each in taken] == [10.0 * source + rank for source in range(size)]
 
 
+def check_gather_scatter_and_all_to_all_in_a_subgroup() -> None:
+    """Of all ranks but the first; large enough for several pieces."""
+    members = list(range(1, fd.size())) or [0]
+    group, numel = dist.new_group(members), 700_001
+    if fd.rank() not in members:
+        return
+    place, root = members.index(fd.rank()), members[-1]
+    outputs = [torch.empty(numel) for _ in members]
+    dist.gather(torch.full((numel,), float(place)), outputs if fd.rank() == root else None, root, group=group)
+    if fd.rank() == root:
+        assert [each.unique().tolist() for each in outputs] == [[float(other)] for other in range(len(members))]
+    parts = [torch.full((numel,), float(other)) for other in range(len(members))] if fd.rank() == root else None
+    dist.scatter(outputs[0], parts, root, group=group)
+    assert outputs[0].unique().tolist() == [float(place)]
+    sent = [torch.full((numel + other,), 10.0 * place + other) for other in range(len(members))]
+    received = [torch.empty(numel + place) for _ in members]
+    dist.all_to_all(received, sent, group=group)
+    assert [each.unique().tolist() for each in received] == [[10.0 * other + place] for other in range(len(members))]
+
+
 def check_empty_tensors() -> None:
     dist.all_reduce(torch.empty(0))
     dist.broadcast(torch.empty(0, 3), 0)

@@ -185,6 +185,38 @@ def test_some_ranks_in_another_order_gather_and_broadcast() -> None:
         in_threads(2, lambda number: work(everybody[ranks[number]]))
 
 
+def test_parts_go_to_those_that_want_them() -> None:
+    """Rank a sends 10 a + b bytes to rank b; nothing from rank 1 to rank 0."""
+
+    def size_of(source: int, target: int) -> int:
+        return 0 if (source, target) == (1, 0) else 10 * source + target
+
+    def work(p2p: PointToPoint) -> None:
+        transport, rank = P2PTransport(p2p, range(3), SUBJECT), p2p.rank
+        for _ in range(2):
+            given = [torch.full((size_of(rank, target),), 10 * rank + target, dtype=torch.uint8) for target in range(3)]
+            outputs = [torch.zeros(size_of(source, rank), dtype=torch.uint8) for source in range(3)]
+            transport.deliver(given, outputs)
+            for source, each in enumerate(outputs):
+                assert each.tolist() == [10 * source + rank] * size_of(source, rank)
+
+    with p2p_group(3) as everybody:
+        in_threads(3, lambda rank: work(everybody[rank]))
+
+
+def test_a_part_of_another_size_is_a_mismatch() -> None:
+    def work(p2p: PointToPoint) -> None:
+        transport, part = P2PTransport(p2p, range(2), SUBJECT), torch.zeros(5, dtype=torch.uint8)
+        if p2p.rank:
+            transport.deliver([part, part], [part[:0], part])
+            return
+        with pytest.raises(CollectiveMismatch, match="rank 1 has sent 5 bytes to rank 0, which expects 4"):
+            transport.deliver([part, part[:0]], [part.clone(), part[:4]])
+
+    with p2p_group(2) as everybody:
+        in_threads(2, lambda rank: work(everybody[rank]))
+
+
 def test_ranks_in_different_operations_are_told() -> None:
     def work(p2p: PointToPoint) -> None:
         transport = P2PTransport(p2p, range(2), SUBJECT)

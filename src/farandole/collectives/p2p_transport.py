@@ -18,7 +18,7 @@ _WHOLE_BYTES = 16 * 1024
 
 _HEADER = struct.Struct("!8sBBQ")  # operation, dtype, reduction or source, bytes
 
-_ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER = b"reduce", b"gather", b"bcast", b"barrier"
+_ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER, _DELIVER = b"reduce", b"gather", b"bcast", b"barrier", b"deliver"
 
 
 class P2PTransport:
@@ -91,6 +91,31 @@ class P2PTransport:
         else:
             content = self._open(header, self._receive(source, subject), source)
             byte_view(flat)[:] = content
+
+    def deliver(self, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Send part number r of `given` to rank r, and fill output number r with the part from there: a gather, a
+        scatter or an all-to-all. All are flat, contiguous and of uint8.
+
+        Empty parts are neither sent nor waited for. Raises CollectiveMismatch for a part of another size than its
+        output's.
+        """
+        header, subject = _HEADER.pack(_DELIVER, 0, 0, 0), self._next_subject()
+        for place in self._others:
+            if given[place].numel():
+                self._p2p.send(self._ranks[place], subject, header, byte_view(given[place]))
+        if outputs[self._rank].numel():
+            outputs[self._rank].copy_(given[self._rank])
+        for place in self._others:
+            expected = outputs[place].numel()
+            if not expected:
+                continue
+            content = self._open(header, self._receive(place, subject), place)
+            if len(content) != expected:
+                raise CollectiveMismatch(
+                    f"rank {self._ranks[place]} has sent {len(content)} bytes to rank {self._ranks[self._rank]}, which "
+                    f"expects {expected}"
+                )
+            byte_view(outputs[place])[:] = content
 
     def barrier(self) -> None:
         self._exchange(_HEADER.pack(_BARRIER, 0, 0, 0), b"")

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from farandole.collectives.connection_pair import as_bytes, byte_view
+from farandole.collectives.p2p_transport import P2PTransport
 from farandole.collectives.shared_memory_exchange import Wanted
 from farandole.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.transport import Reduction, Transport
@@ -56,42 +57,45 @@ def all_gather_single(transport: Transport, output: torch.Tensor, mine: torch.Te
 
 def gather(transport: Transport, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> None:
     """Gather every rank's tensor, by rank, at the root; other ranks pass no outputs."""
-    shared = _sharing_memory(transport)
-    if shared is None:
-        is_root = transport.rank == root
-        all_gather(transport, outputs if is_root else [torch.empty_like(mine) for _ in range(transport.size)], mine)
+    size, is_root, shared = transport.size, transport.rank == root, _sharing_memory(transport)
+    if shared is None and not isinstance(transport, P2PTransport):
+        all_gather(transport, outputs if is_root else [torch.empty_like(mine) for _ in range(size)], mine)
         return
     dense: list[torch.Tensor] = []
-    if transport.rank == root:
-        if len(outputs) != transport.size:
-            raise ValueError(f"gather: {len(outputs)} tensors to write into, for {transport.size} ranks")
+    if is_root:
+        if len(outputs) != size:
+            raise ValueError(f"gather: {len(outputs)} tensors to write into, for {size} ranks")
         require_same_size("gather", outputs, mine)
         dense = [_writable(output) for output in outputs]
-    shared.exchange(
-        as_bytes(contiguous(mine)), [Wanted(0, as_bytes(each)) for each in dense] or [_NOTHING] * transport.size
-    )
+    own, parts = as_bytes(contiguous(mine)), [as_bytes(each) for each in dense] or [_EMPTY] * size
+    if shared is not None:
+        shared.exchange(own, [Wanted(0, part) for part in parts])
+    elif isinstance(transport, P2PTransport):
+        transport.deliver([own if place == root else _EMPTY for place in range(size)], parts)
     _write_back(outputs, dense)
 
 
 def scatter(transport: Transport, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
     """Send the root's tensor number r to rank r; all have the same size. Other ranks pass no inputs."""
-    shared, is_root = _sharing_memory(transport), transport.rank == root
-    whole = torch.empty(transport.size * output.numel() if is_root or shared is None else 0, dtype=output.dtype)
+    size, is_root, shared = transport.size, transport.rank == root, _sharing_memory(transport)
     if is_root:
-        if len(inputs) != transport.size:
-            raise ValueError(f"scatter: {len(inputs)} tensors for {transport.size} ranks")
+        if len(inputs) != size:
+            raise ValueError(f"scatter: {len(inputs)} tensors for {size} ranks")
         require_same_size("scatter", inputs, output)
-        torch.cat([contiguous(each).view(-1) for each in inputs], out=whole)
-    if shared is not None:
-        with in_place(output) as dense:
-            part = as_bytes(dense)
-            wanted = [_NOTHING] * transport.size
-            wanted[root] = Wanted(transport.rank * part.numel(), part)
-            shared.exchange(as_bytes(whole), wanted)
-        return
-    transport.broadcast(as_bytes(whole), root)
-    mine = whole[transport.rank * output.numel() : (transport.rank + 1) * output.numel()]
-    output.detach().copy_(mine.view(output.shape))
+    given = [as_bytes(contiguous(each)) for each in inputs] if is_root else [_EMPTY] * size
+    with in_place(output) as dense:
+        part = as_bytes(dense)
+        nbytes = part.numel()
+        parts = [part if place == root else _EMPTY for place in range(size)]
+        if shared is not None:
+            begin = transport.rank * nbytes
+            shared.exchange(torch.cat(given), [Wanted(begin if each is part else 0, each) for each in parts])
+        elif isinstance(transport, P2PTransport):
+            transport.deliver(given, parts)
+        else:
+            whole = torch.cat(given) if is_root else torch.empty(size * nbytes, dtype=torch.uint8)
+            transport.broadcast(whole, root)
+            part.copy_(whole[transport.rank * nbytes :][:nbytes])
 
 
 def all_to_all(transport: Transport, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -115,17 +119,26 @@ def all_to_all(transport: Transport, outputs: Sequence[torch.Tensor], inputs: Se
                     f"all_to_all: rank {source} sends {gives[target]} bytes to rank {target}, which expects "
                     f"{takes[source]}"
                 )
-    mine, shared = torch.cat(sent), _sharing_memory(transport)
+    parts, shared = [as_bytes(each) for each in dense], _sharing_memory(transport)
     if shared is not None:
         begins = [sum(gives[: transport.rank]) for gives, _ in everybody]
-        shared.exchange(mine, [Wanted(begin, as_bytes(each)) for begin, each in zip(begins, dense, strict=True)])
-    for source, (gives, _) in enumerate(everybody if shared is None else ()):
+        shared.exchange(torch.cat(sent), [Wanted(*each) for each in zip(begins, parts, strict=True)])
+    elif isinstance(transport, P2PTransport):
+        transport.deliver(sent, parts)
+    else:
+        _broadcast_all(transport, torch.cat(sent), [gives for gives, _ in everybody], parts)
+    _write_back(outputs, dense)
+
+
+def _broadcast_all(
+    transport: Transport, mine: torch.Tensor, sizes: Sequence[Sequence[int]], parts: Sequence[torch.Tensor]
+) -> None:
+    """Broadcast the bytes of each rank, of which this rank keeps its part. `sizes`: by rank, those of its parts."""
+    for source, gives in enumerate(sizes):
         # One rank's tensors after the other, so that they are never all in memory at once.
         whole = mine if source == transport.rank else torch.empty(sum(gives), dtype=torch.uint8)
         transport.broadcast(whole, source)
-        begin = sum(gives[: transport.rank])
-        as_bytes(dense[source]).copy_(whole[begin : begin + gives[transport.rank]])
-    _write_back(outputs, dense)
+        parts[source].copy_(whole[sum(gives[: transport.rank]) :][: gives[transport.rank]])
 
 
 def all_to_all_single(
@@ -145,12 +158,15 @@ def all_to_all_single(
         )
 
 
-_NOTHING = Wanted(0, torch.empty(0, dtype=torch.uint8))
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def _sharing_memory(transport: Transport) -> SharedMemoryTransport | None:
     """Return the transport if all its ranks share memory: then each reads only what it needs of the others' tensors.
-    None: tensors are broadcast, and each rank drops what it does not need."""
+
+    Other ranks send each other messages in a subgroup; else tensors are broadcast, and each drops what it does not
+    need.
+    """
     host = host_transport(transport)
     return host if isinstance(host, SharedMemoryTransport) else None
 
