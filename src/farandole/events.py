@@ -1123,6 +1123,42 @@ class ShardWrong(Event):
 
 
 @dataclass(frozen=True)
+class StragglerFound(Event):
+    """With `--balance auto`: a worker has computed slowly for 20 steps in a row. Its speed is below half of the others'
+    median, `percent` of it. It gets fewer samples of each global batch meanwhile."""
+
+    worker: str
+    rank: int
+    host: str
+    percent: int
+    step: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"{self.worker} (rank {self.rank}) on {self.host} is a straggler at step {self.step}: it computes at "
+            f"{self.percent} % of the others' speed"
+        )
+
+
+@dataclass(frozen=True)
+class StragglerRecovered(Event):
+    """With `--balance auto`: a worker that was a straggler has reached 60 % of the others' median speed, or more."""
+
+    worker: str
+    rank: int
+    host: str
+    percent: int
+    step: int
+
+    def line(self) -> str:
+        return (
+            f"{self.worker} (rank {self.rank}) on {self.host} is no straggler any more at step {self.step}: it "
+            f"computes at {self.percent} % of the others' speed"
+        )
+
+
+@dataclass(frozen=True)
 class StatesDiverged(Event):
     """States differ: these workers had another state than `source` after `step` steps. `name`: the first parameter,
     buffer or other tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""

@@ -174,6 +174,8 @@ class WorkerTelemetry(msgspec.Struct, frozen=True, omit_defaults=True):
         cpu_s: Processor time of its process since its start.
         cores: Processor cores that the process has used since the measurement before.
         values: The newest numbers of `state.log()`, by name.
+        share, speed: With `--balance auto`, the worker's part of a global batch, from 0 to 1, and its speed in samples
+            per second, without its waiting for others.
     """
 
     step_s: float = 0.0
@@ -185,3 +187,5 @@ class WorkerTelemetry(msgspec.Struct, frozen=True, omit_defaults=True):
     cpu_s: float = 0.0
     cores: float = 0.0
     values: dict[str, float] = {}
+    share: float = 0.0
+    speed: float = 0.0

@@ -149,6 +149,11 @@ class Flips:
         return wrong
 
 
+def slowness(slow: list[float] | None, step: int) -> float:
+    """The time of this worker for a step, relative to that of the others."""
+    return slow[1] if slow and fd.rank() == slow[0] and slow[2] <= step < slow[3] else 1.0
+
+
 MODELS = {"mlp": mlp, "resnet": resnet, "gpt": Gpt}
 
 
@@ -162,9 +167,14 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--slow-below", type=int, default=0, help="steps take this long below this generation only")
     parser.add_argument("--plain", action="store_true", help="not strict")
-    parser.add_argument("--break", dest="broken", choices=["operator", "noise", "threads", "ddp"])
     parser.add_argument("--audit", type=float)
     parser.add_argument("--flip", default="", help="WORKER:STEPS:once|always|random:own|again; see Flips")
+    parser.add_argument("--break", dest="broken", choices=["operator", "noise", "threads", "ddp", "mean"])
+    parser.add_argument("--balance", choices=["auto", "off"])
+    parser.add_argument("--sample-s", type=float, default=0.0, help="the time that a sample takes")
+    parser.add_argument(
+        "--slow", type=float, nargs=4, metavar=("RANK", "FACTOR", "FROM", "UNTIL"), help="a rank is slow in these steps"
+    )
     parser.add_argument("--records")
     options = parser.parse_args()
     without_compiler()
@@ -189,6 +199,7 @@ def main() -> None:
         strict=False if options.plain else None,
         shards=options.shards,
         audit=options.audit,
+        balance=options.balance,
     )
     if options.broken == "threads" and fd.rank() == 1:
         torch.set_num_threads(2)
@@ -205,6 +216,7 @@ def main() -> None:
             for x, y in loader:
                 records.before_step(state)
                 time.sleep(options.step_s if not options.slow_below or fd.generation() < options.slow_below else 0)
+                time.sleep(len(x) * options.sample_s * slowness(options.slow, state.step))
                 optimizer.zero_grad()
                 if options.broken == "operator":
                     x.put_(torch.tensor([0]), torch.tensor([1.0]))
@@ -213,6 +225,8 @@ def main() -> None:
                 with torch.autocast("cpu", torch.bfloat16, enabled=options.model == "gpt"):
                     loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
                 loss.backward()
+                if options.broken == "mean":
+                    fd.mean(loss)
                 if options.model != "gpt":
                     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 if optimizer.step():

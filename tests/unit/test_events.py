@@ -47,6 +47,8 @@ SAMPLES = [
     events.WorkerStacks("w1", "Thread 1\n  in f\n"),
     events.CollectiveStalled(7, ("w0", "w1"), 60.0),
     events.StateHash(12, 2, "24fd62"),
+    events.StragglerFound("w1", 1, "node1", 31, 140),
+    events.StragglerRecovered("w1", 1, "node1", 97, 260),
     events.StatesDiverged(7, "model.0.weight", 3, ("w1",), "w0", False),
     events.StatesDiverged(7, "ema.0", 1, ("w1", "w2"), "w0", True),
     events.StopAsked("SIGINT", 5.0),

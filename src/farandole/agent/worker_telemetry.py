@@ -65,6 +65,8 @@ class TelemetryMeter:
                 cpu_s=usage.cpu_s,
                 cores=usage.cores,
                 values=page.values(),
+                share=measured.share_millionths / 1e6,
+                speed=measured.samples_per_1000_s / 1e3,
             )
         for worker in self._before.keys() - found.keys():
             del self._before[worker], self._step[worker]

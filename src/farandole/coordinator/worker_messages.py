@@ -13,6 +13,8 @@ from farandole.events import (
     StateHash,
     StateLost,
     StatesDiverged,
+    StragglerFound,
+    StragglerRecovered,
     TransportChosen,
     UserCodeFailed,
     WorkerLeaves,
@@ -39,6 +41,7 @@ from farandole.wire.messages import (
     ShardDiffered,
     StateHashed,
     StatesDiffered,
+    StragglerSeen,
     Synced,
     WorkerMessage,
 )
@@ -76,6 +79,8 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
                 transition.log(StateHash(message.step, message.epoch, message.hash))
             case ShardDiffered():
                 _computed_wrongly(transition, message)
+            case StragglerSeen():
+                _straggles(transition, message)
             case Failed():
                 _failed(transition, worker, message)
             case Finished():
@@ -178,6 +183,17 @@ def _computed_wrongly(transition: Transition, message: ShardDiffered) -> None:
         elsewhere = sum(transition.job.host_of(each) != host for each in transition.job.each_survivor())
         if elsewhere >= transition.job.config.min_np:
             capacity.drain_host(transition, host, f"{worker.name} has computed wrongly there")
+
+
+def _straggles(transition: Transition, message: StragglerSeen) -> None:
+    generation = transition.job.generation
+    if generation is not None and generation.number == message.number and message.rank < len(generation.members):
+        worker = generation.members[message.rank]
+        host = transition.job.host_of(transition.job.workers[worker])
+        if message.is_slow:
+            transition.log(StragglerFound(worker, message.rank, host, message.percent, message.step))
+        else:
+            transition.log(StragglerRecovered(worker, message.rank, host, message.percent, message.step))
 
 
 def _failed(transition: Transition, worker: Worker, message: Failed) -> None:

@@ -14,6 +14,7 @@ from farandole.state import step
 from farandole.state.step import Batch, GlobalBatch, StepStatus
 
 if TYPE_CHECKING:
+    from farandole.data.balance import Balance
     from farandole.state.shard_audit import AuditRule
 
 _MOST_PADDING = 10_000
@@ -33,6 +34,8 @@ class ElasticLoader(ABC):
         seed: Seed of random numbers.
         hooks: The run loop, which is called at each boundary.
         record: The record of the epochs.
+        balance: The division of global batches by the speed of the workers; None: they are divided evenly.
+        has_own_bodies: Workers may run the loop body for a global batch a different number of times.
     """
 
     def __init__(self, seed: int, accumulates: bool) -> None:
@@ -41,6 +44,8 @@ class ElasticLoader(ABC):
         self.record = EpochRecord()
         self.batch: Batch | None = None
         self.indices: list[int] = []
+        self.balance: Balance | None = None
+        self.has_own_bodies = False
         self._rank, self._world = 0, 1
         self._padding = Padding(is_allowed=accumulates)
         self._is_ended = False  # the epoch is through, also where `break` has left samples
@@ -288,6 +293,20 @@ def audit_rule(audit: float | None, seed: int, shards: int) -> AuditRule | None:
     if not 0 <= fraction <= 1:
         raise ConfigError(f"DataLoader: audit is a fraction of the shards, from 0 to 1, got {fraction:g}")
     return AuditRule(fraction, seed)
+
+
+def follows_speed(balance: str | None) -> bool:
+    """Return whether local batches follow the speed of the workers.
+
+    Args:
+        balance: The user's argument; None: as the job.
+
+    Raises:
+        ConfigError: The argument has another value.
+    """
+    if balance not in (None, "auto", "off"):
+        raise ConfigError(f'DataLoader: balance must be "auto" or "off", got {balance!r}')
+    return (balance or read_job_env().balance) == "auto"
 
 
 def rehearsed_place(shards: int, rank: int, world: int) -> tuple[int, int]:

@@ -6,10 +6,10 @@ import dataclasses
 import difflib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,7 @@ from farandole.data.augmentation import innermost_dataset, with_places
 from farandole.data.elastic_loader import (
     ElasticLoader,
     audit_rule,
+    follows_speed,
     most_samples,
     number_of_shards,
     rehearsed_division,
@@ -114,6 +115,11 @@ class DataLoader(ElasticLoader):
         audit: In strict mode, the fraction of the shards that a second worker computes again, to find machines that
             compute wrongly; 0: none. Their loop bodies have no effect: `indices` is empty in them. None: that of
             `farandole run --audit`, or 0.01.
+        balance: "auto": local batches follow the measured speed of the workers: a slow worker gets fewer samples of
+            each global batch, or, in strict mode, fewer shards. The order of the samples, the global batch and the
+            weight of each sample stay as they are. Where a local batch is several loop bodies, their number may
+            differ between workers. "off": all workers get equally many. None: as with `farandole run --balance`. See
+            docs/unequal-machines.md.
         **refused: Arguments of torch's DataLoader that cannot be supported: ConfigError says what to do instead.
 
     Attributes:
@@ -171,10 +177,12 @@ class DataLoader(ElasticLoader):
         strict: bool | None = None,
         shards: int | None = None,
         audit: float | None = None,
+        balance: Literal["auto", "off"] | None = None,
         **refused: object,
     ) -> None:
         refuse_torch_arguments(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
         super().__init__(seed, accumulates=micro_batch_size is not None)
+        is_balanced = follows_speed(balance)
         self.order = _order(order, shuffle)
         most = most_samples(max_local_batch, micro_batch_size)
         self._has_default_shards = shards is None
@@ -186,11 +194,18 @@ class DataLoader(ElasticLoader):
             _tail(tail, drop_last),
             shards := number_of_shards(strict, shards, global_batch_size, most),
             audit_rule(audit, seed, shards),
+            is_balanced,
         )
         self.dataset, self._cursor = dataset, 0
         if self._layout.shards:
             _pin_arithmetic()
-        self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed))
+        if is_balanced:
+            from farandole.data.balance import Balance  # loaded only where it is used
+
+            self.has_own_bodies = bool(self._layout.shards or most)
+            self.balance = Balance(fetched_ahead=num_workers * (2 if prefetch_factor is None else prefetch_factor))
+        turns = None if self.balance is None else self.balance.turns
+        self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed), turns)
         inner_dataset: Any = dataset
         batch_sampler: Iterable[Any] = self._index_stream
         if are_rows(dataset):  # rows of tensors draw no random numbers
@@ -271,6 +286,8 @@ class DataLoader(ElasticLoader):
                 self.record.is_through = True
                 raise StopIteration
             goes_on = self._settle()
+        if self.balance is not None and not goes_on:
+            self.balance.handing_out()
         return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.hooks.rehearses())
 
     def _hand_out(self, is_rehearsal: bool) -> Any:
@@ -344,6 +361,21 @@ class DataLoader(ElasticLoader):
             )
         self._cursor = stop
         self._is_pending = False
+        if self.balance is not None and self.balance.decided(self._layout, global_batch):
+            self._index_stream.turn()
+
+    def meet(self, notes: Sequence[Sequence[int]], rank: int) -> None:
+        """Divide the next batches by the speeds that the workers have told each other; set_world() has to follow.
+
+        Args:
+            notes: The result of Balance.note() of each rank, by rank.
+            rank: Rank of this worker.
+
+        Raises:
+            ConfigError: Only some workers balance.
+        """
+        if self.balance is not None:
+            self.balance.begin(self._layout, notes, rank)
 
     # State that survives ---------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ index stream   the samples that a loader fetches next
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
@@ -24,6 +25,8 @@ from farandole.state.step import Batch, GlobalBatch
 
 if TYPE_CHECKING:
     from farandole.collectives.shard_tree import Division
+    from farandole.data.balance import Turns
+    from farandole.data.division_by_speed import Counts
     from farandole.state.shard_audit import AuditRule
 
 # lookup(epoch, positions): the samples at these positions of the epoch's order (int64, one dimension).
@@ -153,6 +156,8 @@ class BatchLayout:
     shards             in strict mode, parts of a global batch, each of which is one loop body on some rank, whatever
                        the world; 0: not strict. Then max_local_batch has no effect here
     audit              in strict mode, the rule by which shards are computed again; None: none are
+    is_balanced        local batches follow the speed of the workers. Then a rank has no dummy batches beside others: it
+                       has as many micro-batches as its samples need
 
     Raises DataError on invalid values.
     """
@@ -164,6 +169,7 @@ class BatchLayout:
     tail: Tail = "short"
     shards: int = 0
     audit: AuditRule | None = None
+    is_balanced: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -216,12 +222,19 @@ class BatchLayout:
         return max(0, cursor - self.size)
 
 
-def make_global_batch(layout: BatchLayout, epoch: int, cursor: int, rank: int, world: int) -> GlobalBatch:
-    """Return the global batch at `cursor`, as rank `rank` of `world` gets it."""
+def make_global_batch(
+    layout: BatchLayout, epoch: int, cursor: int, rank: int, world: int, counts: Sequence[int] = ()
+) -> GlobalBatch:
+    """Return the global batch at `cursor`, as rank `rank` of `world` gets it. `counts`: the samples, in strict mode
+    shards, of each rank of this world in a whole global batch; empty: equally many for all."""
     start, stop = global_batch_range(layout, cursor)
     if layout.shards:
-        return _sharded_global_batch(layout, epoch, start, stop, rank, world)
-    low, high = even_slice(start, stop, rank, world, layout.min_local_batch)
+        return _sharded_global_batch(layout, epoch, start, stop, rank, world, counts)
+    parts = uneven_slices(start, stop, counts, layout.min_local_batch) if counts else []
+    low, high = parts[rank] if parts else even_slice(start, stop, rank, world, layout.min_local_batch)
+    if layout.is_balanced and layout.max_local_batch is not None:
+        bodies = max(1, -(-(high - low) // layout.max_local_batch))
+        return GlobalBatch(epoch, start, stop, low, high, bodies, has_own_bodies=True)
     count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_local_batch)
     return GlobalBatch(epoch, start, stop, low, high, count)
 
@@ -237,17 +250,18 @@ def batches(global_batch: GlobalBatch, min_local_batch: int = 1) -> list[Batch]:
     ]
 
 
-def _sharded_global_batch(layout: BatchLayout, epoch: int, start: int, stop: int, rank: int, world: int) -> GlobalBatch:
+def _sharded_global_batch(
+    layout: BatchLayout, epoch: int, start: int, stop: int, rank: int, world: int, counts: Sequence[int]
+) -> GlobalBatch:
     """Return a global batch of strict mode: a rank's local batch are the samples of its shards."""
-    from farandole.collectives.shard_tree import divide_evenly  # loaded only in strict mode
+    from farandole.collectives.shard_tree import divide  # loaded only in strict mode
 
-    division = divide_evenly(layout.shards, world)
-    low, high = (
-        even_slice(start, stop, shard, layout.shards, layout.min_local_batch)[0] for shard in division.ranges[rank]
-    )
+    division = divide(layout.shards, tuple(counts) or (1,) * world)
+    first, behind = division.ranges[rank]
+    low, high = (even_slice(start, stop, shard, layout.shards, layout.min_local_batch)[0] for shard in (first, behind))
     audit = None if layout.audit is None else layout.audit.draw(division, epoch, start)
-    bodies = division.most + (audit is not None)
-    return GlobalBatch(epoch, start, stop, low, high, bodies, division, rank, audit)
+    bodies = (max(1, behind - first) if layout.is_balanced else division.most) + (audit is not None)
+    return GlobalBatch(epoch, start, stop, low, high, bodies, division, rank, audit, layout.is_balanced)
 
 
 def _shard(global_batch: GlobalBatch, division: Division, index: int, min_local_batch: int) -> Batch:
@@ -271,6 +285,14 @@ def global_batch_range(layout: BatchLayout, cursor: int) -> tuple[int, int]:
     return cursor, stop if layout.tail == "carry" else min(stop, layout.end)
 
 
+def next_global_batch(layout: BatchLayout, epoch: int, cursor: int) -> tuple[int, int]:
+    """Return epoch and first position of the global batch behind the one at (epoch, cursor), where the cursor may be at
+    the end of the epoch."""
+    while cursor >= layout.end:
+        epoch, cursor = epoch + 1, layout.next_epoch(cursor)
+    return epoch, global_batch_range(layout, cursor)[1]
+
+
 def even_slice(start: int, stop: int, part: int, parts: int, min_local_batch: int = 1) -> tuple[int, int]:
     """Return positions [low, high) of one part of [start, stop), which is divided as evenly as possible. It divides a
     global batch among ranks, and a rank's local batch into micro-batches.
@@ -281,6 +303,15 @@ def even_slice(start: int, stop: int, part: int, parts: int, min_local_batch: in
     active = _active(samples, parts, min_local_batch)
     low, high = min(part, active), min(part + 1, active)
     return start + low * samples // active, start + high * samples // active
+
+
+def uneven_slices(start: int, stop: int, counts: Sequence[int], min_local_batch: int = 1) -> list[tuple[int, int]]:
+    """Return positions [low, high) of each part of [start, stop), which is divided in proportion to `counts`. Empty: a
+    part would have samples, and fewer than min_local_batch."""
+    samples, whole = stop - start, sum(counts)
+    bounds = [start + samples * before // whole for before in itertools.accumulate(counts, initial=0)]
+    parts = list(itertools.pairwise(bounds))
+    return [] if any(0 < high - low < min_local_batch for low, high in parts) else parts
 
 
 def micro_batches(start: int, stop: int, world: int, max_local_batch: int | None, min_local_batch: int = 1) -> int:
@@ -498,10 +529,12 @@ class IndexStream:
     on_way      batches that were yielded and not yet taken by the loader, in order
     """
 
-    def __init__(self, layout: BatchLayout, order: Lookup) -> None:
+    def __init__(self, layout: BatchLayout, order: Lookup, turns: Turns | None = None) -> None:
+        """`turns`: the division of each global batch, where local batches follow the speed of the workers."""
         self.restart_id = 0
         self.on_way: deque[IndexedBatch] = deque()
-        self._layout, self._order = layout, order
+        self._layout, self._order, self._turns = layout, order, turns
+        self._turns_at: tuple[int, int] | None = None  # a block that reaches this place may be divided as before
         self._rank, self._world = 0, 1
         self._epoch, self._position = 0, 0
         self._block = _FIRST_BLOCK
@@ -519,11 +552,20 @@ class IndexStream:
         self._rank, self._world = rank, world
         self._block = _FIRST_BLOCK
         self._is_trial = False
+        self.turn()
+
+    def turn(self) -> None:
+        """Divide global batches from `turns.at` on as `turns` says now. None of them was yielded yet."""
+        self._turns_at = self._turns.at if self._turns is not None else None
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
             for indexed in self._next_block():
                 if indexed.restart_id != self.restart_id:
+                    break
+                global_batch = indexed.batch.global_batch
+                if self._turns_at is not None and (global_batch.epoch, global_batch.start) >= self._turns_at:
+                    self._epoch, self._position, self._turns_at = global_batch.epoch, global_batch.start, None
                     break
                 self.on_way.append(indexed)
                 yield indexed.indices[:1] if self._is_trial else indexed.indices
@@ -534,7 +576,10 @@ class IndexStream:
         while self._position >= layout.end:
             self._epoch, self._position = self._epoch + 1, layout.next_epoch(self._position)
         epoch, begin = self._epoch, self._position
+        counts = self._counts_at(epoch, begin)
         smallest, largest = layout.global_batch_size // self._world, -(-layout.global_batch_size // self._world)
+        if counts and not layout.shards:
+            smallest, largest = min(counts), max(counts)
         count = max(1, self._block // largest)
         self._block = min(2 * self._block, _LARGEST_BLOCK)
         alike = min(count, (layout.end - begin) // layout.global_batch_size)
@@ -545,19 +590,24 @@ class IndexStream:
             and largest <= (layout.max_local_batch or largest)
         ):
             self._position = begin + alike * layout.global_batch_size
-            return self._full_batches(epoch, begin, alike)
+            return self._full_batches(epoch, begin, alike, counts)
         block: list[Batch] = []
         while len(block) < count and self._position < layout.end:
-            global_batch = make_global_batch(layout, epoch, self._position, self._rank, self._world)
+            global_batch = make_global_batch(layout, epoch, self._position, self._rank, self._world, counts)
             block += batches(global_batch, layout.min_local_batch)
             self._position = global_batch.stop
         return self._any_batches(epoch, block)
 
-    def _full_batches(self, epoch: int, begin: int, count: int) -> Iterator[IndexedBatch]:
+    def _counts_at(self, epoch: int, start: int) -> Counts:
+        """Return the division of the global batch at this place; empty: even. A rehearsal may be of another world."""
+        counts = self._turns.of(epoch, start) if self._turns is not None else ()
+        return counts if len(counts) == self._world else ()
+
+    def _full_batches(self, epoch: int, begin: int, count: int, counts: Counts) -> Iterator[IndexedBatch]:
         """Yield as _any_batches does, for global batches of which each rank has one micro-batch: nearly all. Their
         local batches are equally long and equally far apart, so that only the global batches are created one by one."""
         restart_id, size, micro_batches = self.restart_id, self._layout.global_batch_size, 1
-        first = make_global_batch(self._layout, epoch, begin, self._rank, self._world)
+        first = make_global_batch(self._layout, epoch, begin, self._rank, self._world, counts)
         low, high = first.low - begin, first.high - begin
         starts = np.arange(begin, begin + count * size, size)
         positions = (starts[:, None] + np.arange(low, high)).ravel()

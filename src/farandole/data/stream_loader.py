@@ -137,6 +137,11 @@ class StreamLoader(ElasticLoader):
                 "--strict: the samples of a StreamLoader cannot be divided into the same shards in every world; give "
                 "elastic.DataLoader a data set with __len__ and __getitem__, or leave --strict out"
             )
+        if read_job_env().balance == "auto":
+            raise ConfigError(
+                "--balance auto: a StreamLoader cannot divide the samples of its streams by the speed of the workers; "
+                "give elastic.DataLoader a data set with __len__ and __getitem__, or leave --balance out"
+            )
         self._sizes = Sizes(global_batch_size, most_samples(max_local_batch, micro_batch_size), min_local_batch)
         _check(dataset, streams)
         super().__init__(seed, accumulates=micro_batch_size is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from farandole.env.agent_env import (
+    BALANCE,
     CheckpointEnv,
     HorovodSettings,
     JobEnv,
@@ -59,6 +60,7 @@ from farandole.env.slurm_variables import (
 )
 
 __all__ = [
+    "BALANCE",
     "CheckpointEnv",
     "FixedEnv",
     "HorovodSettings",

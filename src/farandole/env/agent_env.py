@@ -58,6 +58,10 @@ class WorkerEnv(Struct, frozen=True):
         return tuple(self.data_addresses.split(","))
 
 
+BALANCE = "FARANDOLE_BALANCE"
+Balancing = Annotated[Literal["auto", "off"], Meta(description="auto or off")]
+
+
 class JobEnv(Struct, frozen=True, omit_defaults=True):
     """Settings that all workers of a job share, from the launcher or, without one, from the user.
 
@@ -68,6 +72,7 @@ class JobEnv(Struct, frozen=True, omit_defaults=True):
         strict: Whether loaders are strict unless they are given another argument.
         shards: The number of shards of a strict loader that is given none; 0: unknown.
         audit: The fraction of its shards that are computed again, by another worker.
+        balance: "auto": local batches of loaders that are given nothing else follow the speed of the workers.
     """
 
     transport: str = field(name="FARANDOLE_TRANSPORT", default="auto")
@@ -76,6 +81,7 @@ class JobEnv(Struct, frozen=True, omit_defaults=True):
     strict: Switch = field(name="FARANDOLE_STRICT", default=False)
     shards: Amount = field(name="FARANDOLE_SHARDS", default=0)
     audit: Fraction = field(name="FARANDOLE_AUDIT", default=0.01)
+    balance: Balancing = field(name=BALANCE, default="off")
 
 
 def read_worker_env(environ: Mapping[str, str] = os.environ) -> WorkerEnv | None:

@@ -9,14 +9,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from farandole.config import ForkServerUse, JobConfig, Preemption, parse_preemption
 from farandole.engines.host_list import HostSlots, PodSelection, SshSettings, parse_hostfile, parse_hosts
 from farandole.engines.slurm_allocation import SlurmAllocation, allocation_of
 from farandole.env import (
+    BALANCE,
     CheckpointEnv,
     JobEnv,
     environment_of,
+    read_job_env,
     read_slurm_variables,
     read_start_timeout_s,
     read_timeline,
@@ -182,11 +185,14 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         strict=strict > 0,
         shards=strict or (options.max_num_proc or 0),
         audit=JobEnv().audit if options.audit is None else options.audit,
+        balance=_balance(options),
     )
     check_encryption(config.tls, job_env.transport)
     if config.tls and (config.takes_agents or has_hosts):
         notes.append(STORE_IS_PLAIN)
     environment |= environment_of(job_env)
+    if options.balance is not None:
+        environment[BALANCE] = options.balance  # "off", too: the variable may be set outside
     if options.fork_server == "on":
         notes += _without_fork_server(run_command)
     return RunOptions(
@@ -251,6 +257,19 @@ def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
             f"compute; give --shards {most} or more, or --max-np {options.shards}"
         )
     return most if options.shards is None else options.shards
+
+
+def _balance(options: argparse.Namespace) -> Literal["auto", "off"]:
+    """Return whether local batches follow the speed of the workers. Raises ConfigError where they cannot."""
+    if options.balance != "auto":
+        return options.balance or read_job_env().balance
+    for is_given, what in ((options.horovod, "--horovod"), (options.in_place, "--in-place")):
+        if is_given:
+            raise ConfigError(
+                f"--balance auto and {what} contradict each other: only an fd.elastic.DataLoader can divide its global "
+                f"batches by the speed of the workers; leave one of them out"
+            )
+    return "auto"
 
 
 def _pods(options: argparse.Namespace) -> PodSelection | None:

@@ -255,16 +255,26 @@ def _epoch(members: Sequence[WorkerSummary]) -> list[str]:
 
 def _workers(workers: Sequence[WorkerSummary]) -> list[str]:
     is_measured = any(each.telemetry is not None for each in workers)
+    is_balanced = any(each.telemetry is not None and each.telemetry.share for each in workers)
     rows: list[tuple[str, ...]] = [("rank", "worker", "host", "slot", "pid", "state", "step", "restarts left")]
     if is_measured:
         rows[0] = (*rows[0], "step time", "of it waiting", "memory", "cores")
+    if is_balanced:
+        rows[0] = (*rows[0], "share", "samples/s")
     for each in workers:
         rank = "-" if each.rank is None else str(each.rank)
         pid = str(each.pid) if each.pid else "-"
         step = "-" if each.step is None else str(each.step)
         row = (rank, each.worker, each.host, str(each.slot), pid, each.state, step, str(each.restarts_left))
-        rows.append((*row, *(_measured(each) if is_measured else ())))
+        rows.append((*row, *(_measured(each) if is_measured else ()), *(_balanced(each) if is_balanced else ())))
     return _table(rows)
+
+
+def _balanced(worker: WorkerSummary) -> tuple[str, ...]:
+    telemetry = worker.telemetry
+    if telemetry is None or not telemetry.share:
+        return "-", "-"
+    return f"{telemetry.share:.1%}", f"{telemetry.speed:,.0f}" if telemetry.speed else "-"
 
 
 def _measured(worker: WorkerSummary) -> tuple[str, ...]:

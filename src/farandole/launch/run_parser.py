@@ -93,6 +93,7 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
         _clusters,
         _times,
         _strict,
+        _balance,
         _checkpoints,
         _transport,
         _output,
@@ -373,6 +374,17 @@ def _strict(parser: argparse.ArgumentParser) -> None:
         metavar="FRACTION",
         help="fraction of the shards that a second worker computes again; a worker whose results are wrong is named, "
         "ends, and is not replaced in its slot; 0: none (default: 0.01)",
+    )
+
+
+def _balance(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("machines of unequal speed").add_argument
+    add(
+        "--balance",
+        choices=("auto", "off"),
+        help="auto: local batches of every fd.elastic.DataLoader follow the measured speed of the workers, so that a "
+        "slow one gets fewer samples of each global batch; off: all workers get equally many (default: "
+        "FARANDOLE_BALANCE, or off)",
     )
 
 

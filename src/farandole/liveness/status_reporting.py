@@ -60,7 +60,14 @@ def set_phase(phase: Phase) -> Phase:
         _phase = phase
         if _page is not None:
             _page.set_phase(phase)
+        else:
+            _waiting.set_phase(phase)
     return before
+
+
+def waited_ns() -> int:
+    """Return for how long the main thread has waited for other workers, in nanoseconds: for differences."""
+    return _waiting.waited_ns if _page is None else _page.waited_ns
 
 
 def set_step(generation: int, step: int, epoch: int = 0, trained: int = 0, samples: int = 0) -> None:
@@ -82,6 +89,13 @@ def log_values(values: Mapping[str, object]) -> None:
     _values.is_new = True
     if _page is not None and _values.is_due:
         _page.write_values(_values.take())
+
+
+def set_balance(share: float, speed: float) -> None:
+    """Set this worker's part of a global batch, from 0 to 1, and its speed in samples per second, 0 if unknown, where
+    local batches follow the speed of the workers."""
+    if _page is not None:
+        _page.set_balance(share, speed)
 
 
 def report_progress() -> None:
@@ -161,6 +175,25 @@ class _Values:
 _values = _Values()
 
 
+class _Waiting:
+    """The time that the main thread has spent in the phase WAITING."""
+
+    def __init__(self) -> None:
+        self.waited_ns = 0
+        self._since_ns = 0  # 0: it does not wait
+
+    def set_phase(self, phase: int) -> None:
+        if phase == Phase.WAITING:
+            self._since_ns = now_ns()
+        elif self._since_ns:
+            self.waited_ns += now_ns() - self._since_ns
+            self._since_ns = 0
+
+
+_waiting = _Waiting()
+"""Of a process without a page."""
+
+
 def _is_of_autograd() -> bool:
     """Return whether this thread was not made by Python.
 
@@ -198,8 +231,9 @@ if hasattr(os, "register_at_fork"):  # a loader process must not report for its 
 #           times        two: when the newest step was set, and for how long the main thread has waited for others, in
 #                        nanoseconds of the machine's monotonic clock
 #           epoch        epoch, trained samples of it, all samples of it
+#           balance      the worker's part of a global batch, in millionths, and its speed, in samples for each 1000 s
 #           values       odd while the user's numbers are being written; their bytes
-#     320   numbers of the user's, MessagePack of a dictionary
+#     336   numbers of the user's, MessagePack of a dictionary
 #     4096  stacks       texts, one dump after the other: the worker's descriptor stands behind the last one, since its
 #                        position is the worker's own. The agent remembers where the newest one begins, and frees the
 #                        memory of those before it
@@ -214,9 +248,11 @@ MUTEX_AT = 64
 _WORDS = 6
 _COUNT, _GENERATION, _STEP, _PHASE, _CAN_DUMP, _MEETING = range(_WORDS)
 
-_MEASURED_AT, _VALUES_AT = 256, 320
-_MEASURED_WORDS = 7
-_STEP_NS, _WAITED_NS, _EPOCH, _TRAINED, _SAMPLES, _VALUES_VERSION, _VALUES_BYTES = range(_MEASURED_WORDS)
+_MEASURED_AT, _VALUES_AT = 256, 336
+_MEASURED_WORDS = 9
+_STEP_NS, _WAITED_NS, _EPOCH, _TRAINED, _SAMPLES, _SHARE, _SPEED, _VALUES_VERSION, _VALUES_BYTES = range(
+    _MEASURED_WORDS
+)
 _VALUES_DECODER = msgspec.msgpack.Decoder(dict[str, float])
 
 
@@ -230,6 +266,8 @@ class Measured(NamedTuple):
     epoch: int
     trained: int
     samples: int
+    share_millionths: int
+    samples_per_1000_s: int
 
 
 class StatusPage:
@@ -275,7 +313,7 @@ class StatusPage:
     def measured(self) -> Measured:
         """Return the measurements. A store between two of these reads makes one of them newer than the others."""
         measured, words = self._measured, self._words
-        return Measured(words[_GENERATION], words[_STEP], *measured[: _SAMPLES + 1])
+        return Measured(words[_GENERATION], words[_STEP], *measured[: _SPEED + 1])
 
     def values(self) -> dict[str, float]:
         """Return the user's numbers, as they were last written whole. What a worker writes is not trusted."""
@@ -345,6 +383,15 @@ class OwnStatusPage:
         elif self._waits_since_ns:
             self._measured[_WAITED_NS] += now_ns() - self._waits_since_ns
             self._waits_since_ns = 0
+
+    @property
+    def waited_ns(self) -> int:
+        """For how long the main thread has waited for other workers."""
+        return self._measured[_WAITED_NS]
+
+    def set_balance(self, share: float, speed: float) -> None:
+        measured = self._measured
+        measured[_SHARE], measured[_SPEED] = round(1e6 * share), round(1e3 * speed)
 
     def set_step(self, generation: int, step: int, epoch: int = 0, trained: int = 0, samples: int = 0) -> None:
         words, measured = self._words, self._measured

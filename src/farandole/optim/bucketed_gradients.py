@@ -28,7 +28,7 @@ from farandole.errors import CollectiveMismatch, StepError
 from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import now_s, usable_cores
 from farandole.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, cut, fastest
-from farandole.optim.step_agreement import StepHeader, conclude, describe, header_of
+from farandole.optim.step_agreement import StepHeader, conclude, describe, header_of, packed_at_end
 from farandole.state.step import Batch
 
 logger = logging.getLogger("farandole")
@@ -160,7 +160,7 @@ class BucketedGradients:
     def reduce(self, header: StepHeader) -> list[StepHeader]:
         """Add up the remaining buckets over all ranks. Returns the headers of all ranks, by rank. Raises the errors of
         transports."""
-        here, trailer = world.current(), header.pack()
+        here, trailer = world.current(), packed_at_end(header)
         if self._agreed_in is not here:
             self._agree(here)
         self._land(here.transport)

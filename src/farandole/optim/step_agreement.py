@@ -39,6 +39,12 @@ def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, in
     )
 
 
+def packed_at_end(header: StepHeader) -> bytes:
+    """Return the header as bytes, at the end of this rank's part of the step: it gets the time of that part."""
+    own_ns = loop_hooks.take_own_ns()
+    return msgspec.structs.replace(header, own_ns=own_ns).pack() if own_ns else header.pack()
+
+
 def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     """Check that all ranks have reduced the same step. Returns the remaining factor for its gradients. Raises
     CollectiveMismatch, alike on every rank, if they have not."""
@@ -48,6 +54,8 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     loop_hooks.record_agreed(sum(header.samples for header in all_headers), ids_hash(all_headers))
     loop_hooks.agree([header.prepared for header in all_headers])
     loop_hooks.compare([header.digest for header in all_headers], any(header.saved for header in all_headers))
+    if loop_hooks.measures_time():
+        loop_hooks.record_times([header.samples for header in all_headers], [header.own_ns for header in all_headers])
     return batch.global_batch.global_samples / weight if weight else 1.0  # with 0, nothing was added up
 
 
@@ -183,7 +191,7 @@ def total(weights: list[float]) -> float | None:
 #
 # Without it, the gradient of a rank that skipped a bad batch would be added to those of another batch, unnoticed.
 
-_LAYOUT = struct.Struct("<8qQdQqQQ")
+_LAYOUT = struct.Struct("<8qQdQqQQq")
 SIZE = _LAYOUT.size
 
 
@@ -202,6 +210,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     saved       1 where this rank has begun a checkpoint before the step
     own_shard   in an audited step, digest of this rank's audited shard
     other_shard  in an audited step, digest of the shard of another rank that it has computed again
+    own_ns      time that this rank has taken for its part of the step without waiting for others; 0: not measured
     """
 
     generation: int
@@ -218,6 +227,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     saved: int = 0
     own_shard: int = 0
     other_shard: int = 0
+    own_ns: int = 0
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -235,6 +245,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
             self.saved,
             self.own_shard,
             self.other_shard,
+            self.own_ns,
         )
 
     @classmethod

@@ -139,6 +139,12 @@ def _of_workers(workers: list[WorkerSummary]) -> Iterator[Metric]:
     cpu = CounterMetricFamily(
         "farandole_worker_cpu_seconds", "Processor time of a worker's process.", labels=_WORKER_LABELS
     )
+    share = GaugeMetricFamily(
+        "farandole_worker_share", "Part of a global batch that a worker has, with balance.", labels=_WORKER_LABELS
+    )
+    speed = GaugeMetricFamily(
+        "farandole_worker_samples_per_second", "Speed of a worker in its own time, with balance.", labels=_WORKER_LABELS
+    )
     for each in workers:
         if (told := each.telemetry) is None:
             continue
@@ -149,4 +155,7 @@ def _of_workers(workers: list[WorkerSummary]) -> Iterator[Metric]:
         if told.resident_bytes:
             memory.add_metric(labels, told.resident_bytes)
             cpu.add_metric(labels, told.cpu_s)
-    yield from (step, waiting, memory, cpu)
+        if told.share:
+            share.add_metric(labels, told.share)
+            speed.add_metric(labels, told.speed)
+    yield from (step, waiting, memory, cpu, share, speed)

@@ -183,6 +183,43 @@ def compare_shards(global_batch: GlobalBatch, own: Sequence[int], again: Sequenc
         _auditor.compare(global_batch, own, again)
 
 
+# The time of each worker ----------------------------------------------------------------------------------------------
+#
+# Where local batches follow the speed of the workers, optimizers report the times of each step. Main thread.
+
+
+class Timer(Protocol):
+    """Measures steps (data/balance.py)."""
+
+    def take_own_ns(self) -> int: ...
+    def agreed(self, samples: Sequence[int], own_ns: Sequence[int]) -> None: ...
+
+
+_timer: Timer | None = None
+
+
+def install_timer(timer: Timer | None) -> None:
+    """Install the timer that is called from now on; None removes it."""
+    global _timer
+    _timer = timer
+
+
+def take_own_ns() -> int:
+    """Return this worker's time for the step whose gradients it is about to reduce, in nanoseconds; 0: not measured."""
+    return _timer.take_own_ns() if _timer is not None else 0
+
+
+def measures_time() -> bool:
+    """Return whether a timer is installed."""
+    return _timer is not None
+
+
+def record_times(samples: Sequence[int], own_ns: Sequence[int]) -> None:
+    """Report samples and time of each rank, by rank, from the headers of a reduction."""
+    if _timer is not None:
+        _timer.agreed(samples, own_ns)
+
+
 # Recorders ------------------------------------------------------------------------------------------------------------
 #
 # Recorders of the samples of each step, where a sample ledger is kept. Loader, optimizer and state report to them.

@@ -427,10 +427,11 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     epoch        number of the epoch, from 0
     start, stop  positions of the global batch in the epoch's order; stop - start samples in all
     low, high    positions of this rank's local batch; empty for a dummy batch
-    micro_batches  number of runs of the loop body for this global batch, the same on every rank
+    micro_batches  number of runs of the loop body for this global batch, the same on every rank unless has_own_bodies
     division     in strict mode, the shards of each rank: one run of the loop body for each; None: not strict
     place        this rank's place in it
     audit        in strict mode, the shards that other ranks compute again; the first run of the loop body is for it
+    has_own_bodies  the number of runs is this rank's own: local batches follow the speed of the workers
     """
 
     epoch: int
@@ -442,6 +443,7 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     division: Division | None = None
     place: int = 0
     audit: Audit | None = None
+    has_own_bodies: bool = False
 
     @property
     def samples(self) -> int:

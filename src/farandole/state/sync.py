@@ -86,6 +86,7 @@ class Standing(msgspec.Struct, frozen=True):
     content     hash of its metadata; 0 where that is not compared
     sample      digest of a sample of its tensors; 0 where that is not compared
     is_suspicious, local, suspects   see StateDigest
+    note        numbers for all ranks, which are not of the state
     """
 
     is_holder: bool
@@ -97,6 +98,7 @@ class Standing(msgspec.Struct, frozen=True):
     is_suspicious: bool = False
     local: tuple[str, ...] = ()
     suspects: Mapping[str, int] = msgspec.field(default_factory=dict)
+    note: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class SyncReport:
     copied_bytes  number of bytes that each of them received
     divergence    ranks at the same step had different states; they are equal now
     local         tensors that have turned out to be computed from each rank's own local batch
+    notes         the note of each rank, by rank
     """
 
     source: int
@@ -114,6 +117,7 @@ class SyncReport:
     copied_bytes: int
     divergence: Divergence | None = None
     local: tuple[str, ...] = ()
+    notes: tuple[tuple[int, ...], ...] = ()
 
 
 def choose_source(standings: list[Standing], bootstrap: bool) -> int:
@@ -140,6 +144,7 @@ def synchronize(
     transport: Transport,
     bootstrap: bool,
     compares_all: bool = False,
+    note: tuple[int, ...] = (),
     gather: Callable[[bytes], list[bytes]] | None = None,
 ) -> SyncReport:
     """Make the state of all ranks equal to the source's. All ranks of a generation call it.
@@ -152,10 +157,12 @@ def synchronize(
     Args:
         bootstrap: No worker holds state yet, and rank 0 is the source.
         compares_all: All ranks are at the same boundary, and compare every tensor, also those of the metadata.
+        note: Numbers that all ranks receive.
         gather: The first exchange, where ranks may still be busy with something else; None: transport.all_gather.
     """
     metadata, tensors = state.captured(), packing.pack(state.live_tensors())
-    mine = _standing(state, metadata, tensors, is_compared=state.is_holder and not bootstrap and transport.size > 1)
+    is_compared = state.is_holder and not bootstrap and transport.size > 1
+    mine = _standing(state, metadata, tensors, is_compared, note)
     packed = (gather or transport.all_gather)(msgspec.msgpack.encode(mine))
     standings = [msgspec.msgpack.decode(each, type=Standing) for each in packed]
     source = choose_source(standings, bootstrap)
@@ -197,10 +204,13 @@ def synchronize(
     if state.digests is not None:
         state.digests.resolved(state.progress.step, findings.repaired, findings.all_local)
     copied_bytes = sum(standings[source].tensors) if copied else 0
-    return SyncReport(source, tuple(sorted(copied)), copied_bytes, findings.divergence, findings.local)
+    notes = tuple(each.note for each in standings)
+    return SyncReport(source, tuple(sorted(copied)), copied_bytes, findings.divergence, findings.local, notes)
 
 
-def _standing(state: Shared, metadata: packing.Packed, tensors: packing.Packed, is_compared: bool) -> Standing:
+def _standing(
+    state: Shared, metadata: packing.Packed, tensors: packing.Packed, is_compared: bool, note: tuple[int, ...]
+) -> Standing:
     digests, progress = state.digests, state.progress
     return Standing(
         is_holder=state.is_holder,
@@ -212,6 +222,7 @@ def _standing(state: Shared, metadata: packing.Packed, tensors: packing.Packed, 
         is_suspicious=digests.is_suspicious if digests is not None else False,
         local=tuple(sorted(digests.local)) if digests is not None else (),
         suspects=digests.suspects if digests is not None else {},
+        note=note,
     )
 
 

@@ -172,6 +172,21 @@ class ShardDiffered(Message, frozen=True):
     witnesses: tuple[int, ...]
 
 
+class StragglerSeen(Message, frozen=True):
+    """A member of generation `number` has computed slowly for many steps. From rank 0, for the log only.
+
+    Attributes:
+        rank, percent: The member, and its speed in percent of the others' median.
+        is_slow: False: it was slow before, and is not any more.
+    """
+
+    number: int
+    step: int
+    rank: int
+    percent: int
+    is_slow: bool
+
+
 class Failed(Message, frozen=True):
     """User code raised an exception. `summary` is its last line, `traceback` the whole text."""
 
@@ -230,6 +245,7 @@ WorkerMessage: TypeAlias = (
     | StatesDiffered
     | StateHashed
     | ShardDiffered
+    | StragglerSeen
     | Failed
     | Finished
     | Leaving

@@ -85,6 +85,12 @@ def _loop(job: WorkerJob | None, state: State) -> StepLoop | CommitLoop:
             "--strict: the state of this script has no fd.elastic.DataLoader, so batches cannot be cut into shards: "
             "write TorchState(model=..., optimizer=..., loader=fd.elastic.DataLoader(...)), or leave --strict out"
         )
+    if read_job_env().balance == "auto":
+        raise ConfigError(
+            "--balance auto: the state of this script has no fd.elastic.DataLoader, and samplers give all workers "
+            "equally many samples: write TorchState(model=..., optimizer=..., loader=fd.elastic.DataLoader(...)), or "
+            "leave --balance out"
+        )
     return CommitLoop(job, state)
 
 

@@ -32,7 +32,7 @@ from farandole.state.step import Batch, StepStatus
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
 from farandole.state.watched_tensors import layers_with_statistics, make_statistics_equal
-from farandole.wire.messages import Elastic, StateHashed, StatesDiffered, Synced
+from farandole.wire.messages import Elastic, StateHashed, StatesDiffered, StragglerSeen, Synced
 from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.context import WorkerJob
 from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
@@ -42,6 +42,7 @@ from farandole.worker.warm_up import warm_up
 from farandole.worker.worker_recovery import BodyCalls, Connection, connect, regroup, report_first_step
 
 if TYPE_CHECKING:
+    from farandole.data.balance import Balance
     from farandole.state.numerics import LayerTrace
     from farandole.worker.shard_inquiry import ShardInquiry
 
@@ -93,12 +94,15 @@ class StepLoop:
         state = self._state
         if state.is_strict:
             _refuse_for_strict_mode(state)
+        if getattr(state.loader, "has_own_bodies", False):
+            _refuse_for_own_bodies(state)
         if adopt(state.modules(), state.optimizers(), self._accumulates):
             state.track_optimizers()
         loop_hooks.install(self)
         agreement.install(self._calls)
         loop_hooks.install_recorder(self._records)
         loop_hooks.install_auditor(self._inquiry)
+        loop_hooks.install_timer(self._balance)
         if state.loader is not None:
             state.loader.hooks = self
         try:
@@ -117,6 +121,7 @@ class StepLoop:
             world.interrupt_collectives(None)
             loop_hooks.install_recorder(None)
             loop_hooks.install_auditor(None)
+            loop_hooks.install_timer(None)
             if self._records is not None:
                 self._records.close()
             step.close()
@@ -369,6 +374,8 @@ class StepLoop:
         state.capture(is_whole=not is_known)
         self._is_behind_batches = False
         self._watch.hash_due(self._checkpoints is not None and self._checkpoints.begin_if_due())
+        if self._balance is not None:
+            self._report_stragglers(self._balance)
         number, loader = world.current().id.number, state.loader
         if loader is None:
             status_reporting.set_step(number, state.step)
@@ -377,6 +384,15 @@ class StepLoop:
             status_reporting.set_step(number, state.step, loader.epoch, min(trained, samples or trained), samples)
         seed = state.loader.seed if state.loader is not None else 0
         reseed(seed, state.step, world.current().placement.rank)
+
+    def _report_stragglers(self, balance: Balance) -> None:
+        """Tell the coordinator, as rank 0, of the workers that have become stragglers, or are none any more."""
+        here = world.current()
+        for rank, percent, is_slow in balance.take_changes():
+            if here.placement.rank == 0 and self._job is not None:
+                self._job.link.send(StragglerSeen(here.id.number, self._state.step, rank, percent, is_slow))
+            elif here.placement.rank == 0:
+                logger.warning("rank %d computes at %d %% of the others' speed", rank, percent)
 
     def _has_to_regroup(self) -> bool:
         return self._connection is not None or (self._job is not None and self._job.has_to_regroup())
@@ -452,10 +468,19 @@ class StepLoop:
     def _agree(self, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
         if self._checkpoints is not None:
             self._checkpoints.before_sync(transport.rank, bootstrap)
+        balance = self._balance
+        note = balance.note() if balance is not None else ()
         gather = partial(self._calls.gather_at_boundaries, transport)
-        report = synchronize(self._state, transport, bootstrap, compares_all, gather)
+        report = synchronize(self._state, transport, bootstrap, compares_all, note, gather)
         self._watch.synchronized(report)
+        if balance is not None:
+            self._state.loader.meet(report.notes, transport.rank)
         return report
+
+    @property
+    def _balance(self) -> Balance | None:
+        """The division of global batches by the speed of the workers; None: they are divided evenly."""
+        return getattr(self._state.loader, "balance", None)
 
     # The job ends unfinished -----------------------------------------------------------------------------
 
@@ -522,6 +547,17 @@ def _inquiry(job: WorkerJob | None, state: StepState) -> ShardInquiry:
     from farandole.worker.shard_inquiry import ShardInquiry  # loaded only in strict mode
 
     return ShardInquiry(job, state, state.loader.draw_audits)
+
+
+def _refuse_for_own_bodies(state: StepState) -> None:
+    """Raise ConfigError for layers of which each forward pass waits for the other workers."""
+    for module in state.modules():
+        if any(type(each).__name__ == "SyncBatchNorm" for each in module.modules()):
+            raise ConfigError(
+                "balance with several loop bodies for a global batch, and SyncBatchNorm: workers would run its forward "
+                "pass a different number of times, and wait for each other; leave balance, or max_local_batch and "
+                "micro_batch_size, out, or use BatchNorm"
+            )
 
 
 def _deterministic(is_strict: bool) -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ import torch
 
 from farandole.collectives import agreement
 from farandole.collectives.transport import Transport
-from farandole.errors import GenerationEnded, RecoverableError
+from farandole.errors import GenerationEnded, RecoverableError, StepError
 from farandole.liveness.status_reporting import InPhase
 from farandole.machine import now_s
 from farandole.membership import Phase
@@ -394,7 +394,15 @@ class BodyCalls:
 
         Raises:
             RecoverableError: A worker was lost, and calls are not completed here.
+            StepError: Workers may run the loop body another number of times, and this is not the last one.
         """
+        batch = step.batch()
+        if batch is not None and batch.global_batch.has_own_bodies and not batch.is_last:
+            raise StepError(
+                f"{what.partition(' ')[0]}() in a run of the loop body that is not the last one for its global batch: "
+                f"with balance, workers run the loop body as often as their local batches need. Call it where "
+                f"optimizer.step() has returned True"
+            )
         key = self._key(what)
         result = self._first_try(first_try)
         while result is None:

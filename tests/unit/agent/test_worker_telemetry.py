@@ -90,6 +90,15 @@ def test_a_process_that_has_ended_is_no_error() -> None:
     assert meter.measure(iter([]), {}, 101.0) == {}
 
 
+def test_share_and_speed_reach_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, meter = StatusPage(), TelemetryMeter()
+    assert measure(meter, page).share == 0.0
+    monkeypatch.setattr(status_reporting, "_page", OwnStatusPage(page.path))
+    status_reporting.set_balance(0.125, 321.5)
+    measured = measure(meter, page)
+    assert (measured.share, measured.speed) == (0.125, 321.5)
+
+
 def test_numbers_of_the_user_reach_the_agent(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     page, meter = StatusPage(), TelemetryMeter()
     monkeypatch.setattr(status_reporting, "_page", OwnStatusPage(page.path))
@@ -115,7 +124,7 @@ def test_too_many_numbers_are_cut_and_nonsense_on_the_page_is_not_read() -> None
     assert 1 <= len(page.values()) < 50
     before = page.values()
     own._measured[status_reporting._VALUES_VERSION] += 2
-    own.memory[320:330] = b"\xff" * 10
+    own.memory[status_reporting._VALUES_AT : status_reporting._VALUES_AT + 10] = b"\xff" * 10
     assert page.values() == before
     own._measured[status_reporting._VALUES_VERSION] += 2
     own._measured[status_reporting._VALUES_BYTES] = 1 << 40

@@ -266,3 +266,25 @@ def test_a_job_that_cannot_be_strict_is_refused(words: str, error: str, capsys: 
     with pytest.raises(SystemExit):
         parse_run(["-np", "3", *words.split(), "sh"])
     assert re.search(error, capsys.readouterr().err)
+
+
+def test_balance_is_in_the_environment_of_the_workers_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "FARANDOLE_BALANCE" not in parse_run(["-np", "3", "sh"]).environment
+    assert parse_run(["-np", "3", "--balance", "auto", "sh"]).environment["FARANDOLE_BALANCE"] == "auto"
+    monkeypatch.setenv("FARANDOLE_BALANCE", "auto")
+    assert parse_run(["-np", "3", "sh"]).environment["FARANDOLE_BALANCE"] == "auto"
+    assert parse_run(["-np", "3", "--balance", "off", "sh"]).environment["FARANDOLE_BALANCE"] == "off"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--balance fast", "invalid choice: 'fast' .*auto.*off"),
+        ("--balance auto --horovod", "--balance auto and --horovod contradict each other"),
+        ("--balance auto --in-place", "--balance auto and --in-place contradict each other"),
+    ],
+)
+def test_a_job_that_cannot_balance_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_run(["-np", "3", *words.split(), "sh"])
+    assert re.search(error, capsys.readouterr().err)

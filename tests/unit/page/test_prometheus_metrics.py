@@ -32,7 +32,7 @@ def telling() -> Telling:
     telling.tell(GenerationStarted(2, ("w0", "w2", "w3"), False, 0.0))
     telling.tell(recovered(2))
     telling.tell(CheckpointSaved("w0", 10, "step-10", 0.5))
-    measured = WorkerTelemetry(0.02, 0.005, 1, 120, 600, 1 << 28, 12.5, 0.9, {"loss": 0.25})
+    measured = WorkerTelemetry(0.02, 0.005, 1, 120, 600, 1 << 28, 12.5, 0.9, {"loss": 0.25}, share=0.4, speed=130.0)
     telling.history.on_status(status(telemetry=measured), 5.0)
     telling.history.on_contact("connected")
     return telling
@@ -56,6 +56,8 @@ def test_the_metrics_are_those_of_the_job() -> None:
     assert found["farandole_workers_joined_total"] == [({}, 1.0)]
     assert found["farandole_step_seconds"][1] == ({"worker": "w1", "rank": "1", "host": "here"}, 0.02)
     assert found["farandole_worker_cpu_seconds_total"][0][1] == 12.5
+    assert found["farandole_worker_share"][0][1] == 0.4
+    assert found["farandole_worker_samples_per_second"][0][1] == 130.0
     assert found["farandole_epoch_trained_samples"] == [({}, 120.0)]
     assert found["farandole_value"] == [({"name": "loss"}, 0.25)]
     assert found["farandole_checkpoint_step"] == [({}, 10.0)]

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farandole.collectives import world
 from farandole.errors import ConfigError, RecoverableError
-from farandole.optim.step_agreement import StepHeader, absorb, conclude
+from farandole.optim.step_agreement import StepHeader, absorb, conclude, packed_at_end
 from farandole.process_group.works import failure, plain_collectives
 from farandole.state import step
 from farandole.state.step import Batch
@@ -97,7 +97,7 @@ class StepPass:
     def _reduce(self, bucket: GradBucket) -> None:
         """Reduce a bucket, and with the last one exchange the headers."""
         world.raise_if_refused("gradients cannot be reduced")
-        flat, trailer = bucket.buffer(), self._header.pack() if bucket.is_last() else b""
+        flat, trailer = bucket.buffer(), packed_at_end(self._header) if bucket.is_last() else b""
         if self._hook is None:
             self._weigh(bucket, 1.0)
             trailers = self._transport.all_reduce(flat, trailer)

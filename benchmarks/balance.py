@@ -1,0 +1,212 @@
+"""Machines of unequal speed: what four workers train in a second, one of which is throttled for a while, with and
+without balance; and how many steps the balance takes after the throttle begins and ends.
+
+    python -m benchmarks.balance [--modes off,auto,strict] [--quota 40] [--throttled 12] [--steps 60] [--rounds 3]
+
+Every worker computes in a cgroup of its own with a part of a processor (--quota, in percent): all four together need
+less than the two processors of a small machine, and other programs take little of it. One of them has --throttled
+percent in the middle third of the job. It needs root, and the controller `cpu` (cgroup v1 or v2). Without it, or with
+--sleep, workers sleep in each step instead of computing, longer for each sample while throttled.
+
+"Can do" is measured first: a worker trains alone, with both parts of a processor, the same model and local batch, and
+in the same mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+WORKERS, GLOBAL_BATCH, SHARDS, THROTTLED_RANK = 4, 256, 32, 1
+ALONE_STEPS = 15
+PERIOD_US = 10_000
+SLEEP_S = 0.002  # for each sample, where workers sleep
+V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", default="off,auto,strict")
+    parser.add_argument("--quota", type=float, default=40.0, help="percent of a processor for each worker")
+    parser.add_argument("--throttled", type=float, default=12.0, help="percent of a processor for the throttled worker")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each third of a job")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sleep", action="store_true", help="workers sleep instead of computing")
+    parser.add_argument("--train", metavar="FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options, Path(options.train))
+        return
+    options.sleep = options.sleep or not can_throttle()
+    print("workers sleep" if options.sleep else f"workers compute in cgroups, periods of {PERIOD_US / 1000:g} ms")
+    for number in range(options.rounds):
+        for mode in options.modes.split(","):
+            is_strict = mode == "strict"
+            even_s, throttled_s = (alone_s(options, is_strict, part) for part in (options.quota, options.throttled))
+            sums = {"throttled": (WORKERS - 1) / even_s + 1 / throttled_s, "even": WORKERS / even_s}
+            print(f"{number} {mode:8}{report(job(options, mode), sums, options.steps)}", flush=True)
+
+
+def report(steps: list[dict[str, float]], sums: dict[str, float], third: int) -> str:
+    """Describe a job by the records of rank 0 for each step: its time, and the local batches of the throttled rank."""
+    ends = [step["s"] for step in steps]
+    middle, last = (third + 10, 2 * third), (2 * third + 10, 3 * third)
+
+    def rate(begin: int, end: int) -> float:
+        return GLOBAL_BATCH * (end - begin) / (ends[end - 1] - ends[begin - 1])
+
+    counts = [int(step["samples"]) for step in steps]
+    least, most = statistics.median(counts[slice(*middle)]), statistics.median(counts[slice(*last)])
+    down = next((at - third for at in range(third, 2 * third) if counts[at] <= 1.15 * least), -1)
+    up = next((at - 2 * third for at in range(2 * third, 3 * third) if counts[at] >= 0.9 * most), -1)
+    even, throttled = rate(10, third), rate(*middle)
+    return (
+        f"{even:6.0f} samples/s ({even / sums['even']:.1%}); throttled {throttled:6.0f} "
+        f"({throttled / sums['throttled']:.1%}); afterwards {rate(*last):6.0f} ({rate(*last) / sums['even']:.1%}); its "
+        f"samples {counts[third - 1]} -> {least:g} after {down} steps, -> {most:g} after {up} steps; "
+        f"hash {steps[-1]['hash']}"
+    )
+
+
+def alone_s(options: argparse.Namespace, is_strict: bool, part: float) -> float:
+    """Return the time for a sample of a worker that trains alone with this part of a processor, in seconds."""
+    if options.sleep:
+        return SLEEP_S * options.quota / part
+    steps = job(options, "alone", is_strict, part)
+    ends = [step["s"] for step in steps[5:]]
+    return (ends[-1] - ends[0]) / (len(ends) - 1) / (GLOBAL_BATCH // WORKERS)
+
+
+def job(
+    options: argparse.Namespace, mode: str, is_strict: bool | None = None, part: float | None = None
+) -> list[dict[str, float]]:
+    """Run a job. Return the record of each step: its end, and the samples of the throttled rank."""
+    size = 1 if mode == "alone" else WORKERS
+    flags = ["-q", "-np", str(size), "--balance", "off" if mode in ("off", "alone") else "auto"]
+    if is_strict or mode == "strict":
+        flags += ["--shards", str(SHARDS // WORKERS * size)]
+    with tempfile.TemporaryDirectory(prefix="farandole-balance-") as folder:
+        own = ["-m", "benchmarks.balance", "--train", folder, "--modes", mode, "--quota", str(part or options.quota)]
+        own += ["--throttled", str(options.throttled), "--steps", str(options.steps)]
+        own += ["--sleep"] if options.sleep else []
+        command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, *own]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(done.stdout + done.stderr)
+        by_rank = [json.loads((Path(folder) / f"rank-{rank}").read_text()) for rank in range(size)]
+        ends, samples = by_rank[0], by_rank[THROTTLED_RANK if size > 1 else 0]
+        return [step | {"samples": other["samples"]} for step, other in zip(ends, samples, strict=True)]
+
+
+def train(options: argparse.Namespace, folder: Path) -> None:
+    """One worker of a job."""
+    import torch
+    import torch.nn.functional as F
+
+    import farandole as fd
+    from farandole.testing.quick_start import without_compiler
+
+    torch.set_num_threads(1)
+    without_compiler()
+    fd.init()
+    torch.manual_seed(0)
+    width = 64 if options.sleep else 1024
+    model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 8))
+    block = torch.randn(384, 384)
+    optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    size, is_alone = fd.size(), options.modes == "alone"
+    data = torch.utils.data.TensorDataset(torch.randn(40 * GLOBAL_BATCH, 64), torch.randint(0, 8, (40 * GLOBAL_BATCH,)))
+    loader = fd.elastic.DataLoader(data, GLOBAL_BATCH // WORKERS * size, seed=0, tail="drop")
+    state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+    last = ALONE_STEPS if is_alone else 3 * options.steps
+    records: list[dict[str, object]] = []
+
+    def compute(samples: int, is_throttled: bool) -> None:
+        """Take time in proportion to the samples, as a larger model would."""
+        if options.sleep:
+            time.sleep(samples * SLEEP_S * (options.quota / options.throttled if is_throttled else 1.0))
+        for _ in range(0 if options.sleep else samples):
+            torch.mm(block, block)
+
+    with throttle(None if options.sleep else options.quota) as set_part:
+        throttled = False
+        samples = 0
+
+        @fd.elastic.run
+        def run(state: fd.elastic.TorchState) -> None:
+            nonlocal throttled, samples
+            for _ in loader.epochs(1000):
+                for x, y in loader:
+                    is_due = not is_alone and fd.rank() == THROTTLED_RANK
+                    is_due = is_due and options.steps <= state.step < 2 * options.steps
+                    if is_due != throttled:
+                        throttled = is_due
+                        set_part(options.throttled if is_due else options.quota)
+                    compute(len(x), throttled)
+                    samples += len(loader.indices)
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    if optimizer.step():
+                        records.append({"s": time.perf_counter(), "samples": samples})
+                        samples = 0
+                        if state.step >= last:
+                            return
+
+        run(state)
+    records[-1]["hash"] = state.hash()[:12]
+    (folder / f"rank-{fd.rank()}").write_text(json.dumps(records))
+
+
+# Parts of a processor -------------------------------------------------------------------------------------------------
+
+
+def can_throttle() -> bool:
+    return os.geteuid() == 0 and ((V1 / "cpu.cfs_quota_us").exists() or _has_cpu_controller())
+
+
+def _has_cpu_controller() -> bool:
+    file = V2 / "cgroup.subtree_control"
+    return file.exists() and "cpu" in file.read_text().split()
+
+
+@contextmanager
+def throttle(percent: float | None) -> Iterator[object]:
+    """Run this process with a part of a processor. Yields a function that changes the part."""
+    if percent is None:
+        yield lambda part: None
+        return
+    is_v1 = (V1 / "cpu.cfs_quota_us").exists()
+    root = V1 if is_v1 else V2
+    group = root / f"farandole-balance-{os.getpid()}"
+    group.mkdir()
+
+    def set_part(part: float) -> None:
+        quota_us = round(part / 100 * PERIOD_US)
+        if is_v1:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        else:
+            (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+
+    try:
+        weight, most = ("cpu.shares", 262_144) if is_v1 else ("cpu.weight", 10_000)
+        (group / weight).write_text(str(most))
+        set_part(percent)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield set_part
+    finally:
+        (root / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+if __name__ == "__main__":
+    main()
