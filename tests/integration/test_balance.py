@@ -19,9 +19,9 @@ from tests.scripts.strict_job import GLOBAL_BATCH, SAMPLES
 from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
 
 SCRIPT = SCRIPTS / "strict_job.py"
-EPOCHS = 18  # 72 steps
+EPOCHS = 20  # 80 steps
 SLOW_FROM, SLOW_UNTIL = 12, 40
-ARGUMENTS = ("--model", "mlp", "--epochs", str(EPOCHS), "--sample-s", "0.006")
+ARGUMENTS = ("--model", "mlp", "--epochs", str(EPOCHS), "--sample-s", "0.008")
 SLOW = ("--slow", "1", "6", str(SLOW_FROM), str(SLOW_UNTIL))
 BALANCED = ("--balance", "auto")
 
@@ -90,7 +90,7 @@ def test_without_balance_all_get_equally_many(tmp_path: Path) -> None:
 
 def test_in_strict_mode_shards_move_and_no_bit_changes(tmp_path: Path) -> None:
     words = ["--model", "mlp", "--epochs", str(EPOCHS), "--shards", "12"]
-    said = run_job(["-np", "3", *BALANCED], [*words, "--sample-s", "0.006", *SLOW], tmp_path)
+    said = run_job(["-np", "3", *BALANCED], [*words, "--sample-s", "0.008", *SLOW], tmp_path)
     assert set(hashes(said)) == {hash_alone(*words)}
     check_that_the_share_moves_and_comes_back(tmp_path)
 

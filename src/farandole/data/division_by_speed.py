@@ -39,6 +39,7 @@ MOST_SHARE = 2
 
 _CHANGE_PERCENT = 20  # least difference of the recent steps from those before them
 _GAIN_PERCENT = 5  # least gain of a new division, in the time of the slowest worker, where times do not vary
+_MOST_ERROR_PERCENT = 10  # most that is added to it where times vary
 _EVEN_PERCENT = 3  # an equal division that costs at most so much more is preferred
 _MEMORY = 2 * SETTLED  # a division that takes back the one before it within so many steps goes half of the way
 
@@ -200,8 +201,9 @@ class SpeedDivision:
             is_early = self._steps < SETTLED or any(window.may_change for window in self._windows)
         if is_early:
             return False
+        error_percent = max(window.error_percent for window in self._windows)
+        better = self._better(costs, min(error_percent if self._is_due else 2 * error_percent, _MOST_ERROR_PERCENT))
         self._is_due = False
-        better = self._better(costs, 2 * max(window.error_percent for window in self._windows))
         if better == self.counts:
             return False
         self._moves = tuple(map(operator.sub, better or self._even, self.counts or self._even))
