@@ -50,15 +50,16 @@ def try_one(draw: random.Random) -> str:
     where = draw.choice([["--transport", "shm"], ["--transport", "tcp"], ["-H", f"localhost:{size - 1},127.0.0.1:1"]])
     faults = [draw.choice(["kill", "kill", "hang"]) for _ in range(draw.randint(1, 3))]
     is_resumed = draw.random() < 0.4
+    how = [*draw.choice([[], ["--ddp"]]), "--audit", draw.choice(["0.01", "1"])]
     with tempfile.TemporaryDirectory() as folder:
         kept = ["--checkpoint", f"{folder}/kept", "--checkpoint-every", "3steps"]
         flags = ["-np", str(size), "--restarts", "10", "--detection-budget", "0.5", *where, *kept]
-        story = f"{model} {' '.join([*words[2:4], *more])}, {size} workers, {where[1]}, {', '.join(faults)}"
-        found = _run(flags, [*words, *more, "--step-s", "0.1"], Path(folder), draw, faults, is_resumed)
+        story = f"{model} {' '.join([*words[2:4], *more, *how])}, {size} workers, {where[1]}, {', '.join(faults)}"
+        found = _run(flags, [*words, *more, *how, "--step-s", "0.1"], Path(folder), draw, faults, is_resumed)
         if is_resumed or "The state of the job is lost" in found:
             other = draw.randint(1, 4)
             story += f", restart with {other}"
-            found = _run(["-np", str(other), *kept], [*words, *more], Path(folder), draw, [], False)
+            found = _run(["-np", str(other), *kept], [*words, *more, *how], Path(folder), draw, [], False)
         expected = hash_alone(*words, *more)
         outcome = "ok" if found and set(hashes(found)) == {expected} else f"FAILED, not {expected}: {found}\n"
     return f"{outcome}: {story}"

@@ -69,6 +69,19 @@ def test_other_settings_train_the_same_bits_in_every_world(more: list[str]) -> N
     assert set(hashes_of_job(["-np", "2", "--transport", "tcp"], *arguments)) == {expected}
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_ddp_trains_the_same_bits_as_a_distributed_optimizer(model: str, tmp_path: Path) -> None:
+    arguments = ("--model", model, "--shards", "8")
+    expected, ledgers = hash_alone(*arguments), []
+    for number, flags in enumerate((["-np", "2"], ["-np", "3", "--transport", "tcp"], WORLDS["4 on two hosts"])):
+        ledgers.append(str(tmp_path / str(number)))
+        how = ["--ddp", "--audit", "1"] if number else []
+        assert set(hashes_of_job([*flags, "--sample-ledger", ledgers[-1]], *arguments, *how)) == {expected}
+    for other in ledgers[1:]:
+        done = farandole("ledger", "check", ledgers[0], "--against", other)
+        assert "the same state: yes, after 3 epochs" in done.stdout, done.stdout + done.stderr
+
+
 def test_without_strict_mode_the_bits_depend_on_the_world() -> None:
     """Else the tests above would show nothing."""
     arguments = ("--model", "mlp", "--plain")
@@ -100,7 +113,6 @@ def test_the_launcher_can_make_loaders_strict_with_as_many_shards_as_workers_may
             "noise",
             r"StepError: strict mode: two runs.*model\.6\.bias, .* and 3 more.*another output is model\.0 \(Flatten\)",
         ),
-        ("ddp", r"ConfigError: strict mode needs a DistributedOptimizer"),
     ],
 )
 def test_what_cannot_be_repeated_to_the_last_bit_is_named(broken: str, error: str) -> None:
@@ -134,10 +146,10 @@ def beyond_step(step: int, size: int) -> Any:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_kills_and_joins_change_no_bit(model: str, transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transport", "how"), [("shm", ["--audit", "1"]), ("tcp", []), ("tcp", ["--ddp"])])
+def test_kills_and_joins_change_no_bit(model: str, transport: str, how: list[str], tmp_path: Path) -> None:
     epochs = ("--epochs", "12")
-    arguments = ["--model", model, "--shards", "8", *epochs, "--step-s", "0.1", "--slow-below", "3"]
+    arguments = ["--model", model, "--shards", "8", *epochs, "--step-s", "0.1", "--slow-below", "3", *how]
     ledger, quiet = tmp_path / "ledger", tmp_path / "quiet"
     flags = ["-np", "3", "--transport", transport, "--verbose", "--sample-ledger", str(ledger)]
     with RunningJob(flags, SCRIPT, arguments, tmp_path, tmp_path / "output") as running:

@@ -105,7 +105,7 @@ def mlp() -> nn.Module:
 def state_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Parameters, buffers and the optimizer's state, to the last bit."""
     found = hashlib.sha256()
-    tensors = list(model.state_dict().items())
+    tensors = list(getattr(model, "module", model).state_dict().items())
     for number, entry in sorted(optimizer.state_dict()["state"].items()):
         tensors += [(f"{number}.{name}", value) for name, value in sorted(entry.items()) if value is not None]
     for name, tensor in tensors:
@@ -167,9 +167,10 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--slow-below", type=int, default=0, help="steps take this long below this generation only")
     parser.add_argument("--plain", action="store_true", help="not strict")
+    parser.add_argument("--ddp", action="store_true", help="a DistributedDataParallel and an optimizer of torch")
     parser.add_argument("--audit", type=float)
     parser.add_argument("--flip", default="", help="WORKER:STEPS:once|always|random:own|again; see Flips")
-    parser.add_argument("--break", dest="broken", choices=["operator", "noise", "threads", "ddp", "mean"])
+    parser.add_argument("--break", dest="broken", choices=["operator", "noise", "threads", "mean"])
     parser.add_argument("--balance", choices=["auto", "off"])
     parser.add_argument("--sample-s", type=float, default=0.0, help="the time that a sample takes")
     parser.add_argument(
@@ -185,8 +186,8 @@ def main() -> None:
         base: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     else:
         base = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    optimizer = base if options.broken == "ddp" else fd.DistributedOptimizer(base)
-    if options.broken == "ddp":
+    optimizer = base if options.ddp else fd.DistributedOptimizer(base)
+    if options.ddp:
         torch.distributed.init_process_group("farandole")
         model = nn.parallel.DistributedDataParallel(model)
     loader = fd.elastic.DataLoader(

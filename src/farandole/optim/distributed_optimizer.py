@@ -17,7 +17,7 @@ from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
 from farandole.optim.loader_path import LoaderPath
 from farandole.optim.named_path import NamedPath
-from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, wrap, zeroing
+from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, become, wrap, zeroing
 from farandole.optim.options import Options, groups_of, recommend_fused
 from farandole.state import step
 from farandole.state.step import Batch
@@ -113,6 +113,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped.distribute(named_parameters, backward_passes_per_step, options)
     recommend_fused(wrapped)
     return wrapped
+
+
+def reduce_in_place(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer a DistributedOptimizer with default arguments: the same object, which scripts refer to."""
+    become(optimizer, ReducingOptimizer)
+    assert isinstance(optimizer, ReducingOptimizer)
+    optimizer.distribute(None, 1, Options())
 
 
 class ReducingOptimizer(WrappedOptimizer):

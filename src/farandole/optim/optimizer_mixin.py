@@ -258,13 +258,19 @@ def wrap(optimizer: OptimizerT, mixin: type[WrappedOptimizer]) -> OptimizerT:
             f"this {type(optimizer).__name__} contains a DistributedOptimizer: wrap only the outermost optimizer"
         )
     world.current()  # NotInitialized is clearer here than in the first backward pass
-    base = optimizer.__class__
-    wrapped_class = type(base.__name__, (mixin, base), {"__module__": base.__module__, **overriding_methods(base)})
-    wrapped: OptimizerT = object.__new__(wrapped_class)
+    wrapped: OptimizerT = object.__new__(optimizer.__class__)
     wrapped.__dict__ = optimizer.__dict__
-    if "step" in wrapped.__dict__:
-        as_schedulers_patch_it(wrapped)
+    become(wrapped, mixin)
     return wrapped
+
+
+def become(optimizer: torch.optim.Optimizer, mixin: type[OwnMethods]) -> None:
+    """Change the class of an optimizer to one made of `mixin` and its own."""
+    base = type(optimizer)
+    namespace = {"__module__": base.__module__, **overriding_methods(base)}
+    optimizer.__class__ = type(base.__name__, (mixin, base), namespace)
+    if "step" in optimizer.__dict__:
+        as_schedulers_patch_it(optimizer)
 
 
 def counts_passes() -> bool:

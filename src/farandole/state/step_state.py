@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -292,10 +292,13 @@ class StepState(TorchState):
         return getattr(self.loader, "shards", 0) > 0
 
     def hash(self) -> str:
-        """Return a SHA-256 of parameters, buffers and the optimizers' state, as 64 hexadecimal digits."""
+        """Return a SHA-256 of parameters, buffers and the optimizers' state, as 64 hexadecimal digits. It does not
+        depend on a DistributedDataParallel around the model."""
         from farandole.state.state_hash import hash_of  # loaded only in strict mode
 
-        kinds = dataclasses.replace(self._kinds or self._sort(), stateful={}, values=[])
+        kinds = self._kinds or self._sort()
+        modules = {name: _without_parallel(each) for name, each in kinds.modules.items()}
+        kinds = dataclasses.replace(kinds, modules=modules, stateful={}, values=[])
         return hash_of(named_tensors(kinds, {}, has_all_buffers=True))
 
     def pass_ended(self, batch: Batch) -> None:
@@ -464,6 +467,11 @@ class StepState(TorchState):
 
     def _modules(self) -> dict[str, torch.nn.Module]:
         return (self._kinds or self._sort()).modules
+
+
+def _without_parallel(module: torch.nn.Module) -> torch.nn.Module:
+    inner: Any = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
+    return cast(torch.nn.Module, inner)
 
 
 def _arithmetic() -> str:

@@ -6,18 +6,19 @@ import hashlib
 import logging
 import random
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
-from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, JobEnded, RecoverableError, StateDiverged
+from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError, StateDiverged
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
@@ -92,11 +93,10 @@ class StepLoop:
     def installed(self) -> Iterator[None]:
         """Receive the requests of loader, optimizers and collectives, and make the modules of the state elastic."""
         state = self._state
-        if state.is_strict:
-            _refuse_for_strict_mode(state)
         if getattr(state.loader, "has_own_bodies", False):
             _refuse_for_own_bodies(state)
-        if adopt(state.modules(), state.optimizers(), self._accumulates):
+        adopts = _adopt_for_shards if state.is_strict else adopt
+        if adopts(state.modules(), state.optimizers(), self._accumulates):
             state.track_optimizers()
         loop_hooks.install(self)
         agreement.install(self._calls)
@@ -533,14 +533,10 @@ class StepLoop:
         """Do nothing: every step is a commit here."""
 
 
-def _refuse_for_strict_mode(state: StepState) -> None:
-    """Raise ConfigError for objects whose gradients are not added up in the order of the shards."""
-    if any(isinstance(module, DistributedDataParallel) for module in state.modules()):
-        raise ConfigError(
-            "strict mode needs a DistributedOptimizer: the reducer of DistributedDataParallel adds up the gradients of "
-            "several shards before Farandole sees them. Pass the module without DistributedDataParallel, and its "
-            "optimizer in fd.DistributedOptimizer(...)"
-        )
+def _adopt_for_shards(modules: Iterable[Module], optimizers: Iterable[Optimizer], _: Callable[[], bool]) -> bool:
+    from farandole.optim.ddp.shard_module import adopt_for_shards  # loaded only in strict mode
+
+    return adopt_for_shards(modules, optimizers)
 
 
 def _inquiry(job: WorkerJob | None, state: StepState) -> ShardInquiry:

@@ -151,7 +151,7 @@ def path_of(ddp: DistributedDataParallel) -> DdpPath | None:
 
 def paths_of(modules: Iterable[torch.nn.Module]) -> list[DdpPath]:
     """Return the paths of all elastic modules among these, or inside them."""
-    return [path for each in _parallel(modules) if (path := path_of(each)) is not None]
+    return [path for each in parallel_modules(modules) if (path := path_of(each)) is not None]
 
 
 def refuse_static_graph() -> None:
@@ -256,7 +256,7 @@ def adopt(
 
     Raises ConfigError for an object that cannot be made elastic, with nothing changed in it.
     """
-    paths = [_adopted(each, accumulates) for each in _parallel(modules)]
+    paths = [_adopted(each, accumulates) for each in parallel_modules(modules)]
     for optimizer in optimizers if paths else ():
         keys = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         of_this = [path for path in paths if not path.keys.isdisjoint(keys)]
@@ -276,12 +276,13 @@ def adopt_modules(values: Iterable[object]) -> None:
     """Make each DistributedDataParallel over a group of Farandole elastic, among the values or inside modules among
     them. Without a batch of a loader it takes the mean over all workers, and raises RecoverableError on a fault; its
     buckets are equal on all workers. Raises ConfigError as adopt() does."""
-    for each in _parallel(values):
+    for each in parallel_modules(values):
         if isinstance(each.process_group, FarandoleGroup):
             _adopted(each, lambda: False)
 
 
-def _parallel(values: Iterable[object]) -> list[DistributedDataParallel]:
+def parallel_modules(values: Iterable[object]) -> list[DistributedDataParallel]:
+    """Return each DistributedDataParallel among the values, or inside modules among them."""
     modules = [value for value in values if isinstance(value, torch.nn.Module)]
     found = {id(each): each for module in modules for each in module.modules()}
     return [each for each in found.values() if isinstance(each, DistributedDataParallel)]
@@ -290,7 +291,7 @@ def _parallel(values: Iterable[object]) -> list[DistributedDataParallel]:
 def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> DdpPath:
     path = path_of(ddp)
     if path is None:
-        _refuse(ddp)
+        refuse_configuration(ddp)
         names = _names(ddp)
         check_devices(names)
         path = DdpPath(names, accumulates, registered_hook(ddp), ddp.find_unused_parameters)
@@ -306,7 +307,7 @@ def _names(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     return {parameter: named[id(parameter)] for parameter in parameters}
 
 
-def _refuse(ddp: DistributedDataParallel) -> None:
+def refuse_configuration(ddp: DistributedDataParallel) -> None:
     """Raise ConfigError, with the reason, for a configuration that would be wrong in an elastic function.
 
     The private attributes are those of torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel; none of
