@@ -1091,15 +1091,15 @@ class CollectiveStalled(Event):
 
 @dataclass(frozen=True)
 class StateHash(Event):
-    """In strict mode, at the end of an epoch: the SHA-256 of parameters, buffers and optimizer state after `step`
-    steps, equal on all workers."""
+    """In strict mode, at the end of an epoch, or with `--hash-every` within it: the SHA-256 of parameters, buffers and
+    optimizer state after `step` steps."""
 
     step: int
     epoch: int
     hash: str
 
     def line(self) -> str:
-        return f"the state after epoch {self.epoch}, step {self.step}: {self.hash}"
+        return f"the state after step {self.step}, of epoch {self.epoch}: {self.hash}"
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def test_a_ddp_trains_the_same_bits_as_a_distributed_optimizer(model: str, tmp_p
         assert set(hashes_of_job([*flags, "--sample-ledger", ledgers[-1]], *arguments, *how)) == {expected}
     for other in ledgers[1:]:
         done = farandole("ledger", "check", ledgers[0], "--against", other)
-        assert "the same state: yes, after 3 epochs" in done.stdout, done.stdout + done.stderr
+        assert "the same state: yes, by 3 hashes" in done.stdout, done.stdout + done.stderr
 
 
 def test_without_strict_mode_the_bits_depend_on_the_world() -> None:
@@ -95,6 +95,16 @@ def test_the_ledger_tells_jobs_with_other_states_apart(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "exactly once: yes" in done.stdout
     assert "the same state: NO, since step 4 at the latest" in done.stdout
+
+
+def test_the_state_can_be_hashed_within_epochs(tmp_path: Path) -> None:
+    ledgers = [str(tmp_path / name) for name in ("one", "other")]
+    for ledger, flags in zip(ledgers, (["-np", "2"], ["-np", "3", "--transport", "tcp"]), strict=True):
+        how = ["--sample-ledger", ledger, "--hash-every", "3"]
+        hashes_of_job([*flags, *how], "--model", "resnet", "--shards", "4")
+    done = farandole("ledger", "check", ledgers[0], "--against", ledgers[1])
+    # After steps 3, 6, 9 and 12, and at the ends of epochs of 4 steps.
+    assert "the same state: yes, by 5 hashes, the last one after step 12" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_launcher_can_make_loaders_strict_with_as_many_shards_as_workers_may_ever_train() -> None:
@@ -166,8 +176,8 @@ def test_kills_and_joins_change_no_bit(model: str, transport: str, how: list[str
     done = farandole("ledger", "check", str(ledger), "--against", str(quiet))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 hashes of the state; after step 48: " in done.stdout
-    assert "the same state: yes, after 12 epochs, the last one after step 48" in done.stdout
-    assert (tmp_path / "output").read_text().count("the state after epoch ") >= 12
+    assert "the same state: yes, by 12 hashes, the last one after step 48" in done.stdout
+    assert (tmp_path / "output").read_text().count("the state after step ") >= 12
 
 
 @pytest.mark.parametrize("model", ["mlp", "resnet"])
@@ -187,8 +197,10 @@ def test_a_job_that_is_killed_as_a_whole_and_resumed_at_another_size_trains_the_
         running.process.wait()
     after.mkdir()
     words = ["--model", model, *epochs, "--records", str(after)]
-    found = hashes_of_job(["-np", "2", "--strict", *kept], *words)
-    assert set(found) == {hash_alone("--model", model, "--shards", "6", *epochs)}
+    done = farandole_run("-np", "2", "--strict", *kept, sys.executable, str(SCRIPT), *words, timeout_s=120.0)
+    assert set(hashes(done.stdout)) == {hash_alone("--model", model, "--shards", "6", *epochs)}, done.stdout
+    assert "training starts from" in done.stdout + done.stderr
+    assert "has the digest" not in done.stdout + done.stderr, "of another state than the one that was saved"
     done = farandole("ledger", "check", str(ledger))
     assert "12 hashes of the state" in done.stdout
     assert "has two hashes" not in done.stdout

@@ -11,11 +11,10 @@ from typing import Literal
 from farandole.checkpoint.file_format import write_files
 from farandole.checkpoint.folder import CheckpointFolder
 from farandole.checkpoint.manifest import FORMAT, Manifest
-from farandole.checkpoint.snapshot import Snapshot
+from farandole.checkpoint.snapshot import Snapshot, digest_of_snapshot
 from farandole.errors import ConfigError, FarandoleError
 from farandole.machine import now_s, wall_time_s
 from farandole.membership import Progress
-from farandole.state.state_digest import digest_of
 
 AskToPublish = Callable[[str, Progress], str]
 """Signature ask(name, progress): returns "" if the checkpoint may be published, else the reason."""
@@ -127,7 +126,7 @@ class CheckpointWriter:
                 workers=workers,
                 written_s=wall_time_s(),
                 files=files,
-                digest=f"{digest_of(snapshot.tensors.values()):016x}",
+                digest=digest_of_snapshot(snapshot),
             )
             self._folder.publish(name, manifest)
         except BaseException:

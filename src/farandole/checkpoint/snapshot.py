@@ -18,6 +18,7 @@ from farandole.errors import ConfigError
 from farandole.membership import Progress
 from farandole.state.deep_copy import BackgroundCopy, tensors_in
 from farandole.state.packing import Packed, unpack
+from farandole.state.state_digest import digest_of
 
 
 class Kept(Protocol):
@@ -49,6 +50,11 @@ def live(state: Kept, progress: Progress) -> Snapshot:
     # The captured data were pickled in this process a moment ago.
     plain, tensors = to_json({"metadata": unpack(state.captured()), "tensors": state.live_tensors()})
     return Snapshot(progress, plain, tensors)
+
+
+def digest_of_snapshot(snapshot: Snapshot) -> str:
+    """Return 16 hexadecimal digits that depend on the bytes of all tensors, once they are complete, in their order."""
+    return f"{digest_of(snapshot.tensors.values()):016x}"
 
 
 class Staging:

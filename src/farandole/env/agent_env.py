@@ -72,6 +72,8 @@ class JobEnv(Struct, frozen=True, omit_defaults=True):
         strict: Whether loaders are strict unless they are given another argument.
         shards: The number of shards of a strict loader that is given none; 0: unknown.
         audit: The fraction of its shards that are computed again, by another worker.
+        hash_every: The number of steps from one hash of the state to the next one, in strict mode; 0: at the end of
+            each epoch.
         balance: "auto": local batches of loaders that are given nothing else follow the speed of the workers.
     """
 
@@ -81,6 +83,7 @@ class JobEnv(Struct, frozen=True, omit_defaults=True):
     strict: Switch = field(name="FARANDOLE_STRICT", default=False)
     shards: Amount = field(name="FARANDOLE_SHARDS", default=0)
     audit: Fraction = field(name="FARANDOLE_AUDIT", default=0.01)
+    hash_every: Amount = field(name="FARANDOLE_HASH_EVERY", default=0)
     balance: Balancing = field(name=BALANCE, default="off")
 
 

@@ -185,6 +185,7 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         strict=strict > 0,
         shards=strict or (options.max_num_proc or 0),
         audit=JobEnv().audit if options.audit is None else options.audit,
+        hash_every=options.hash_every or 0,
         balance=_balance(options),
     )
     check_encryption(config.tls, job_env.transport)
@@ -237,6 +238,8 @@ def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
     """Return the number of shards of a strict job, 0 for other jobs. Raises ConfigError where it cannot be strict."""
     if options.audit is not None and not 0 <= options.audit <= 1:
         raise ConfigError(f"--audit is a fraction of the shards, from 0 to 1, got {options.audit:g}")
+    if options.hash_every is not None and options.hash_every < 1:
+        raise ConfigError(f"--hash-every is a number of steps, 1 or more, got {options.hash_every}")
     if not options.strict and options.shards is None:
         return 0
     flag = "--strict" if options.shards is None else f"--shards {options.shards}"

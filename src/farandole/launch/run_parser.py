@@ -375,6 +375,12 @@ def _strict(parser: argparse.ArgumentParser) -> None:
         help="fraction of the shards that a second worker computes again; a worker whose results are wrong is named, "
         "ends, and is not replaced in its slot; 0: none (default: 0.01)",
     )
+    add(
+        "--hash-every",
+        type=int,
+        metavar="STEPS",
+        help="hash the state each time that so many steps are decided, besides the end of each epoch",
+    )
 
 
 def _balance(parser: argparse.ArgumentParser) -> None:

@@ -223,7 +223,7 @@ class _Story:
     """The outcome of the steps, from all records but the samples.
 
     standing     by step, records that were applied and are not void
-    hashes       in strict mode, by step, the hash of the state at the end of an epoch
+    hashes       in strict mode, by step, the hash of the state
     weights      history of the weights of each worker
     is_doubtful  the steps are not consecutive: the start that made some of them void may be in a missing file, the only
                  one of its generation

@@ -48,7 +48,7 @@ class Findings(msgspec.Struct, frozen=True):
     steps     optimizer steps that stand, from first_step on; redone  attempts that had to be repeated
     records   instead of steps, under the commit rule: workers' records that stand; redone counts those rolled back
     problems  evidence against exactly once, besides that in `epochs`; remarks  other notes
-    hashes    of a strict job, by step: the SHA-256 of the state at the end of an epoch
+    hashes    of a strict job, by step: the SHA-256 of the state, at the end of epochs or more often
     """
 
     samples: int | dict[str, int]
@@ -151,7 +151,7 @@ def format_comparison(comparison: Comparison) -> str:
     if not steps:
         return "the same state: UNKNOWN: the ledgers have no hashes after the same steps; only strict jobs write them"
     if not different:
-        return f"the same state: yes, after {_many(len(steps), 'epoch')}, the last one after step {steps[-1]}"
+        return f"the same state: yes, by {_many(len(steps), 'hash')}, the last one after step {steps[-1]}"
     last = max((step for step in steps if step < different[0]), default=None)
     before = "" if last is None else f"; they were equal after step {last}"
     return f"the same state: NO, since step {different[0]} at the latest{before}"

@@ -167,8 +167,8 @@ class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
 
 
 class Hashed(msgspec.Struct, frozen=True, array_like=True, tag="hashed"):
-    """The SHA-256 of parameters, buffers and optimizer state at the end of an epoch, in strict mode. All runs of a job
-    must have the same one after the same step, whatever has happened to their workers."""
+    """The SHA-256 of parameters, buffers and optimizer state in strict mode, at the end of an epoch or within it. All
+    runs of a job must have the same one after the same step, whatever has happened to their workers."""
 
     run_id: int
     generation: int

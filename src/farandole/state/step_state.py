@@ -104,6 +104,8 @@ class StepState(TorchState):
             that everything that is compiled at its first run is compiled by then.
         on_divergence: The reaction to workers with different states. "mend": workers that differ copy the state of the
             majority (of the lowest rank where there is none). "fail": the job ends.
+        hash_every: In strict mode, the state is hashed each time that so many steps are decided, besides the end of
+            each epoch; 0: not. None: as `farandole run --hash-every` says.
         **tracked: Values that become attributes: objects with state_dict()/load_state_dict() (schedulers, a GradScaler,
             further modules) and picklable values. On a regroup they come from the source rank. When a step is repeated
             they are restored to their values before it, wherever in the loop body they were changed. Tensors, lists,
@@ -121,8 +123,11 @@ class StepState(TorchState):
         after_step: Iterable[Callable[[], object]] = (),
         rehearse: bool = True,
         on_divergence: Literal["mend", "fail"] = "mend",
+        hash_every: int | None = None,
         **tracked: Any,
     ) -> None:
+        if hash_every is not None and hash_every < 0:
+            raise ConfigError(f"TorchState: hash_every is a number of steps, 0 or more, got {hash_every}")
         if on_divergence not in ("mend", "fail"):
             raise ConfigError(f'TorchState: on_divergence must be "mend" or "fail", got {on_divergence!r}')
         if "commit_follows_step" in tracked:
@@ -138,6 +143,7 @@ class StepState(TorchState):
         self.boundary_number = 0
         self.is_holder = False
         self.on_divergence = on_divergence
+        self.hash_every = hash_every
         # A step is applied whole, from the same gradients, or not at all: workers at the same step have the same state.
         self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__, self.is_strict))
         self.after_step = list(after_step)

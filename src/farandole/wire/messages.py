@@ -145,8 +145,8 @@ class StatesDiffered(Message, frozen=True):
 
 
 class StateHashed(Message, frozen=True):
-    """The members of generation `number` have a state with this hash after `step` steps, at the end of an epoch. From
-    rank 0, for the log only."""
+    """The members of generation `number` have a state with this hash after `step` steps. From rank 0, for the log
+    only."""
 
     number: int
     step: int

@@ -11,16 +11,17 @@ from typing import Literal, Protocol
 import msgspec
 
 from farandole.checkpoint.checkpoint_writer import CheckpointWriter, Written
-from farandole.checkpoint.folder import CheckpointFolder, LockedStore, begin_job, has_lost_it
+from farandole.checkpoint.folder import CheckpointFolder, Found, LockedStore, begin_job, has_lost_it
 from farandole.checkpoint.restore import read_newest, restore
 from farandole.checkpoint.schedule import Due, parse_every
-from farandole.checkpoint.snapshot import Kept, Staging, live
+from farandole.checkpoint.snapshot import Kept, Staging, digest_of_snapshot, live
 from farandole.checkpoint.store import open_store
 from farandole.collectives import world
 from farandole.env import CheckpointEnv, read_checkpoint_env
 from farandole.errors import ConfigError
 from farandole.machine import now_s
 from farandole.membership import Progress
+from farandole.state.step_state import StepState
 from farandole.state.tracker import flush_trackers
 from farandole.wire.messages import CheckpointEnded
 from farandole.worker.context import WorkerJob
@@ -84,7 +85,22 @@ class Checkpoints:
             )
         restore(self._state, found, value, run_id)
         self._state.capture()
+        if isinstance(self._state, StepState) and self._state.is_strict:
+            self._compare(found)
         logger.info("training starts from %s: step %d", found.place, found.manifest.step)
+
+    def _compare(self, found: Found) -> None:
+        """Warn if the state has not the bits that were saved."""
+        saved, loaded = found.manifest.digest, digest_of_snapshot(live(self._state, self._state.progress))
+        if saved and saved != loaded:
+            logger.warning(
+                "strict mode: the state that was loaded from %s has the digest %s, and %s was saved: the model will "
+                "not be the one that the other job would have trained. Check whether load_state_dict() of an object in "
+                "the state changes its values",
+                found.place,
+                loaded,
+                saved,
+            )
 
     def entered(self) -> None:
         """Note that this worker has the state of the job for the first time. Raises ConfigError for a state that cannot

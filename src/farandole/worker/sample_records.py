@@ -77,7 +77,7 @@ class SampleRecords:
         self._writer.write(EpochEnded(*self._generation(), progress.step, progress.epoch, progress.cursor))
 
     def hashed(self, state_hash: str) -> None:
-        """Record the hash of the state at the end of an epoch; the loader has not moved yet."""
+        """Record the hash of the state at the end of an epoch, or within it."""
         progress = self._state.progress
         self._writer.write(Hashed(*self._generation(), progress.step, progress.epoch, state_hash))
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
+from farandole.env import read_job_env
 from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError, StateDiverged
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
@@ -77,6 +78,9 @@ class StepLoop:
         self._is_second_call = False  # the function was called for the warm-up, and now has not come to its loader yet
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
         self._inquiry = _inquiry(job, state) if state.is_strict else None
+        asked = read_job_env().hash_every if state.hash_every is None else state.hash_every
+        self._hash_every = asked if state.is_strict else 0
+        self._hashed_at = 0  # the step whose state was hashed last
         self._calls = BodyCalls(
             boundary_number=lambda: state.boundary_number,
             is_in_body=self._completes_calls,
@@ -336,6 +340,7 @@ class StepLoop:
     def _publish_hash(self, state_hash: str) -> None:
         """Write the hash of the state to the ledger and, as rank 0, to the events of the job."""
         state, here = self._state, world.current()
+        self._hashed_at = state.step
         if self._records is not None:
             self._records.hashed(state_hash)
         if self._job is not None and here.placement.rank == 0:
@@ -373,6 +378,8 @@ class StepLoop:
         is_known = state.has_rehearsed or self._job is None or world.current().placement.size == 1
         state.capture(is_whole=not is_known)
         self._is_behind_batches = False
+        if self._hash_every and state.step % self._hash_every == 0 and state.step != self._hashed_at:
+            self._publish_hash(state.hash())
         self._watch.hash_due(self._checkpoints is not None and self._checkpoints.begin_if_due())
         if self._balance is not None:
             self._report_stragglers(self._balance)

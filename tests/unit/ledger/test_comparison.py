@@ -37,8 +37,8 @@ def test_two_hashes_after_one_step_are_no_strict_job() -> None:
 @pytest.mark.parametrize(
     ("others", "line", "is_equal"),
     [
-        (((4, "aa"), (8, "bb")), "the same state: yes, after 2 epochs, the last one after step 8", True),
-        (((8, "bb"), (12, "dd")), "the same state: yes, after 1 epoch, the last one after step 8", True),
+        (((4, "aa"), (8, "bb")), "the same state: yes, by 2 hashes, the last one after step 8", True),
+        (((8, "bb"), (12, "dd")), "the same state: yes, by 1 hash, the last one after step 8", True),
         (((4, "aa"), (8, "xx")), "the same state: NO, since step 8 at the latest; they were equal after step 4", False),
         (((4, "xx"),), "the same state: NO, since step 4 at the latest", False),
         (((5, "aa"),), "the same state: UNKNOWN: the ledgers have no hashes after the same steps", False),

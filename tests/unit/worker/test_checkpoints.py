@@ -159,3 +159,46 @@ def test_a_setting_that_cannot_be_meant_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(f"FARANDOLE_CHECKPOINT_{name}", value)
     with pytest.raises(ConfigError, match=value):
         run(lambda _: None)(object_state(batch=0))
+
+
+class Rounding:
+    """An object whose load_state_dict() does not restore what its state_dict() has returned."""
+
+    def __init__(self, is_wrong: bool) -> None:
+        self.value, self._is_wrong = torch.tensor([1 / 3], dtype=torch.float64), is_wrong
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"].float().double() if self._is_wrong else state["value"]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_strict_job_that_resumes_compares_its_state_with_the_one_that_was_saved(
+    is_wrong: bool, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKL_CBWR", "AUTO,STRICT")
+
+    def train(epochs: int, is_wrong: bool) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        optimizer = fd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+        loader = fd.elastic.DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 2)), 4, strict=True, shards=2)
+        state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, mine=Rounding(is_wrong))
+
+        @run
+        def function(state: Any) -> None:
+            for _ in loader.epochs(epochs):
+                for (x,) in loader:
+                    optimizer.zero_grad()
+                    model(x).sum().backward()
+                    optimizer.step()
+
+        function(state)
+
+    train(1, False)
+    with caplog.at_level(logging.WARNING):
+        train(2, is_wrong)
+    assert ("the state that was loaded from" in caplog.text) == is_wrong, caplog.text
+    assert newest(folder)["step"] == 4
