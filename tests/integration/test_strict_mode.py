@@ -104,7 +104,7 @@ def test_the_state_can_be_hashed_within_epochs(tmp_path: Path) -> None:
         hashes_of_job([*flags, *how], "--model", "resnet", "--shards", "4")
     done = farandole("ledger", "check", ledgers[0], "--against", ledgers[1])
     # After steps 3, 6, 9 and 12, and at the ends of epochs of 4 steps.
-    assert "the same state: yes, by 5 hashes, the last one after step 12" in done.stdout, done.stdout + done.stderr
+    assert "the same state: yes, by 6 hashes, the last one after step 12" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_launcher_can_make_loaders_strict_with_as_many_shards_as_workers_may_ever_train() -> None:
@@ -199,7 +199,6 @@ def test_a_job_that_is_killed_as_a_whole_and_resumed_at_another_size_trains_the_
     words = ["--model", model, *epochs, "--records", str(after)]
     done = farandole_run("-np", "2", "--strict", *kept, sys.executable, str(SCRIPT), *words, timeout_s=120.0)
     assert set(hashes(done.stdout)) == {hash_alone("--model", model, "--shards", "6", *epochs)}, done.stdout
-    assert "training starts from" in done.stdout + done.stderr
     assert "has the digest" not in done.stdout + done.stderr, "of another state than the one that was saved"
     done = farandole("ledger", "check", str(ledger))
     assert "12 hashes of the state" in done.stdout
