@@ -59,7 +59,7 @@ def measure_audits(task: str, rounds: int, seconds: float, batch: int) -> None:
             ms, audited_ms = (statistics.median(each[place] for each in times) for times in (without, whole))
             cost = 0.01 * mode * (audited_ms / ms - 1)
             print(
-                f"{task}, {mode} shards, {what}: {ms:.2f} ms, audited {audited_ms:.2f} ms: 1 % cost {cost:.2%}",
+                f"{task}, {mode} shards, {what}: {ms:.2f} ms, audited {audited_ms:.2f} ms: 1 % costs {cost:.2%}",
                 flush=True,
             )
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import farandole as fd
+from farandole.errors import ConfigError
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.scripts.strict_job import MODELS, SAMPLES
@@ -113,6 +115,40 @@ def test_the_launcher_can_make_loaders_strict_with_as_many_shards_as_workers_may
     assert set(hashes_of_job(["-np", "2", "--shards", "8"], "--model", "mlp")) == {
         hash_alone("--model", "mlp", "--shards", "8")
     }
+
+
+def trained_weights(epochs: int) -> str:
+    """A worker of farandole.run(): the hash of its state."""
+    import torch
+
+    import farandole as fd
+
+    fd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
+    optimizer = fd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+    data = torch.utils.data.TensorDataset(torch.rand(48, 5, generator=torch.Generator().manual_seed(1)))
+    loader = fd.elastic.DataLoader(data, 24, seed=3)
+    state: Any = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+
+    @fd.elastic.run
+    def train(state: Any) -> None:
+        for _ in loader.epochs(epochs):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+
+    train(state)
+    return str(state.hash())
+
+
+def test_functions_can_be_run_in_strict_mode() -> None:
+    found = {*fd.run(trained_weights, (3,), num_proc=2, shards=4)}
+    assert found == {*fd.run(trained_weights, (3,), num_proc=3, strict=True, shards=4)}
+    assert len(found) == 1
+    with pytest.raises(ConfigError, match="shards=2 is below the largest number of workers, 3"):
+        fd.run(trained_weights, (3,), num_proc=3, shards=2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from farandole.env import inherited_environment, read_start_timeout_s
 from farandole.errors import ConfigError
 from farandole.launch.arguments import checkpoint_settings
 from farandole.launch.output import output_options
-from farandole.launch.run_function import StartSettings, encryption_of_call, run_function
+from farandole.launch.run_function import StartSettings, encryption_of_call, run_function, strict_variables
 
 T = TypeVar("T")
 
@@ -42,6 +42,8 @@ def run(
     checkpoint_every: str = "10m",
     checkpoint_keep: int = 2,
     tls: str | Path | None = None,
+    strict: bool = False,
+    shards: int | None = None,
     progress: str = "never",
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in each worker of a job on a Ray cluster, and return their results, by rank.
@@ -74,6 +76,8 @@ def run(
         checkpoint_every: As --checkpoint-every.
         checkpoint_keep: As in farandole.run().
         tls: As in farandole.run().
+        strict: As in farandole.run().
+        shards: As in farandole.run().
         progress: As in farandole.run().
 
     Returns:
@@ -110,7 +114,7 @@ def run(
         interfaces=tuple(network_interfaces or ()),
         output=output_options(config, output_filename, prefix_output_with_timestamp),
         is_verbose=verbose,
-        environment=env,
+        environment=strict_variables(strict, shards, config, env),
         checkpoint=checkpoint_settings(checkpoint, checkpoint_every, checkpoint_keep),
         progress=progress,
     )

@@ -25,7 +25,15 @@ from farandole.engines.discovery import HostDiscovery, ScriptDiscovery
 from farandole.engines.engine_interface import Engine
 from farandole.engines.host_list import HostSlots, SshSettings, parse_hostfile, parse_hosts
 from farandole.engines.ssh_engine import SshEngine
-from farandole.env import CheckpointEnv, read_start_timeout_s, read_transport
+from farandole.env import (
+    CheckpointEnv,
+    JobEnv,
+    environment_of,
+    inherited_environment,
+    read_start_timeout_s,
+    read_transport,
+    strict_environment,
+)
 from farandole.errors import ConfigError, FatalError
 from farandole.events import Event
 from farandole.launch.arguments import checkpoint_settings
@@ -94,6 +102,8 @@ def run(
     checkpoint_every: str = "10m",
     checkpoint_keep: int = 2,
     tls: str | Path | None = None,
+    strict: bool = False,
+    shards: int | None = None,
     progress: str = "never",
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in each of `num_proc` workers, and return their results, by rank.
@@ -136,6 +146,8 @@ def run(
         checkpoint_every: As --checkpoint-every.
         checkpoint_keep: As --checkpoint-keep.
         tls: As --tls DIR: the folder of `farandole certificates`, at the same path on each machine.
+        strict: As --strict: the same model, to the last bit, for any number of workers.
+        shards: As --shards.
         progress: "auto" or "always": a line at the bottom of the terminal about the job, as --progress.
         np: Another name of num_proc.
         min_np: Another name of min_num_proc.
@@ -196,7 +208,7 @@ def run(
         hosts=chosen_hosts(hosts, hostfile, host_discovery_script, slots),
         output=output_options(config, output_filename, prefix_output_with_timestamp),
         is_verbose=bool(verbose),
-        environment=env,
+        environment=strict_variables(strict, shards, config, env),
         executable=executable,
         progress=progress,
         checkpoint=checkpoint_settings(checkpoint, checkpoint_every, checkpoint_keep),
@@ -210,6 +222,24 @@ def encryption_of_call(tls: str | Path | None) -> str:
     folder = tls_folder(None if tls is None else Path(tls))
     check_encryption(folder, read_transport())
     return folder
+
+
+def strict_variables(
+    strict: bool, shards: int | None, config: JobConfig, environment: Mapping[str, str] | None
+) -> Mapping[str, str]:
+    """Return the variables of the workers, with those of strict mode. `strict` and `shards`: as in run().
+
+    Raises:
+        ConfigError: There are fewer shards than workers.
+    """
+    given = dict(environment or {})
+    if not strict and shards is None:
+        return given
+    most = config.max_np or config.num_proc
+    if shards is not None and shards < most:
+        raise ConfigError(f"shards={shards} is below the largest number of workers, {most}: some would have none")
+    job = environment_of(JobEnv(strict=True, shards=shards or most))
+    return {**job, **strict_environment({**inherited_environment(), **given}), **given}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from farandole.engines.spark_engine import SparkEngine
 from farandole.env import inherited_environment
 from farandole.errors import ConfigError
 from farandole.launch.output import output_options
-from farandole.launch.run_function import StartSettings, encryption_of_call, run_function
+from farandole.launch.run_function import StartSettings, encryption_of_call, run_function, strict_variables
 
 T = TypeVar("T")
 
@@ -38,6 +38,8 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
     tls: str | Path | None = None,
+    strict: bool = False,
+    shards: int | None = None,
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` in each of `num_proc` workers, each in a task of the active Spark application, and
     return their results, by rank. The loss of a worker ends the job.
@@ -58,6 +60,8 @@ def run(
         prefix_output_with_timestamp: As in farandole.run().
         executable: Another Python for the workers.
         tls: As in farandole.run().
+        strict: As in farandole.run().
+        shards: As in farandole.run().
         use_gloo: Accepted; requests the default behaviour.
         use_mpi: Accepted with a warning, as there is no MPI.
         extra_mpi_args: Accepted with a warning, as there is no MPI.
@@ -82,8 +86,9 @@ def run(
         start_timeout_s=start_timeout or _START_TIMEOUT_S,
         tls=encryption_of_call(tls),
     )
+    variables = strict_variables(strict, shards, config, env)
     output = _Output(stdout, stderr, verbose, prefix_output_with_timestamp)
-    return _run(context, lambda: fn(*args, **(kwargs or {})), config, env, nics, output, executable)
+    return _run(context, lambda: fn(*args, **(kwargs or {})), config, variables, nics, output, executable)
 
 
 def run_elastic(
@@ -105,6 +110,8 @@ def run_elastic(
     min_np: int | None = None,
     max_np: int | None = None,
     tls: str | Path | None = None,
+    strict: bool = False,
+    shards: int | None = None,
 ) -> list[T]:
     """Call an elastic function in tasks of the active Spark application, and return the results of the first
     `min_num_proc` ranks. The job continues when executors are taken away, and grows when there are more.
@@ -128,6 +135,8 @@ def run_elastic(
         nics: As in run().
         prefix_output_with_timestamp: As in run().
         tls: As in run().
+        strict: As in farandole.run().
+        shards: As in farandole.run().
         min_np: Another name of min_num_proc.
         max_np: Another name of max_num_proc.
 
@@ -153,8 +162,9 @@ def run_elastic(
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
         tls=encryption_of_call(tls),
     )
+    variables = strict_variables(strict, shards, config, env)
     output = _Output(stdout, stderr, verbose, prefix_output_with_timestamp)
-    return _run(context, lambda: fn(*args, **(kwargs or {})), config, env, nics, output)
+    return _run(context, lambda: fn(*args, **(kwargs or {})), config, variables, nics, output)
 
 
 def active_context() -> Any:
