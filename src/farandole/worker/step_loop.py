@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from farandole.collectives import agreement, world
 from farandole.collectives.transport import Transport
 from farandole.env import read_job_env
-from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError, StateDiverged
+from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, JobEnded, RecoverableError, StateDiverged
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
