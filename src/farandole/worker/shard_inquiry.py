@@ -104,4 +104,9 @@ class ShardInquiry:
         pairs = " and ".join(
             f"{owner} and {auditor} have different results of shard {shards[owner]}" for owner, auditor in inquiry.pairs
         )
-        return f"strict mode: ranks {pairs} in step {self._state.step}; it is computed again to find the wrong one"
+        then = (
+            "it is computed again to find the wrong one"
+            if self._job is not None
+            else "the job ends: one of fixed size cannot compute it again"
+        )
+        return f"strict mode: ranks {pairs} in step {self._state.step}; {then}"
