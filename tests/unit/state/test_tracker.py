@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,7 +197,7 @@ def test_values_of_steps_in_quick_succession_are_written_together(
     assert len(writes) == 3  # with the header
 
 
-@pytest.mark.parametrize("how", ["flush", "close", "regrouped", "checkpoint", "end"])
+@pytest.mark.parametrize("how", ["flush", "close", "regrouped", "checkpoint"])
 def test_what_waits_is_written(
     how: str, as_rank: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,11 +210,18 @@ def test_what_waits_is_written(
         as_rank(1)
     if how == "checkpoint":
         flush_trackers(ObjectState(lambda each, **_: each, lambda: 0, tracker=tracker))
-    elif how == "end":
-        atexit._run_exitfuncs()
     else:
         getattr(tracker, how)()
     assert len(content(tmp_path / "m.csv")) == 2
+
+
+def test_what_waits_is_written_when_the_process_ends(tmp_path: Path) -> None:
+    script = (
+        "import sys, farandole as fd; fd.init(); tracker = fd.elastic.Tracker(sys.argv[1])\n"
+        "for step in range(1, 4): tracker.log(step, loss=step)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "m.csv")], check=True, timeout=60)
+    assert [step for step, _ in content(tmp_path / "m.csv")] == [1, 2, 3]
 
 
 def test_the_next_log_tells_that_a_later_write_has_failed(
