@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def _no_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def run_job(flags: Sequence[str], arguments: Sequence[str], folder: Path) -> str:
     records = folder / "records"
     records.mkdir()
-    done = farandole_run(*flags, "python", str(SCRIPT), *arguments, "--records", str(records), timeout_s=120.0)
+    done = farandole_run(*flags, sys.executable, str(SCRIPT), *arguments, "--records", str(records), timeout_s=120.0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert Proof(records).epochs(SAMPLES).is_exact
     return done.stdout + done.stderr
@@ -67,7 +68,7 @@ def check_that_the_share_moves_and_comes_back(folder: Path) -> None:
     [
         pytest.param([], [], id="shared memory"),
         pytest.param(["--transport", "tcp"], [], id="TCP"),
-        pytest.param([], ["--break", "ddp"], id="DistributedDataParallel"),
+        pytest.param([], ["--ddp"], id="DistributedDataParallel"),
         pytest.param([], ["--num-workers", "2"], id="loader workers"),
         pytest.param([], ["--micro", "3"], id="accumulation"),
     ],
@@ -88,9 +89,10 @@ def test_without_balance_all_get_equally_many(tmp_path: Path) -> None:
     assert set(samples_of(tmp_path, 1).values()) == {GLOBAL_BATCH // 3}
 
 
-def test_in_strict_mode_shards_move_and_no_bit_changes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--ddp", "--audit", "1"]], ids=["", "audited, with DistributedDataParallel"])
+def test_in_strict_mode_shards_move_and_no_bit_changes(more: list[str], tmp_path: Path) -> None:
     words = ["--model", "mlp", "--epochs", str(EPOCHS), "--shards", "12"]
-    said = run_job(["-np", "3", *BALANCED], [*words, "--sample-s", "0.008", *SLOW], tmp_path)
+    said = run_job(["-np", "3", *BALANCED], [*words, "--sample-s", "0.008", *SLOW, *more], tmp_path)
     assert set(hashes(said)) == {hash_alone(*words)}
     check_that_the_share_moves_and_comes_back(tmp_path)
 
@@ -159,6 +161,6 @@ def test_the_status_shows_share_and_speed_and_a_straggler_is_an_event(tmp_path: 
     ],
 )
 def test_a_mean_that_not_all_workers_would_call_is_refused(flags: list[str], words: list[str], error: str) -> None:
-    done = farandole_run("-np", "2", *flags, "python", str(SCRIPT), *words)
+    done = farandole_run("-np", "2", *flags, sys.executable, str(SCRIPT), *words)
     assert (done.returncode != 0) == bool(error), done.stdout + done.stderr
     assert re.search(error, done.stdout + done.stderr)
