@@ -24,9 +24,10 @@ hypothesis.settings.load_profile("farandole")
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(2**32))
-    # A shell without job control starts `make test &` with this signal ignored (POSIX, "Asynchronous Lists"), which
-    # children inherit; the tests send it to them.
+    # A shell without job control starts `make test &` with SIGINT ignored (POSIX, "Asynchronous Lists"), and nohup
+    # ignores SIGHUP. Children inherit that; the tests send both to them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
