@@ -19,8 +19,8 @@ from farandole.wire.encryption import Certificates, EncryptedStream, EncryptionF
 if TYPE_CHECKING:
     from farandole.collectives.sealed_records import SealedRecords
 
-PIECE = 64 << 10
-"""The most bytes that are encrypted at once: a larger piece leaves the core's cache before the next step reads it."""
+PIECE = 256 << 10
+"""The most bytes that are encrypted at once: a larger piece leaves the core's cache before the kernel reads it."""
 
 _IN_TLS, _SEALED = b"\0", b"\1"  # what an end offers, in front of its key
 _OFFER_BYTES = 33  # with the key

@@ -1,4 +1,4 @@
-"""The bytes of a data connection after its TLS handshake, in records of 64 kB that AES-256-GCM encrypts.
+"""The bytes of a data connection after its TLS handshake, in records of 256 kB that AES-256-GCM encrypts.
 
 A record of TLS has 16 kB at most, and costs as much again as its encryption. So the two ends of a data connection use
 TLS to prove who they are and to tell each other a random key, one for each direction, and seal what follows by
@@ -32,9 +32,9 @@ except ImportError:
 _KEY_BYTES = 32
 _HEADER_BYTES, _TAG_BYTES = 4, 16
 _RECORD_BYTES = _HEADER_BYTES + PIECE + _TAG_BYTES
-_RECORDS_PER_KEY = 1 << 20  # far below the limits of AES-GCM with a nonce that counts (RFC 8446, section 5.5)
+_RECORDS_PER_KEY = 1 << 18  # far below the limits of AES-GCM with a nonce that counts (RFC 8446, section 5.5)
 _SMALL = 4 << 10  # for the messages before the token is proved
-_LARGE = 4 * _RECORD_BYTES
+_LARGE = 2 * _RECORD_BYTES
 
 
 def new_key() -> bytes:
