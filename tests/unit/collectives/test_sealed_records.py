@@ -34,6 +34,14 @@ class Pair:
         buffer = memoryview(bytearray(count))
         return bytes(buffer[: self.other.receive(self.receiver, buffer)])
 
+    def pass_on(self, wire: bytearray) -> None:
+        """Send more than the socket holds, and read meanwhile."""
+        while wire:
+            with suppress(BlockingIOError):
+                del wire[: self.sender.send(wire)]
+            with suppress(BlockingIOError):
+                self.read(PIECE)
+
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
@@ -73,13 +81,8 @@ def test_whatever_is_changed_on_its_way_is_an_error(pair: Pair) -> None:
         made = Pair()
         made.other = SealedRecords(pair.other._sending._key, pair.other._receiving._key)
         with made.sender, made.receiver:
-            wire = changed + bytes(PIECE + 20)  # enough for any length that it may tell now
             with pytest.raises(EncryptionFailed, match="changed on their way"):
-                while wire:
-                    with suppress(BlockingIOError):
-                        del wire[: made.sender.send(wire)]
-                    with suppress(BlockingIOError):
-                        made.read(PIECE)
+                made.pass_on(changed + bytes(PIECE + 20))  # enough for any length that it may tell now
 
 
 @pytest.mark.parametrize("order", [[0, 0], [1], [1, 0]], ids=["repeated", "left out", "swapped"])
