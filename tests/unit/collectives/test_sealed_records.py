@@ -80,9 +80,8 @@ def test_whatever_is_changed_on_its_way_is_an_error(pair: Pair) -> None:
         changed[place] ^= 1 << place % 8
         made = Pair()
         made.other = SealedRecords(pair.other._sending._key, pair.other._receiving._key)
-        with made.sender, made.receiver:
-            with pytest.raises(EncryptionFailed, match="changed on their way"):
-                made.pass_on(changed + bytes(PIECE + 20))  # enough for any length that it may tell now
+        with made.sender, made.receiver, pytest.raises(EncryptionFailed, match="changed on their way"):
+            made.pass_on(changed + bytes(PIECE + 20))  # enough for any length that it may tell now
 
 
 @pytest.mark.parametrize("order", [[0, 0], [1], [1, 0]], ids=["repeated", "left out", "swapped"])
