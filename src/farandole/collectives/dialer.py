@@ -7,6 +7,7 @@ then on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -31,12 +32,18 @@ _NEXT_S = 0.1
 _BUSY_S = 1.0  # the same when one of them is connected: the peer may not read before it is told of the generation
 
 
+SEND_BYTES, SEND_BYTES_OF_SHARED_CORES = 384 * 1024, 1536 * 1024
+"""Sizes of the send buffer of a connection within the machine: small enough for the cache of a core, and where workers
+share cores, large enough that a worker sends for a while before the next one has to run."""
+
+
 class Dialer:
     """Dials a peer repeatedly until a connection is proved.
 
     A peer that was building an older generation, or was called by too many strangers, may have disconnected the first
     attempts. `introduction` names both workers. `own` is the address of this worker.
-    With `tls` the connection is encrypted. The events of `selector` carry the function to call.
+    With `tls` the connection is encrypted. The events of `selector` carry the function to call. `send_bytes` is the size
+    of the send buffer if the peer is on this machine.
     """
 
     def __init__(
@@ -47,10 +54,11 @@ class Dialer:
         key: bytes,
         own: DataAddress | None = None,
         tls: Certificates | None = None,
+        send_bytes: int = SEND_BYTES,
     ) -> None:
         self._hosts = address.hosts
         self._waiting = [
-            _Attempt(selector, Address(host, address.port), introduction, key, tls, self._use)
+            _Attempt(selector, Address(host, address.port), introduction, key, tls, send_bytes, self._use)
             for host in hosts_to_try(address, own)
         ]
         self._begun: list[_Attempt] = []
@@ -128,9 +136,11 @@ class _Attempt:
         introduction: Introduction,
         key: bytes,
         tls: Certificates | None,
+        send_bytes: int,
         on_proved: Callable[[_Attempt], None],
     ) -> None:
         self._selector, self.address, self._key, self._tls = selector, address, key, tls
+        self._send_bytes = send_bytes
         self._subject, self._on_proved = introduction.encode(), on_proved
         self._handshake = DialerHandshake(Purpose.DATA, key, self._subject)
         self._sock: DataSocket | None = None
@@ -179,6 +189,8 @@ class _Attempt:
             self._hang_up(sock, os.strerror(code))
             return
         self.is_connected = True
+        if raw.getsockname()[0] == raw.getpeername()[0]:
+            tune_within_machine(raw, self._send_bytes)
         self._selector.modify(sock, selectors.EVENT_READ, lambda: self._introduce(sock))
         self._introduce(sock)
 
@@ -231,14 +243,25 @@ class _Attempt:
 def tune(sock: socket.socket) -> None:
     """Configure a data socket: non-blocking, small messages sent at once, not inherited by forked children.
 
-    The kernel chooses the buffer sizes: its own tuning was as fast over loopback as any fixed size from 1 to 8 MB, and
-    it grows with the distance, which a fixed size does not.
+    The kernel chooses the buffer sizes, which grow with the distance.
     """
     sock.setblocking(False)
     # A ring may be idle for hours. TCP_USER_TIMEOUT (man 7 tcp) would end peers that compute: they do not read.
     keep_alive(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     close_at_fork(sock)
+
+
+def tune_within_machine(sock: socket.socket, send_bytes: int) -> None:
+    """Configure the sending end of a data connection that does not leave the machine.
+
+    The kernel's own buffers, of 4 MB and more, pass through the memory. A congestion control that paces, such as BBR,
+    only waits here. Figures: docs/decisions/0002-own-tcp-ring.md.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes // 2)  # the kernel doubles it: man 7 socket
+    if hasattr(socket, "TCP_CONGESTION"):
+        with contextlib.suppress(OSError):  # a kernel or a sandbox without the choice
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # always allowed: man 7 tcp
 
 
 # The choice of an address ---------------------------------------------------------------------------------------------

@@ -480,9 +480,9 @@ def describe_packed(packed: bytes) -> str:
 # resumed when that buffer is full. It appends the data for the next rank to `outgoing`. A rank passes on the data
 # that arrives, so a schedule never waits to send, and no rank is idle while another one's block travels.
 
-BLOCK_BYTES = 1 << 20
-"""The unit of reduction and forwarding. Smaller blocks would stay in a core's cache, but cost more system calls than
-that saves. A multiple of every dtype's size."""
+BLOCK_BYTES = 1 << 19
+"""The unit of reduction and forwarding: not much more than the send buffer of a connection within the machine
+(dialer.py), so that a block is added while it is in the cache. A multiple of every dtype's size."""
 
 Combine = Callable[..., torch.Tensor]
 """combine(a, b, out=...): one of torch's elementwise functions, such as torch.add"""

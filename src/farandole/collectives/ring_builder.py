@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from farandole.collectives.alone import AloneTransport
-from farandole.collectives.dialer import Dialer, tune
+from farandole.collectives.dialer import SEND_BYTES, SEND_BYTES_OF_SHARED_CORES, Dialer, tune
 from farandole.collectives.encrypted_socket import DataSocket, EncryptedSocket, arrived, begins_tls, encrypted, is_ready
 from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.transport import Transport
@@ -143,7 +143,10 @@ class RingBuilder:
             selector = cleanup.enter_context(selectors.DefaultSelector())
             self._open_wake(selector, cleanup)
             listener = self._listener
-            dialer = Dialer(selector, start.next.address, ours, start.data_key, listener.address, listener.tls)
+            send_bytes = SEND_BYTES if may_spin(start.placement.local_size) else SEND_BYTES_OF_SHARED_CORES
+            dialer = Dialer(
+                selector, start.next.address, ours, start.data_key, listener.address, listener.tls, send_bytes
+            )
             cleanup.callback(dialer.close)
             cleanup.enter_context(self._listener.at_work())
             acceptor = Acceptor(selector, self._listener, theirs, start.data_key)
