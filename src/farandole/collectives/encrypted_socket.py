@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PIECE = 256 << 10
 """The most bytes that are encrypted at once: a larger piece leaves the core's cache before the kernel reads it."""
 
+_SMALL_BYTES = 16 << 10  # buffers that are encrypted together, which copies them
+
 _IN_TLS, _SEALED = b"\0", b"\1"  # what an end offers, in front of its key
 _OFFER_BYTES = 33  # with the key
 _TLS_HEADER_BYTES, _TLS_LONGEST = 5, (1 << 14) + 256  # of a record (RFC 8446, section 5.2)
@@ -212,14 +214,15 @@ class EncryptedSocket:
 
 
 def _first_piece(buffers: Iterable[memoryview]) -> memoryview:
-    """Return the first bytes of the buffers, at most PIECE: a copy where they are in several small ones."""
+    """Return the first bytes of the buffers, at most PIECE: a copy of small buffers that follow each other, or a part of
+    a large one. So the records of a tensor begin where the tensor does, and the receiver opens them in its blocks."""
     parts, count = list[memoryview](), 0
     for buffer in buffers:
-        if buffer:
-            parts.append(buffer[: PIECE - count])
-            count += len(parts[-1])
-        if count == PIECE:
+        if parts and count + len(buffer) > _SMALL_BYTES:
             break
+        if buffer:
+            parts.append(buffer[:PIECE])
+            count += len(parts[-1])
     return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 

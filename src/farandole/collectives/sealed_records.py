@@ -90,7 +90,9 @@ class SealedRecords:
             elif count:
                 break
             else:
-                received = sock.recv_into(self._free(wanted))
+                # Hardly more than this record: what is received of the next one is moved to the front.
+                most = max(wanted - (self._end - self._start) + _HEADER_BYTES, _SMALL)
+                received = sock.recv_into(self._free(wanted)[:most])
                 if not received:
                     break
                 self._end += received
