@@ -42,8 +42,8 @@ class Dialer:
 
     A peer that was building an older generation, or was called by too many strangers, may have disconnected the first
     attempts. `introduction` names both workers. `own` is the address of this worker.
-    With `tls` the connection is encrypted. The events of `selector` carry the function to call. `send_bytes` is the size
-    of the send buffer if the peer is on this machine.
+    With `tls` the connection is encrypted. The events of `selector` carry the function to call. `send_bytes` is the
+    size of the send buffer if the peer is on this machine.
     """
 
     def __init__(

@@ -214,8 +214,9 @@ class EncryptedSocket:
 
 
 def _first_piece(buffers: Iterable[memoryview]) -> memoryview:
-    """Return the first bytes of the buffers, at most PIECE: a copy of small buffers that follow each other, or a part of
-    a large one. So the records of a tensor begin where the tensor does, and the receiver opens them in its blocks."""
+    """Return the first bytes of the buffers, at most PIECE: a copy of small buffers that follow each other, or a part
+    of a large one. So the records of a tensor begin where the tensor does, and the receiver opens them in its
+    blocks."""
     parts, count = list[memoryview](), 0
     for buffer in buffers:
         if parts and count + len(buffer) > _SMALL_BYTES:
