@@ -66,15 +66,17 @@ chaos-report: $(READY)  ## what all chaos runs and soak runs have come to
 chaos-lost: $(READY)  ## jobs of which everything is killed twenty times, with checkpoints, CHAOS_SEED=4000; or the coordinator, at any time
 	@$(BIN)/python -m pytest -m chaos_long tests/chaos
 
-chaos-strict: $(READY)  ## jobs in strict mode under faults and restarts, SEED=1 JOBS=50: each leaves the bits of a process alone
+chaos-strict: $(READY)  ## strict mode: every model over every transport, and jobs under faults and restarts, SEED=1 JOBS=50: each leaves the bits of a process alone
+	@$(BIN)/python -m pytest -m chaos_long tests/integration/test_strict_mode.py tests/integration/test_shard_audits.py
 	@$(BIN)/python -m tests.chaos.strict --seed $${SEED:-1} --jobs $${JOBS:-50}
 
 chaos-audits: $(READY)  ## flipped bits in audited shards, SEED=1 JOBS=50: each is found; and QUIET=100000 shards without a false alarm
 	@$(BIN)/python -m tests.chaos.audits --seed $${SEED:-1} --jobs $${JOBS:-50} --quiet $${QUIET:-100000}
 
-schedules: $(READY)  ## data order and membership under random schedules; DATA_SCHEDULES=100000 MEMBERSHIP_SCHEDULES=8000 LARGE_WORKERS=1024
+schedules: $(READY)  ## data order, membership and balance under random schedules; DATA_SCHEDULES=100000 MEMBERSHIP_SCHEDULES=8000 LARGE_WORKERS=1024 BALANCE_SCHEDULES=2000
 	@DATA_SCHEDULES=$${DATA_SCHEDULES:-100000} MEMBERSHIP_SCHEDULES=$${MEMBERSHIP_SCHEDULES:-8000} LARGE_WORKERS=$${LARGE_WORKERS:-1024} \
-		$(BIN)/python -m pytest tests/property/test_data_order.py tests/property/test_membership_schedules.py
+		BALANCE_SCHEDULES=$${BALANCE_SCHEDULES:-2000} $(BIN)/python -m pytest --timeout 3600 tests/property/test_data_order.py \
+		tests/property/test_membership_schedules.py tests/property/test_balance_schedules.py
 
 fuzz: $(READY)  ## inputs that nobody sends on purpose, for each decoder and each port; SEED=1 INPUTS=1000000
 	@$(BIN)/python -m tests.fuzz.run --seed $${SEED:-1} --inputs $${INPUTS:-1000000}

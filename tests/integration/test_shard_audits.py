@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.scripts.strict_job import MODELS
+from tests.support.combinations import each_once
 from tests.support.jobs import SCRIPTS, farandole, farandole_run
 
 pytestmark = pytest.mark.core
 
 SCRIPT = SCRIPTS / "strict_job.py"
+OVER_TCP, ON_TWO_HOSTS = ["-np", "4", "--transport", "tcp"], ["-np", "4", "-H", "localhost:2,127.0.0.1:2"]
 NAMED = r"(w\d) on \S+ has computed shard (\d) of step (\d+) wrongly, as the results of ([w\d, and]+) show"
 
 
@@ -38,10 +40,7 @@ def hash_alone(*words: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "flags", [["-np", "3"], ["-np", "3", "--transport", "tcp"], ["-np", "4", "-H", "localhost:2,127.0.0.1:2"]]
-)
+@pytest.mark.parametrize(("model", "flags"), each_once([*MODELS], [OVER_TCP, ["-np", "3"], ON_TWO_HOSTS]))
 def test_audits_change_no_bit_and_accuse_nobody(model: str, flags: list[str], tmp_path: Path) -> None:
     words = ("--model", model, "--shards", "8")
     code, said = run([*flags, "--sample-ledger", str(tmp_path)], *words)
@@ -66,8 +65,7 @@ def test_the_worker_in_whose_memory_a_bit_flips_is_named_and_left_out(kind: str,
     assert "exactly once: yes" in farandole("ledger", "check", str(tmp_path)).stdout
 
 
-@pytest.mark.parametrize("model", ["resnet", "gpt"])
-@pytest.mark.parametrize("flags", [["-np", "4", "--transport", "tcp"], ["-np", "4", "-H", "localhost:2,127.0.0.1:2"]])
+@pytest.mark.parametrize(("model", "flags"), each_once(["resnet", "gpt"], [OVER_TCP, ON_TWO_HOSTS]))
 def test_wrong_workers_are_named_over_each_transport(model: str, flags: list[str]) -> None:
     words = ("--model", model, "--shards", "4")
     code, said = run(flags, *words, "--flip", "w2:5:always:own")

@@ -17,6 +17,7 @@ from farandole.errors import ConfigError
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.scripts.strict_job import MODELS, SAMPLES
+from tests.support.combinations import each_once
 from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
 
 pytestmark = pytest.mark.core
@@ -47,8 +48,7 @@ def hash_alone(*arguments: str) -> str:
     return hashes(done.stdout)[0]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "world"), each_once([*MODELS], [*WORLDS]))
 def test_every_world_trains_the_same_bits(model: str, world: str) -> None:
     arguments = ("--model", model, "--shards", "8")
     expected = hash_alone(*arguments)
@@ -191,10 +191,9 @@ def beyond_step(step: int, size: int) -> Any:
     return condition
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("transport", "how"), [("shm", ["--audit", "1"]), ("tcp", []), ("tcp", ["--ddp"])])
-def test_kills_and_joins_change_no_bit(model: str, transport: str, how: list[str], tmp_path: Path) -> None:
-    epochs = ("--epochs", "12")
+@pytest.mark.parametrize(("model", "way"), each_once([*MODELS], [("tcp", "--ddp"), ("shm", "--audit", "1"), ("tcp",)]))
+def test_kills_and_joins_change_no_bit(model: str, way: Sequence[str], tmp_path: Path) -> None:
+    (transport, *how), epochs = way, ("--epochs", "12")
     arguments = ["--model", model, "--shards", "8", *epochs, "--step-s", "0.1", "--slow-below", "3", *how]
     ledger, quiet = tmp_path / "ledger", tmp_path / "quiet"
     flags = ["-np", "3", "--transport", transport, "--verbose", "--sample-ledger", str(ledger)]
