@@ -361,7 +361,7 @@ def _private(folder: Path) -> Path:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write the whole file or no part of it; it survives a power failure."""
+    """Write the whole file or no part of it; it survives a power failure, as do the other names in its folder."""
     beside = path.with_suffix(".new")
     beside.unlink(missing_ok=True)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -370,3 +370,8 @@ def _replace(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(descriptor)
     beside.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # to flush a file does not flush its name: man 2 fsync
+    finally:
+        os.close(folder)
