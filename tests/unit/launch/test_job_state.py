@@ -77,6 +77,24 @@ def test_a_journal_that_was_taken_over_and_is_damaged_is_lost_and_no_job_that_be
     assert (state.is_continued, "has a complete state" in state.lost) == (True, True)
 
 
+def test_a_journal_stays_lost_when_the_launcher_that_found_it_so_dies_before_it_has_a_state(folder: Path) -> None:
+    """Else the job would begin at step 0, while its workers train."""
+    killed(folder, b"one", b"two")
+    for path in folder.glob("journal-1-*"):
+        os.truncate(path, path.stat().st_size // 2)
+    assert killed(folder).lost
+    state = opened(folder)
+    assert (state.is_continued, "has no state" in state.lost) == (True, True)
+
+
+def test_an_empty_journal_of_a_launcher_that_had_taken_over_is_lost(folder: Path) -> None:
+    killed(folder, b"one", b"two")
+    killed(folder, b"three")
+    for path in folder.glob("journal-2-*"):
+        os.truncate(path, 0)
+    assert opened(folder).lost
+
+
 def test_the_names_of_its_files_are_on_the_disk_before_the_former_journal_is_removed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
