@@ -16,7 +16,7 @@ import pytest
 
 from farandole.agent.agent import EndOfService, Service
 from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
-from farandole.errors import ConfigError, ProtocolError
+from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.events import AgentRejoins, AgentServes, AgentWaits
 from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.membership import Address
@@ -33,6 +33,8 @@ from farandole.wire.messages import (
     JobOver,
     Message,
     Refused,
+    Resumed,
+    Resumption,
     Spawn,
     Welcome,
     WorkerExited,
@@ -55,6 +57,7 @@ class Served:
     def __init__(self, folder: Path, budget_s: float) -> None:
         self.folder, self.budget_s = folder, budget_s
         self.events = EventLog()
+        self.job_id, self.has_refused = "job", asyncio.Event()
         self.connections: asyncio.Queue[Channel[AgentMessage]] = asyncio.Queue()
         self.channels: list[Channel[AgentMessage]] = []
         self.channel: Channel[AgentMessage]
@@ -62,17 +65,17 @@ class Served:
         self.service: asyncio.Task[Service]
 
     async def on_connection(self, connected: socket.socket) -> None:
-        with contextlib.suppress(ConnectionError):
-            self.channels.append(await accept(connected, TOKEN, "job", AGENT_MESSAGES))
+        try:
+            self.channels.append(await accept(connected, TOKEN, self.job_id, AGENT_MESSAGES))
             self.connections.put_nowait(self.channels[-1])
+        except ConnectionError:
+            pass
+        except AuthenticationError:
+            self.has_refused.set()
 
     async def greet(self, **more: object) -> AgentHello:
-        """Welcome the agent that dials next; connections for guards are left alone."""
-        while True:
-            self.channel = await asyncio.wait_for(self.connections.get(), DEADLINE_S)
-            with contextlib.suppress(ProtocolError):  # of a GuardHello
-                hello = await self.hear(AgentHello)
-                break
+        """Welcome the agent that dials next."""
+        hello = await self.meet()
         welcome = Welcome(
             job_id="job",
             command=(sys.executable, "-c", SLEEPER),
@@ -84,6 +87,13 @@ class Served:
         )
         self.channel.send(Welcome(**{**{name: getattr(welcome, name) for name in Welcome.__struct_fields__}, **more}))
         return hello
+
+    async def meet(self) -> AgentHello:
+        """Meet the agent that dials next; connections for guards are left alone."""
+        while True:
+            self.channel = await asyncio.wait_for(self.connections.get(), DEADLINE_S)
+            with contextlib.suppress(ProtocolError):  # of a GuardHello
+                return await self.hear(AgentHello)
 
     async def hear(self, kind: type[MessageT]) -> MessageT:
         """The next message of this kind; others are passed over."""
@@ -161,6 +171,27 @@ def test_an_agent_whose_beats_nobody_answers_kills_its_workers_in_time_and_joins
             assert await served.spawn("w2")
             (rejoins,) = served.events.of(AgentRejoins)
             assert "has not answered" in rejoins.reason
+
+    run(test())
+
+
+def test_an_agent_that_waits_for_its_coordinator_is_not_served_by_that_of_another_job(tmp_path: Path) -> None:
+    """A token file may be that of several jobs, and another one may have got the port."""
+
+    async def test() -> None:
+        async with joining(tmp_path) as served:
+            await served.greet(patience_s=DEADLINE_S)
+            await served.spawn("w1")
+            served.job_id = "another"
+            served.channel.abort()
+            await served.has_refused.wait()
+            served.job_id = "job"
+            hello = await served.meet()
+            assert hello.resumes == Resumption(1, 1)
+            served.channel.send(Resumed(2, 0, b"", 0, 0))
+            served.channel.send(JobOver(0, "a test"))
+            assert (await served.hear(WorkerExited)).worker == "w1", "it has run until now"
+            assert (await served.service).end is EndOfService.JOB_ENDED
 
     run(test())
 

@@ -312,6 +312,28 @@ def test_what_an_agent_is_told_on_another_connection_is_in_the_journal() -> None
     run(test())
 
 
+def test_a_report_that_waits_for_a_decision_is_not_lost_with_a_coordinator_that_has_written_its_journal() -> None:
+    """Events that belong to no decision, such as a refused connection, are written between two decisions."""
+
+    async def test() -> None:
+        first = Epoch()
+        async with first.serves():
+            channel = await first.meet()
+            spawned = await receive(channel, Spawn)
+            first.coordinator._rests_until_s = asyncio.get_running_loop().time() + DEADLINE_S  # decides later
+            channel.send(WorkerExited(spawned.worker, -9, (), "", 1))
+            async with asyncio.timeout(DEADLINE_S):
+                while not first.coordinator._sessions["a"].log.handled:
+                    await asyncio.sleep(0.001)
+            first.coordinator.commit()
+        assert first.state is not None
+        state: CoordinatorState = pickle.loads(first.state)
+        assert state.sessions["a"].log.handled == 1
+        assert spawned.worker not in state.job.workers
+
+    run(test())
+
+
 # A journal that takes its time, as a store on another machine does ----------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol, cast
 
 from farandole.agent.agent import Agent, AgentConfig, EndOfService, Service
@@ -137,7 +138,8 @@ class JoiningAgent:
                     f"machine ({error.strerror}); give the folder that has its files here with --folder"
                 ) from None
             self._on_event(AgentServes(welcome.job_id, config.slots))
-            reconnecting = Reconnecting(welcome.job_id, hello, self._dial_again, welcome.patience_s, self._on_event)
+            dial_again = partial(self._dial_again, welcome.job_id)
+            reconnecting = Reconnecting(welcome.job_id, hello, dial_again, welcome.patience_s, self._on_event)
             session = CoordinatorSession(channel, welcome.epoch, reconnecting if welcome.patience_s else None)
             output = ForwardedOutput(session)
             self._agent = Agent(config, output, self._on_event, session, call)
@@ -165,9 +167,11 @@ class JoiningAgent:
                 last = why
             await asyncio.sleep(_AGAIN_S)
 
-    async def _dial_again(self) -> Channel[ToAgent]:
+    async def _dial_again(self, job_id: str) -> Channel[ToAgent]:
+        """Dial the coordinator of this job. One of another job with the same token may listen there by now: it must not
+        tell this agent that its session is over."""
         try:
-            channel, self._coordinator = await self._dial_all()
+            channel, self._coordinator = await self._dial_all(job_id)
         except (_NotNow, ConfigError) as error:
             raise ConnectionError(str(error)) from None
         return channel
@@ -210,14 +214,15 @@ class JoiningAgent:
             raise
         return channel, hello, answer, call
 
-    async def _dial_all(self) -> tuple[Channel[ToAgent], Address]:
+    async def _dial_all(self, job_id: str | None = None) -> tuple[Channel[ToAgent], Address]:
         """Dial all addresses of the coordinator, each a little later than the one before, and return the first
-        connection. Raises ConfigError when none of them will accept this agent later either."""
+        connection. `job_id`: None for any job. Raises ConfigError when none of them will accept this agent later
+        either."""
         find, addresses = self._options.find, self._options.coordinators
         if find is not None:
             addresses = await asyncio.to_thread(find)  # a network file system may be slow
         dials = {
-            asyncio.create_task(self._dial(each, delay_s=index * _NEXT_ADDRESS_S)): each
+            asyncio.create_task(self._dial(each, job_id, delay_s=index * _NEXT_ADDRESS_S)): each
             for index, each in enumerate(addresses)
         }
         failures: list[Exception] = []
@@ -236,10 +241,11 @@ class JoiningAgent:
             raise failures[0]
         raise _NotNow("; ".join(str(error) for error in failures if isinstance(error, _NotNow)))
 
-    async def _dial(self, address: Address, delay_s: float) -> Channel[ToAgent]:
+    async def _dial(self, address: Address, job_id: str | None, delay_s: float) -> Channel[ToAgent]:
         await asyncio.sleep(delay_s)
+        token, tls = self._options.token, self._options.tls
         try:
-            channel = await connect(address.host, address.port, self._options.token, None, TO_AGENT, self._options.tls)
+            channel = await connect(address.host, address.port, token, job_id, TO_AGENT, tls)
         except (TokenRefused, AuthenticationError) as error:
             if isinstance(error, TokenRefused) and address not in self._disconnected:  # or it has ended at this moment
                 self._disconnected.add(address)

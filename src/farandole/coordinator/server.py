@@ -477,6 +477,10 @@ class Coordinator:
             self._write_journal()
 
     def _write_journal(self) -> None:
+        if self._inbox and not self._lost:
+            # The state counts their messages as handled, and the agents forget them: it must have the consequences.
+            self._settle()  # commits
+            return
         number, outgoing, self._outgoing = self._commits, self._outgoing, []
         handled = [(session, session.log.handled) for session in self._sessions.values()]
         writing = None if self._journal is None else self._journal(self._state())

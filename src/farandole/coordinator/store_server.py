@@ -14,7 +14,7 @@ import ipaddress
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Protocol
 
 from farandole.errors import ConfigError
@@ -34,7 +34,8 @@ KEYS_IN_A_REQUEST = 128 << 10
 REQUEST_BYTES = 32 << 20
 """Bytes of one request, and of its answer."""
 STORE_BYTES = 256 << 20
-"""Bytes of all keys and values, and of requests that have not arrived completely."""
+"""Bytes of all keys and values, of keys for which clients wait, of requests that have not been served, and of answers
+that the kernel has not accepted."""
 CONNECTIONS_LIMIT = 16_384
 VALIDATION_S = 5.0
 """Seconds for a new connection to send the first number."""
@@ -224,7 +225,7 @@ class _Table:
     """The entries of the store. A key can have a value and a queue."""
 
     def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
+        self._values: dict[bytes, bytes | bytearray] = {}  # the latter where something was appended
         self._queues: dict[bytes, deque[bytes]] = {}
         self._bytes = 0
         self._waiting: dict[bytes, dict[_Connection, None]] = {}  # in the order in which they came
@@ -242,11 +243,11 @@ class _Table:
         self._store(key, value)
         self._wake(key)
 
-    def get(self, key: bytes) -> bytes:
+    def get(self, key: bytes) -> bytes | bytearray:
         """Return the value; empty when there is none."""
         return self._values.get(key, b"")
 
-    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes | bytearray:
         """Set the value if the present one, or an empty one in place of none, is `expected`. Return the value then; as
         torch does, `expected` where there is none."""
         present = self._values.get(key)
@@ -266,10 +267,16 @@ class _Table:
         return total
 
     def append(self, key: bytes, data: bytes) -> None:
-        value = self.get(key) + data
-        if len(value) > VALUE_BYTES:
-            raise _Refused(f"a value of {len(value)} bytes, at most {VALUE_BYTES} are possible")
-        self.put(key, value)
+        """Append to the value, in time for the data alone: a request of some bytes must not copy a large value."""
+        value = self.get(key)
+        if (length := len(value) + len(data)) > VALUE_BYTES:
+            raise _Refused(f"a value of {length} bytes, at most {VALUE_BYTES} are possible")
+        if not isinstance(value, bytearray):
+            value = bytearray(value)
+            self._store(key, value)
+        self.hold(len(data))
+        value += data
+        self._wake(key)
 
     def delete(self, key: bytes) -> int:
         value = self._values.pop(key, None)
@@ -330,6 +337,7 @@ class _Table:
     def cancel(self, connection: _Connection) -> None:
         """The connection does not wait any more."""
         for key in self._missing.pop(connection, ()):
+            self.hold(-_size(key))
             waiting = self._waiting[key]
             del waiting[connection]
             if not waiting:
@@ -337,6 +345,7 @@ class _Table:
 
     def _await(self, connection: _Connection, missing: set[bytes]) -> None:
         self.cancel(connection)
+        self.hold(sum(map(_size, missing)))
         self._missing[connection] = missing
         for key in missing:
             self._waiting.setdefault(key, {})[connection] = None
@@ -347,7 +356,8 @@ class _Table:
             missing = self._missing[connection]
             if only_one and len(missing) > 1:
                 continue  # It will look at the queue when its other keys have come.
-            missing.discard(key)
+            missing.remove(key)
+            self.hold(-_size(key))
             del self._waiting[key][connection]
             if not missing:
                 del self._missing[connection]
@@ -357,7 +367,7 @@ class _Table:
         if key in self._waiting and not self._waiting[key]:
             del self._waiting[key]
 
-    def _store(self, key: bytes, value: bytes) -> None:
+    def _store(self, key: bytes, value: bytes | bytearray) -> None:
         before = self._values.get(key)
         self.hold(_size(key, value) - (0 if before is None else _size(key, before)))
         self._values[key] = value
@@ -370,10 +380,10 @@ class _Table:
         try:
             return int(text)
         except ValueError:
-            raise _Refused(f"the value of {key[:80]!r} is not a number: {text[:20]!r}") from None
+            raise _Refused(f"the value of {key[:80]!r} is not a number: {bytes(text[:20])!r}") from None
 
 
-def _size(key: bytes, value: bytes) -> int:
+def _size(key: bytes, value: bytes | bytearray = b"") -> int:
     return len(key) + len(value) + _BYTES_OF_AN_ENTRY
 
 
@@ -389,6 +399,7 @@ class _Connection(asyncio.Protocol):
         self._incoming = bytearray()
         self._at = 0  # what was read of it
         self._taken = 0  # bytes of the request that is being read
+        self._held = 0  # bytes that the table counts: of requests that were not served, or of answers
         self._is_writable, self._is_open = True, False
         self._is_scheduled = False
         self._loop = asyncio.get_running_loop()
@@ -425,7 +436,7 @@ class _Connection(asyncio.Protocol):
         if not self._is_open:
             return
         try:
-            self._table.hold(len(data))
+            self._hold(len(data))
         except _Refused as refused:
             self._refuse(str(refused))
             return
@@ -453,7 +464,7 @@ class _Connection(asyncio.Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
         self._table.cancel(self)
-        self._table.hold(-len(self._incoming))
+        self._hold(-self._held)
         self._incoming.clear()
         self._reading.close()
         self._server.closed(self)
@@ -482,8 +493,12 @@ class _Connection(asyncio.Protocol):
             return
         if self._at:
             del self._incoming[: self._at]
-            self._table.hold(-self._at)
             self._at = 0
+
+    def _hold(self, number: int) -> None:
+        """Count bytes of this connection, or fewer of them. Raises _Refused when there are too many."""
+        self._table.hold(number)
+        self._held += number
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -496,6 +511,7 @@ class _Connection(asyncio.Protocol):
         first = yield from self._take(1 + _NONCE.size)
         if first != bytes([Query.VALIDATE]) + _NONCE.pack(MAGIC):
             raise _Refused("it does not speak the protocol of torch's TCPStore")
+        self._hold(-self._taken)
         assert self._deadline is not None
         self._deadline.cancel()
         self._server.validated(self)
@@ -506,8 +522,13 @@ class _Connection(asyncio.Protocol):
             if (serve := _SERVED.get(kind)) is None:
                 raise _Refused(f"it sent request number {kind}, which is unknown: torch 2.6 to 2.15 do not send it")
             yield from serve(self)
-            while not self._is_writable:
-                yield True
+            self._hold(-self._taken)
+            if not self._is_writable:
+                unsent = self._transport.get_write_buffer_size()
+                self._hold(unsent)
+                while not self._is_writable:
+                    yield True
+                self._hold(-unsent)
             served += 1
             if served % _REQUESTS_AT_ONCE == 0:
                 yield False
@@ -629,7 +650,7 @@ class _Connection(asyncio.Protocol):
         if self._table.arrive(self, key, size):
             self.woken()
 
-    def _answer_strings(self, strings: list[bytes], head: bytes = b"") -> None:
+    def _answer_strings(self, strings: Sequence[bytes | bytearray], head: bytes = b"") -> None:
         number = sum(len(each) for each in strings)
         if number > REQUEST_BYTES:
             raise _Refused(f"an answer of {number} bytes, at most {REQUEST_BYTES} are possible")

@@ -108,7 +108,8 @@ class _Version(msgspec.Struct, frozen=True):
 
 class StoredJob(_Version, frozen=True, kw_only=True):
     """Content of job.json. `number` is that of the launcher whose journal counts. In etcd, `token` is derived from that
-    of the job."""
+    of the job. With `is_continued` the job had begun before this launcher: in a folder, a journal without a state is a
+    lost one then."""
 
     job_id: str
     token: bytes
@@ -116,6 +117,7 @@ class StoredJob(_Version, frozen=True, kw_only=True):
     command: tuple[str, ...]
     config: dict[str, object]
     checkpoint: CheckpointEnv | None = None
+    is_continued: bool = False
 
 
 @contextlib.contextmanager
@@ -180,7 +182,12 @@ class FolderState:
                 for _ in files:  # an empty file would say that the job begins
                     journal.write(self._data)
             self._job = msgspec.structs.replace(
-                self._job, version=SOFTWARE, format=FORMAT, number=number, checkpoint=checkpoint
+                self._job,
+                version=SOFTWARE,
+                format=FORMAT,
+                number=number,
+                checkpoint=checkpoint,
+                is_continued=self.is_continued,
             )
             _replace(self._folder / _JOB, msgspec.json.encode(self._job))
         except OSError as error:
@@ -261,12 +268,15 @@ class FolderState:
             self.lost = f"{' and '.join(missing)} is missing"
             return None
         try:
-            return Journal((files[0], files[1]), self.job_id).read()
+            data = Journal((files[0], files[1]), self.job_id).read()
         except JournalDamaged as error:
             self.lost = str(error)
             return None
         except JournalError as error:
             raise self._error(f"{error}; to begin the job anew, remove {self._folder}") from None
+        if data is None and self._job.is_continued:
+            self.lost = "the journal of the former launcher, which had taken the job over, has no state"
+        return data
 
     def _new_journal_file(self, path: Path) -> int:
         path.unlink(missing_ok=True)
@@ -361,7 +371,7 @@ def _private(folder: Path) -> Path:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write the whole file or no part of it; it survives a power failure."""
+    """Write the whole file or no part of it; it survives a power failure, as do the other names in its folder."""
     beside = path.with_suffix(".new")
     beside.unlink(missing_ok=True)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -370,3 +380,8 @@ def _replace(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(descriptor)
     beside.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # to flush a file does not flush its name: man 2 fsync
+    finally:
+        os.close(folder)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -259,6 +260,98 @@ def test_the_store_does_not_grow_without_limit(monkeypatch: pytest.MonkeyPatch) 
             assert "the store is full: it may hold 5000 bytes" in here.refusals()[0]
             other = await here.connect()
             assert 0 < await other.number(Query.COUNT_KEYS) < 50
+
+    run(test())
+
+
+HALF_SET = [Query.MULTI_SET, integer(9), *[string(b"k") + string(b"x" * 700)] * 8]
+LONG_WAIT = [Query.WAIT, integer(20), *[string(b"%d" % number + b"x" * 200) for number in range(20)]]
+
+
+@pytest.mark.parametrize("request_", [HALF_SET, LONG_WAIT], ids=["a request that does not end", "a wait for many keys"])
+def test_what_is_held_for_connections_counts_and_is_free_when_they_end(
+    request_: list[bytes | Query], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "STORE_BYTES", 20_000)
+
+    async def test() -> None:
+        async with running() as here:
+            clients = [await here.connect() for _ in range(10)]
+            for each in clients:
+                each.send(*request_)
+            while not here.refusals():
+                await asyncio.sleep(0.001)
+            assert "the store is full" in here.refusals()[0]
+            for each in clients:
+                each.writer.transport.abort()
+            while here.store.connections:
+                await asyncio.sleep(0)
+            assert here.store.table._bytes == 0
+
+    run(test())
+
+
+def test_a_wait_that_is_over_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "STORE_BYTES", 5000)
+
+    async def test() -> None:
+        async with running() as here:
+            waiting, other = await here.connect(), await here.connect()
+            for number in range(100):
+                waiting.send(Query.WAIT, integer(1), string(b"%d" % number))
+                await waiting.ask(Query.PING, b"1234", answer=4)
+                if number % 2:
+                    await waiting.ask(Query.CANCEL_WAIT, answer=1)
+                    continue
+                other.send(Query.SET, string(b"%d" % number), string(b"x"))
+                assert await waiting.reader.readexactly(1) == b"\0"
+                await other.number(Query.DELETE_KEY, string(b"%d" % number))
+            assert here.store.table._bytes == 0
+
+    run(test())
+
+
+def test_answers_that_are_not_read_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "STORE_BYTES", 40 << 20)
+
+    async def test() -> None:
+        async with running() as here:
+            first = await here.connect()
+            first.send(Query.SET, string(b"k"), string(b"x" * (8 << 20)))
+            assert await first.number(Query.QUEUE_LENGTH, string(b"q")) == 0
+            clients = [await here.connect() for _ in range(8)]
+            for each in clients:
+                each.reader._transport.pause_reading()  # type: ignore[attr-defined]
+                each.send(Query.MULTI_GET, integer(3), *[string(b"k")] * 3)
+            while not here.refusals():
+                await asyncio.sleep(0.001)
+            assert "the store is full" in here.refusals()[0]
+            unsent = sum(each._transport.get_write_buffer_size() for each in here.store._connections)
+            assert 0 < unsent <= 40 << 20
+            for each in clients:
+                each.writer.transport.abort()
+            while here.store.connections > 1:
+                await asyncio.sleep(0)
+            assert await first.number(Query.DELETE_KEY, string(b"k")) == 1
+            assert here.store.table._bytes == 0
+
+    run(test())
+
+
+def test_to_append_a_little_costs_little() -> None:
+    """A copy of a value of 8 MB takes milliseconds, and a request to append to it has 18 bytes."""
+
+    async def test() -> None:
+        async with running() as here:
+            client = await here.connect()
+            client.send(Query.SET, string(b"k"), string(b"x" * ((8 << 20) - 1000)))
+            assert await client.number(Query.QUEUE_LENGTH, string(b"q")) == 0
+            began_s = time.process_time()
+            client.send(*[bytes([Query.APPEND]) + string(b"k") + string(b"y")] * 900)
+            assert await client.number(Query.QUEUE_LENGTH, string(b"q")) == 0
+            assert time.process_time() - began_s < 0.3
+            value = await client.text(Query.GET, string(b"k"))
+            assert value == b"x" * ((8 << 20) - 1000) + b"y" * 900
 
     run(test())
 

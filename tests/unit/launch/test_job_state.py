@@ -77,6 +77,43 @@ def test_a_journal_that_was_taken_over_and_is_damaged_is_lost_and_no_job_that_be
     assert (state.is_continued, "has a complete state" in state.lost) == (True, True)
 
 
+def test_a_journal_stays_lost_when_the_launcher_that_found_it_so_dies_before_it_has_a_state(folder: Path) -> None:
+    """Else the job would begin at step 0, while its workers train."""
+    killed(folder, b"one", b"two")
+    for path in folder.glob("journal-1-*"):
+        os.truncate(path, path.stat().st_size // 2)
+    assert killed(folder).lost
+    state = opened(folder)
+    assert (state.is_continued, "has no state" in state.lost) == (True, True)
+
+
+def test_an_empty_journal_of_a_launcher_that_had_taken_over_is_lost(folder: Path) -> None:
+    killed(folder, b"one", b"two")
+    killed(folder, b"three")
+    for path in folder.glob("journal-2-*"):
+        os.truncate(path, 0)
+    assert opened(folder).lost
+
+
+def test_the_names_of_its_files_are_on_the_disk_before_the_former_journal_is_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure may bring the former journal back, or none, after agents were told of newer states."""
+    killed(folder, b"one", b"two")
+    flushed, fsync = list[set[str]](), os.fsync
+
+    def noting_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+            number = msgspec.json.decode((folder / "job.json").read_bytes())["number"]
+            flushed.append({f"number {number}", *(each.name for each in folder.iterdir())})
+
+    monkeypatch.setattr(os, "fsync", noting_fsync)
+    begun(folder)
+    journals = {f"journal-{number}-{index}" for number in (1, 2) for index in (0, 1)}
+    assert flushed == [{"number 2", "job.json", "lock", *journals}]
+
+
 def test_nobody_else_can_read_it(folder: Path) -> None:
     begun(folder, b"one")
     assert folder.stat().st_mode & 0o077 == 0
