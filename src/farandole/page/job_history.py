@@ -297,13 +297,14 @@ def _row(worker: WorkerSummary) -> list[Any]:
     """Return a worker as the page's modules expect it (static/model.js, `worker`)."""
     told = worker.telemetry
     measured = (
-        [0, 0, 0, 0]
+        [0, 0, 0, 0, 0]
         if told is None
         else [
             round(1e3 * told.step_s, 2),
             round(1e3 * told.waiting_s, 2),
             told.resident_bytes,
             round(told.cores, 2),
+            round(told.share, 4),
         ]
     )
     return [

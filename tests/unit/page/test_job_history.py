@@ -113,10 +113,12 @@ def test_the_epoch_is_that_of_the_most_advanced_member() -> None:
 def test_everything_is_json() -> None:
     telling = Telling()
     telling.tell(GenerationStarted(1, ("w0",), True, 0.0))
-    measured = WorkerTelemetry(step_s=0.02, waiting_s=0.005, resident_bytes=1 << 28, cores=0.5, values={"loss": 1.0})
+    measured = WorkerTelemetry(
+        step_s=0.02, waiting_s=0.005, resident_bytes=1 << 28, cores=0.5, values={"loss": 1.0}, share=0.25
+    )
     telling.history.on_status(status(telemetry=measured), 5.0)
     picture = msgspec.json.decode(msgspec.json.encode(telling.history.as_dict(5.0)))
-    assert picture["status"]["workers"][1] == ["w1", 1, "here", 1, 101, "trains", 7, 3, 20.0, 5.0, 1 << 28, 0.5]
+    assert picture["status"]["workers"][1] == ["w1", 1, "here", 1, 101, "trains", 7, 3, 20.0, 5.0, 1 << 28, 0.5, 0.25]
     assert picture["curves"]["columns"]["value:loss"] == [1.0]
     assert picture["events"][0]["name"] == "GenerationStarted"
 

@@ -54,8 +54,8 @@ export class Model {
   /** The workers; `rank` is null for those that are no members. */
   workers() {
     return (this.status?.workers ?? []).map(
-      ([name, rank, host, slot, pid, state, step, restarts, stepMs, waitingMs, bytes, cores]) => (
-        { name, rank, host, slot, pid, state, step, restarts, stepMs, waitingMs, bytes, cores }));
+      ([name, rank, host, slot, pid, state, step, restarts, stepMs, waitingMs, bytes, cores, share]) => (
+        { name, rank, host, slot, pid, state, step, restarts, stepMs, waitingMs, bytes, cores, share }));
   }
 
   /** The hosts. */

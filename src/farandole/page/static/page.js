@@ -146,7 +146,8 @@ function showWorkers(workers) {
     row.waiting.style.width = `${100 * waiting}%`;
     say(row.rank, each.rank === null ? "–" : String(each.rank));
     say(row.state, each.state + (slow.has(each.name) ? ", slow" : ""));
-    say(row.time, each.stepMs ? `${ms(each.stepMs)}, waits ${ms(each.waitingMs)}` : "–");
+    const share = each.share ? `; ${(100 * each.share).toFixed(1)} % of a step's samples` : "";
+    say(row.time, each.stepMs ? `${ms(each.stepMs)}, waits ${ms(each.waitingMs)}${share}` : "–");
     say(row.memory, each.bytes ? bytes(each.bytes) : "–");
     say(row.cores, each.bytes ? each.cores.toFixed(1) : "–");
     row.element.classList.toggle("slow", slow.has(each.name));
