@@ -4,6 +4,7 @@ global batches."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,13 @@ def in_one_process(kind: str, proof: Proof) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def disturbed(folder: Path, workers: int, *arguments: str) -> tuple[Proof, dict[str, dict[str, torch.Tensor]]]:
+def disturbed(
+    folder: Path, workers: int, *arguments: str, hosts: Sequence[str] = ()
+) -> tuple[Proof, dict[str, dict[str, torch.Tensor]]]:
     """A job whose rank 1 is killed, and replaced: its records, and its parameters by kind."""
     result = folder / "result.pt"
     words = [*arguments, "--epochs", str(EPOCHS), "--slow-below", "3", "--result", str(result)]
-    flags = ["-np", str(workers), "--sample-ledger", str(folder / "ledger")]
+    flags = ["-np", str(workers), "--sample-ledger", str(folder / "ledger"), *hosts]
     with RunningJob(flags, SCRIPT, words, folder, folder / "output") as running:
         latest = running.wait_until(all_training(workers), 60)
         running.kill(latest[1]["pid"])
@@ -90,6 +93,17 @@ def test_a_kill_and_a_join_leave_what_one_process_makes_of_the_whole_batches(
     proof, ours = disturbed(tmp_path, workers, *arguments.split())
     found = {kind: difference(ours[kind], in_one_process(kind, proof)) for kind in ours}
     assert all(each < 1e-10 for each in found.values()), found
+
+
+@pytest.mark.parametrize(("workers", "hosts"), [(2, "localhost:1,127.0.0.1:1"), (3, "localhost:2,127.0.0.1:1")])
+def test_between_hosts_buckets_are_reduced_during_backward_and_a_kill_then_changes_nothing(
+    tmp_path: Path, workers: int, hosts: str
+) -> None:
+    kinds = ["--kinds", "plain", "view", "unused", "clip", "chunks", "twice", "norm"]
+    proof, ours = disturbed(tmp_path, workers, *kinds, hosts=["-H", hosts])
+    found = {kind: difference(ours[kind], in_one_process(kind, proof)) for kind in ours if kind != "norm"}
+    assert all(each < 1e-10 for each in found.values()), found
+    assert (tmp_path / "output").read_text().count("overlapped: True") == workers
 
 
 def test_buffers_are_sent_and_hooks_that_compress_go_on_whoever_comes_or_goes(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ thread, at the end: it carries the step header.
 from __future__ import annotations
 
 import logging
-import queue
 import struct
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from farandole.collectives import world
+from farandole.collectives.background import Background
 from farandole.collectives.named.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from farandole.collectives.shared_memory_tensors import reserve_zeros, shareable_zeros
 from farandole.collectives.shared_memory_transport import SharedMemoryTransport
@@ -25,7 +24,6 @@ from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import host_transport
 from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch, StepError
-from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import now_s, usable_cores
 from farandole.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, cut, fastest
 from farandole.optim.step_agreement import StepHeader, conclude, describe, header_of, packed_at_end
@@ -181,15 +179,10 @@ class BucketedGradients:
         if not self._given:
             return
         try:
-            error = self._background.finish()
-        except BaseException as interruption:
-            transport.abort(f"a step was interrupted by {type(interruption).__name__}")
-            self._background.finish()
+            self._background.land(transport)
+        except BaseException:
             self._given = 0
             raise
-        if error is not None:
-            self._given = 0
-            raise error
 
     def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
         return self._reduce.all_reduce(transport, self._buckets.buckets[place].flat, trailer)
@@ -272,63 +265,6 @@ def _format_size(least_bytes: int) -> str:
     if not least_bytes:
         return "any size, after the end of backward"
     return f"{least_bytes / 2**20:.1f} MB, during backward"
-
-
-# Reductions that run while the main thread computes: one after the other, in one thread of the process ----------------
-
-_tasks: queue.SimpleQueue[Callable[[], object]] | None = None
-
-
-class Background:
-    """A sequence of tasks of one owner, run in the order in which they are added. After a task that raised, no further
-    task is run."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._waiting = 0
-        self._error: BaseException | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self._waiting > 0
-
-    def add(self, task: Callable[[], object]) -> None:
-        with self._condition:
-            self._waiting += 1
-        _queue().put(partial(self._run, task))
-
-    def finish(self) -> BaseException | None:
-        """Wait for all tasks. Returns the error of a task, if any."""
-        with self._condition:
-            if self._waiting:
-                with WaitingForPeers():
-                    self._condition.wait_for(lambda: self._waiting == 0)
-            error, self._error = self._error, None
-        return error
-
-    def _run(self, task: Callable[[], object]) -> None:
-        try:
-            if self._error is None:
-                task()
-        except BaseException as error:  # noqa: BLE001 - finish() returns it
-            self._error = error
-        with self._condition:
-            self._waiting -= 1
-            self._condition.notify_all()
-
-
-def _queue() -> queue.SimpleQueue[Callable[[], object]]:
-    """Return the queue of the thread, which is started at its first use and lives as long as the process."""
-    global _tasks
-    if _tasks is None:
-        _tasks = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(_tasks,), name="farandole-gradients", daemon=True).start()
-    return _tasks
-
-
-def _work(tasks: queue.SimpleQueue[Callable[[], object]]) -> None:
-    while True:
-        tasks.get()()
 
 
 # An all-reduce with fewer bytes on the wire ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
+from farandole.collectives.background import Background
 from farandole.collectives.connection_pair import as_bytes
 from farandole.collectives.p2p_transport import P2PTransport
 from farandole.collectives.point_to_point import Expected, P2PMessage, PointToPoint
@@ -241,6 +242,10 @@ JOB = WorldsOfTheJob()
 
 _EVERYBODYS = bytes(8)
 
+overlapped = Background()
+"""All-reduces of DistributedDataParallel's buckets, over the transport of all ranks, that run during backward(). Every
+later operation of that transport waits for them, so that all ranks have the same order."""
+
 
 @contextmanager
 def alone_in(transport: Transport, op: str, worlds: Worlds = JOB) -> Iterator[None]:
@@ -251,7 +256,9 @@ def alone_in(transport: Transport, op: str, worlds: Worlds = JOB) -> Iterator[No
     """
     if transport is not worlds.current().transport:
         yield  # a group with messages of its own
-    elif worlds.in_operation.acquire(blocking=False):
+        return
+    overlapped.wait()
+    if worlds.in_operation.acquire(blocking=False):
         try:
             yield
         finally:

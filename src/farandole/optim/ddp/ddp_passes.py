@@ -2,7 +2,8 @@
 of each pass.
 
 The reducer passes each bucket when it and all before it are complete, and copies the results of the futures into
-`.grad` at the end of the pass. Here the futures complete with the last bucket, after the step header: a fault before
+`.grad` at the end of the pass. Over a network buckets are reduced while backward continues (collectives/background.py).
+Here the futures complete with the last bucket, after the step header: a fault before
 that yields zeros, and does not disturb the reducer itself.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Collection, Container, KeysView
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole.collectives import world
 from farandole.errors import ConfigError, RecoverableError
 from farandole.optim.step_agreement import StepHeader, absorb, conclude, packed_at_end
-from farandole.process_group.works import failure, plain_collectives
+from farandole.process_group.works import failure, overlapped, plain_collectives
 from farandole.state import step
 from farandole.state.step import Batch
 
@@ -31,6 +33,10 @@ from farandole.state.step import Batch
 class Pass(Protocol):
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Take the buckets of the pass, in order. Raises the errors of transports that cannot be absorbed."""
+        ...
+
+    def end_overlap(self, reason: str) -> None:
+        """Wait until no reduction is under way; the transport is aborted if one was."""
         ...
 
 
@@ -45,8 +51,12 @@ class PlainPass:
             return self._hook.start(bucket)
         transport, flat = world.current().transport, bucket.buffer()
         if transport.size > 1:
+            overlapped.wait()
             transport.all_reduce(flat.div_(transport.size))
         return _holding(flat)
+
+    def end_overlap(self, reason: str) -> None:
+        """Do nothing: between two calls no reduction is under way."""
 
 
 class DroppedPass:
@@ -56,13 +66,20 @@ class DroppedPass:
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         return _holding(bucket.buffer().zero_())
 
+    def end_overlap(self, reason: str) -> None:
+        """Do nothing, as in PlainPass."""
+
 
 class StepPass:
     """The pass whose gradients, with those of earlier micro-batches, make the step.
 
+    Buckets before the last one are reduced while backward continues, or with the last one. Both are the same order, so
+    each worker decides by itself.
+
     factor       weight of this rank's gradients; 0 for a dummy batch
     accumulated  gradients of earlier micro-batches
     weighed      parameters, by id, whose gradients were multiplied before they came into a bucket; grows
+    overlaps     buckets are reduced while backward continues
     """
 
     def __init__(
@@ -73,13 +90,16 @@ class StepPass:
         accumulated: Accumulated,
         hook: UserHook | None,
         weighed: Container[int],
+        overlaps: bool = False,
     ) -> None:
-        self._weighed = weighed
+        self._weighed, self._overlaps = weighed, overlaps
         self._batch, self._header, self._hook = batch, header, hook
         self._factor, self._accumulated = factor, accumulated
         self._transport = world.current().transport
         self._buckets: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
         self._under_way: list[Future[torch.Tensor]] = []  # futures of the user's hook
+        self._unsent: list[torch.Tensor] = []  # buckets that are reduced with the last one
+        self._has_submitted = False
 
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         future: Future[torch.Tensor] = Future()
@@ -100,12 +120,16 @@ class StepPass:
         flat, trailer = bucket.buffer(), packed_at_end(self._header) if bucket.is_last() else b""
         if self._hook is None:
             self._weigh(bucket, 1.0)
+            if not bucket.is_last():
+                self._submit(flat)
+                return
+            self._land()
             trailers = self._transport.all_reduce(flat, trailer)
         else:
             self._weigh(bucket, float(self._transport.size))  # the hook takes the mean
             self._under_way.append(self._hook.start(bucket))
             if bucket.is_last():
-                self._land(self._hook)
+                self._wait_for(self._hook)
                 trailers = self._transport.all_reduce(torch.empty(0), trailer)
         if bucket.is_last():
             factor = conclude([StepHeader.unpack(each) for each in trailers], self._batch)
@@ -124,7 +148,29 @@ class StepPass:
             if earlier is not None:
                 _as_in_bucket(part, parameter).add_(earlier, alpha=scale)
 
-    def _land(self, hook: UserHook) -> None:
+    def _submit(self, flat: torch.Tensor) -> None:
+        if self._overlaps:
+            self._has_submitted = True
+            overlapped.add(partial(self._transport.all_reduce, flat))
+        else:
+            self._unsent.append(flat)
+
+    def _land(self) -> None:
+        """Wait for the buckets that are under way, and reduce the others before the last one. Raises the errors of
+        transports."""
+        self._has_submitted = False
+        overlapped.land(self._transport)
+        for flat in self._unsent:
+            self._transport.all_reduce(flat)
+
+    def end_overlap(self, reason: str) -> None:
+        """Wait until no reduction is under way; the transport is aborted if one was."""
+        if self._has_submitted:
+            self._has_submitted = False
+            self._transport.abort(reason)  # other ranks wait for the remaining buckets, which will not come
+            overlapped.finish()
+
+    def _wait_for(self, hook: UserHook) -> None:
         """Wait for the results of the user's hook."""
         values = [hook.wait(each) for each in self._under_way]
         self._buckets = [(future, value) for (future, _), value in zip(self._buckets, values, strict=True)]

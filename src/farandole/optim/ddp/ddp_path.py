@@ -14,7 +14,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from farandole.collectives import world
+from farandole.collectives.shared_memory_transport import SharedMemoryTransport
+from farandole.collectives.transport_choice import host_transport
+from farandole.collectives.world import World
 from farandole.errors import RecoverableError, StepError
+from farandole.machine import usable_cores
 from farandole.optim.ddp.ddp_passes import Accumulated, DroppedPass, Pass, PlainPass, StepPass, UserHook
 from farandole.optim.step_agreement import Weights, absorb, conclude_alone, digest, header_of
 from farandole.state import step
@@ -142,6 +146,7 @@ class DdpPath:
         return [place for place, each in enumerate(self.parameters) if id(each) in keys] if keys else []
 
     def _begin_pass(self) -> Pass:
+        self._pass.end_overlap("a backward pass ended before its last bucket, and another one was begun")
         batch = _undecided()
         if batch is None:
             return PlainPass(self.hook)
@@ -155,7 +160,8 @@ class DdpPath:
             )
         factor = self._factor(batch)
         header = header_of(batch, self._digest, self._weights.header_weight())
-        return StepPass(batch, header, factor, self._accumulated, self.hook, self._weighed)
+        overlaps = may_overlap(world.current())
+        return StepPass(batch, header, factor, self._accumulated, self.hook, self._weighed, overlaps)
 
     def _factor(self, batch: Batch) -> float:
         """Return the factor of this batch's gradients."""
@@ -256,8 +262,9 @@ class DdpPath:
                 parameter.grad.copy_(gradient)
 
     def end_overlap(self, reason: str) -> None:
-        """Note that the step ends undecided. Between two calls no reduction is under way."""
+        """Note that the step ends undecided, and wait until no reduction is under way."""
         self._has_stale = True
+        self._pass.end_overlap(reason)
 
     # Calls of the optimizers -----------------------------------------------------------------------------
 
@@ -296,6 +303,15 @@ class DdpPath:
             self.is_reduced = False
             return True
         return batch.index == 0
+
+
+def may_overlap(here: World) -> bool:
+    """Return whether buckets are reduced during backward: where tensors travel between hosts, so that a reduction
+    mostly waits, or over connections within a host that has a core for it."""
+    placement = here.placement
+    if placement.size == 1 or isinstance(host_transport(here.transport), SharedMemoryTransport):
+        return False
+    return placement.size > placement.local_size or usable_cores() > placement.local_size * torch.get_num_threads()
 
 
 def _undecided() -> Batch | None:

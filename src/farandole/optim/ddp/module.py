@@ -177,7 +177,9 @@ def _make_reducer(ddp: Any, path: DdpPath) -> None:
     ddp.logger = None
     ddp._farandole_group = ddp.process_group = ReducerGroup(path.used_before)
     if theirs[1] is not None:
-        ddp._bucket_config = _FinalBuckets(theirs[1], has_one=ddp.bucket_bytes_cap_default)
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        has_one = ddp.bucket_bytes_cap_default and nbytes < _SEVERAL_BYTES
+        ddp._bucket_config = _FinalBuckets(theirs[1], has_one)
     try:
         ddp._ddp_init_helper(parameters, sparse, names, False)
     finally:
@@ -189,10 +191,15 @@ def _make_reducer(ddp: Any, path: DdpPath) -> None:
     )
 
 
+_SEVERAL_BYTES = 8 << 20
+"""Size of a model from which several buckets are worth their latency. It depends on nothing that may differ between
+workers: a worker that joins later has the same buckets."""
+
+
 class _FinalBuckets:
     """The final limits of a DistributedDataParallel's buckets, from the beginning: those that the user has given, else
-    one bucket for all. Buckets are reduced when they are complete, not in the background, so several would only be
-    slower. torch before 2.13 does not ask for limits: there is one bucket then."""
+    torch's own, or one bucket for a small model. torch before 2.13 does not ask for limits: there is one bucket
+    then."""
 
     def __init__(self, theirs: Any, has_one: bool) -> None:
         self._theirs, self._has_one = theirs, has_one
