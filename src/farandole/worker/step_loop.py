@@ -229,6 +229,8 @@ class StepLoop:
             step.abort()
         if step.expects_micro_batch() and not has_to_regroup:
             self._state.begin_micro_batch()
+            if self._rehearsal is not None and self._state.is_strict:
+                self._rehearsal.end_shard()
         elif step.is_undecided():
             self._repeat(has_to_regroup)
         else:
