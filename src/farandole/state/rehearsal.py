@@ -43,8 +43,8 @@ class Rehearsal:
             self._before_step = self._changed()
 
     def end_shard(self) -> None:
-        """Compare, in strict mode, after a loop body that another one follows. How many of them a step has depends on the
-        number of workers, so each must begin with the same values. Buffers and GradScalers are restored already.
+        """Compare, in strict mode, after a loop body that another one follows. How many of them a step has depends on
+        the number of workers, so each must begin with the same values. Buffers and GradScalers are restored already.
 
         Raises:
             ConfigError: A parameter, an option of a parameter group or a scheduler has changed.
