@@ -291,7 +291,7 @@ class DataLoader(ElasticLoader):
         return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.hooks.rehearses())
 
     def _hand_out(self, is_rehearsal: bool) -> Any:
-        if is_rehearsal and not step.is_rehearsal():
+        if is_rehearsal and not (step.is_rehearsal() or self.is_over):
             self._rehearse_a_change()
         indexed, data = self._take()
         self.batch = indexed.batch

@@ -121,12 +121,14 @@ class LoaderPath:
         self._reduction.refuse_half_reduced()
         self._factor = self._weights.record(batch)
         self._overlaps, self._is_final = False, batch.is_last
+        is_second = self._body is BodyStatus.PASSED or (step.has_passed() and batch.global_batch.is_divided)
+        if batch.is_strict and is_second and not batch.is_padding:
+            raise StepError(
+                "a second backward pass for the same batch, in strict mode: the gradient of a shard is that of one "
+                "pass. Add the losses and call backward() once. What one optimizer's step() changes for the loss of "
+                "another one, as in a GAN, depends on the number of loop bodies of a step, and so on that of workers"
+            )
         if self._status is not _APPLIED and self._body is not _STEPPED and not batch.is_padding:
-            if batch.is_strict and self._body is BodyStatus.PASSED:
-                raise StepError(
-                    "a second backward pass for the same batch before optimizer.step(), in strict mode: the gradient "
-                    "of a shard is that of one pass. Add the losses and call backward() once"
-                )
             if self._status is GradientStatus.REDUCED:
                 self._reopen(batch)
             else:
@@ -212,8 +214,6 @@ class LoaderPath:
             self._reduction.drop()
             return
         try:
-            if batch.is_strict:
-                step.combine_shards(batch)
             self._reduction.add_up(batch, self._weights.header_weight())
         except RecoverableError:
             self._reduction.drop()
@@ -339,7 +339,8 @@ class LoaderPath:
         if self._body is BodyStatus.PASSED and (not batch.global_batch.is_divided or step.is_shared()):
             self._drop_pass()
             return True
-        return batch.index == 0
+        # After backward(), the first loop body may be the last one, too, whose gradients count as those of all others.
+        return batch.index == 0 and self._body is not BodyStatus.PASSED
 
     def _drop_pass(self) -> None:
         if self._before is None:

@@ -51,7 +51,9 @@ class ShardGradients(BucketedGradients):
         self._leaves: tuple[Leaf, ...] = ()
         self._repeated = RepeatedShards()
         self._first = self._nodes = 0
-        self._index = 0  # the place of the current shard among this rank's; behind the last one, none
+        self._index = 0  # the place of the current shard among this rank's; behind the last one, none or it is complete
+        self._begun = 0  # the place of the current shard, also when it is complete
+        self._batch: Batch | None = None  # the one that reduces
         self._filled: set[int] = set()  # parameters whose gradient of the current shard is taken
         self._is_audit = False  # the current shard is another rank's
         self._audited: dict[int, dict[int, int]] = {}  # digests of gradients, by parameter, of each audited shard
@@ -67,8 +69,9 @@ class ShardGradients(BucketedGradients):
         while len(self._rows) < self._division.rows(global_batch.place):
             self._rows.append(Buckets(self.parameters))
             self._rows[-1].cut(self._least_bytes)
-        self._index = 0
+        self._index = self._begun = 0
         self._filled.clear()
+        self._repeated.begin(global_batch)
         audit = global_batch.audit
         self._audited = {} if audit is None else {shard: {} for shard in _audited(audit, global_batch.place)}
 
@@ -78,7 +81,8 @@ class ShardGradients(BucketedGradients):
         self._digests = self._audited.get(batch.shard) if batch.samples else None
         if batch.is_audit:
             return  # it comes before all shards of this rank
-        self._close_shards(len(self._leaves) if batch.shard < 0 else batch.shard - self._first)
+        self._begun = len(self._leaves) if batch.shard < 0 else batch.shard - self._first
+        self._close_shards(self._begun)
 
     def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
         """Add `factor` times the parameter's `.grad` to the sums of the shards before it, as the tree requires."""
@@ -118,6 +122,7 @@ class ShardGradients(BucketedGradients):
     def reopen_shard(self) -> None:
         """Drop the gradients of the current shard; the caller restores the sums of those before it."""
         self._filled.clear()
+        self._index = self._begun
         if self._digests is not None:
             self._digests.clear()
 
@@ -128,7 +133,7 @@ class ShardGradients(BucketedGradients):
 
     def add_up(self, batch: Batch, own_weight: float) -> None:
         """Add up the shards of all ranks, and compare the results of those that are audited."""
-        global_batch = batch.global_batch
+        self._batch, global_batch = batch, batch.global_batch
         audited = (0, 0) if global_batch.audit is None else self._compared(global_batch.audit, global_batch.place)
         headers = self.reduce(header_of(batch, self._digest, own_weight, audited))
         factor = conclude(headers, batch)
@@ -165,6 +170,10 @@ class ShardGradients(BucketedGradients):
         return [flat for row in self._rows for flat in row.flats]
 
     def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
+        if trailer and self._batch is not None:
+            # Just before the last bucket: a thread may be reducing others until then, and more on one rank than on
+            # another.
+            step.combine_shards(self._batch)
         rows = [row.buckets[place].flat for row in self._rows[: self._nodes]]
         return with_shards(transport).all_reduce_shards(rows, self._division, trailer)
 

@@ -26,6 +26,7 @@ from farandole.collectives.transport import Transport
 from farandole.env import read_mkl_reproducibility
 from farandole.errors import ConfigError, StepError
 from farandole.state import loop_hooks, step
+from farandole.state.step import GlobalBatch
 
 logger = logging.getLogger("farandole")
 
@@ -96,21 +97,27 @@ class RepeatedShards:
     Their gradients must be equal to the last bit."""
 
     def __init__(self) -> None:
-        self._step = -1
+        # Decided steps, epoch and first position of the global batch.
+        self._now = self._rehearsed = (-1, -1, -1)
         self._digests: dict[tuple[int, int], int] = {}  # by shard and parameter, of the rehearsal
         self._different: list[torch.Tensor] = []
 
+    def begin(self, global_batch: GlobalBatch) -> None:
+        """Begin a global batch."""
+        self._now = loop_hooks.steps_decided(), global_batch.epoch, global_batch.start
+
     def compare(self, shard: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Note the gradient of a shard in a rehearsal, or compare it with the one of the rehearsal."""
-        decided = loop_hooks.steps_decided()
+        """Note the gradient of a shard in a rehearsal, or compare it with the one of the rehearsal; not with that of a
+        batch that is handed out behind the last one of an epoch, which has other samples."""
+        key = shard, id(parameter)
         if step.is_rehearsal():
-            self._step = decided
-            self._digests[shard, id(parameter)] = _crc(gradient)
+            self._rehearsed = self._now
+            self._digests[key] = _crc(gradient)
         elif self._digests:
-            if decided != self._step:
+            if self._now != self._rehearsed:
                 self._digests.clear()
                 return
-            before = self._digests.pop((shard, id(parameter)), None)
+            before = self._digests.pop(key, None)
             if before is not None and before != _crc(gradient):
                 self._different.append(parameter)
 

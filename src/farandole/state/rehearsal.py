@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from farandole.errors import ConfigError
 from farandole.state.metadata import is_same
@@ -41,6 +42,27 @@ class Rehearsal:
         if self._before_step is None:
             self._before_step = self._changed()
 
+    def end_shard(self) -> None:
+        """Compare, in strict mode, after a loop body that another one follows. How many of them a step has depends on
+        the number of workers, so each must begin with the same values. Buffers and GradScalers are restored already.
+
+        Raises:
+            ConfigError: A parameter, an option of a parameter group or a scheduler has changed.
+        """
+        # An average of weights is still equal to them. Of an optimizer's parameters only other values count: a body may
+        # clamp them each time.
+        averages = set(self._watched.changed(self._mark)).intersection(self._watched.changing[1])
+        live = self._watched.items()
+        changed = [name for name, each in live if name in averages or not are_equal(each, self._copies[name])]
+        if changed:
+            raise ConfigError(_message_of_shard(f"state.{changed[0]}", len(changed) - 1))
+        now = self._state.copy_of_metadata()
+        schedulers = {name for name in now["stateful"] if isinstance(getattr(self._state, name), LRScheduler)}
+        for part, names in (("stateful", schedulers), ("groups", now["groups"])):
+            for name in names:
+                if not is_same(self._metadata[part][name], now[part][name]):
+                    raise ConfigError(_message_of_shard(_PARTS[part].format(name)))
+
     def end(self) -> None:
         """Restore everything after the loop body. Raises ConfigError, with its name, for a value that differs."""
         changed, watched = self._changed(), self._watched
@@ -64,6 +86,15 @@ class Rehearsal:
         loop body may write others."""
         others = {name for name, live in self._watched.items() if not are_equal(live, self._copies[name])}
         return others | (set(self._watched.changed(self._mark)) - self._watched.trusted)
+
+
+def _message_of_shard(what: str, more: int = 0) -> str:
+    further = f" and {more} more" if more else ""
+    return (
+        f"strict mode: {what}{further} changed in a run of the loop body whose optimizer.step() made no step, since "
+        f"further shards of the global batch follow. It would change as often as a worker has shards, which depends on "
+        f"the number of workers. Change it in TorchState(after_step=[...]), or where optimizer.step() returns True"
+    )
 
 
 def _message(what: str, before: Any, after: Any) -> str:

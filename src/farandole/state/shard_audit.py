@@ -103,7 +103,8 @@ def judge(claims: Sequence[Claim], is_last: bool) -> frozenset[int] | None:
         right = set(steady) if len(steady) == 1 < len(repeated) else set()
     if len(right) != 1:
         return None
-    return frozenset(rank for rank, digest in claims if digest not in right)
+    wrong = frozenset(rank for rank, digest in claims if digest not in right)
+    return None if wrong == results.keys() else wrong  # the right result is one that no rank can repeat
 
 
 class Finding(msgspec.Struct, frozen=True):

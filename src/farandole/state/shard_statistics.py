@@ -59,14 +59,17 @@ class ShardStatistics:
         if batch.samples:
             self._by_shard[batch.shard] = self._flat().mul_(batch.weight)
 
+    def end_body(self, batch: Batch) -> None:
+        """Take the statistics of a loop body that had no backward pass: its forward passes count."""
+        if batch.global_batch is not self._global_batch or (batch.samples and batch.shard not in self._by_shard):
+            self.record(batch)
+
     def combine(self, batch: Batch, transport: Transport) -> None:
         """Add up the statistics of all shards. Raises the errors of transports."""
         division = batch.global_batch.division
         if not self.values or division is None:
             return
-        if batch.global_batch is not self._global_batch:
-            self._global_batch = batch.global_batch
-            self._by_shard.clear()
+        self.end_body(batch)
         start, stop = division.ranges[batch.global_batch.place]
         rows = [torch.zeros_like(self._flat()) for _ in range(division.rows(batch.global_batch.place))]
         for shard, leaf in zip(range(start, stop), leaves(start, stop, division.shards), strict=True):

@@ -149,6 +149,7 @@ class _OpenStep:
     weight: float | None = None
     is_weighed: bool = False
     is_rehearsal: bool = False
+    has_passed: bool = False
 
 
 _step = _OpenStep()
@@ -165,6 +166,7 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
             participant.begin_micro_batch()
     _step.status, _step.batch = ABORTED if is_rehearsal else OPEN, batch
     _step.weight, _step.is_weighed, _step.is_rehearsal = None, False, is_rehearsal
+    _step.has_passed = False
     if is_rehearsal and _observer is not None:
         _observer.aborted()
 
@@ -222,8 +224,14 @@ def expects_micro_batch() -> bool:
 
 def end_pass(batch: Batch) -> None:
     """Note that a backward pass of a batch of strict mode has ended, and counts."""
+    _step.has_passed = True
     if _observer is not None:
         _observer.pass_ended(batch)
+
+
+def has_passed() -> bool:
+    """Return whether a backward pass of the current batch of strict mode has ended, and counts: of any optimizer."""
+    return _step.has_passed
 
 
 def combine_shards(batch: Batch) -> None:

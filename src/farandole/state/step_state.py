@@ -265,6 +265,9 @@ class StepState(TorchState):
         for scaler, saved in self._scalers:
             load_stateful(scaler, saved)
         if self.is_strict:
+            batch = step.batch()
+            if batch is not None and not step.is_aborted():
+                self._statistics_by_shard().end_body(batch)
             # BatchNorm writes its statistics without a new version (torch 2.13, native_functions.yaml,
             # native_batch_norm).
             changed = [each for each, version in self._buffers if each._version != version]

@@ -229,6 +229,8 @@ class StepLoop:
             step.abort()
         if step.expects_micro_batch() and not has_to_regroup:
             self._state.begin_micro_batch()
+            if self._rehearsal is not None and self._state.is_strict:
+                self._rehearsal.end_shard()
         elif step.is_undecided():
             self._repeat(has_to_regroup)
         else:
@@ -329,8 +331,10 @@ class StepLoop:
             )
         self.agree([each[2] for each in by_rank])
         self._watch.compare([each[3] for each in by_rank], is_sample=True)
-        if state.digests.is_suspicious and not self._mend():
-            return False
+        if state.digests.is_suspicious:
+            if not self._mend():
+                return False
+            state_hash = state_hash and state.hash()  # of the mended state
         if self._records is not None:
             self._records.epoch_ended()
         if state_hash:

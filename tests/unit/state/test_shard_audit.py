@@ -69,6 +69,7 @@ def test_a_further_round_has_the_same_shards_and_other_auditors() -> None:
         pytest.param([(0, 1), (1, 2), (0, 3), (1, 4)], True, None, id="neither of two can"),
         pytest.param([(0, 1), (1, 2), (0, 1), (2, 3)], True, None, id="three results"),
         pytest.param([(0, 1), (1, 2), (0, 3), (2, 2)], False, {0}, id="another wrong result each time"),
+        pytest.param([(0, 1), (1, 2), (0, 2), (1, 3)], True, None, id="each of two has had the other one's result"),
     ],
 )
 def test_the_results_tell_who_was_wrong(

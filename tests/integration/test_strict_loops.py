@@ -1,0 +1,93 @@
+"""Strict mode with loops as people write them: the same bits in every world, or an error in every world."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import SCRIPTS, farandole_run
+
+SCRIPT = SCRIPTS / "strict_loops_job.py"
+
+
+def results(output: str) -> set[tuple[str, float]]:
+    """The hash of each worker, and its smallest running variance."""
+    found = re.findall(r"rank \d+ of \d+: ([0-9a-f]{64}) after 6 steps, variances from (\S+)", output)
+    return {(state_hash, float(least)) for state_hash, least in found}
+
+
+def run_job(*arguments: str, flags: tuple[str, ...] = ("-np", "2")) -> subprocess.CompletedProcess[str]:
+    return farandole_run("-q", *flags, sys.executable, str(SCRIPT), *arguments, timeout_s=120.0)
+
+
+def results_of_job(*arguments: str, flags: tuple[str, ...] = ("-np", "2")) -> set[tuple[str, float]]:
+    done = run_job(*arguments, flags=flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return results(done.stdout)
+
+
+@cache
+def result_alone(*arguments: str) -> tuple[str, float]:
+    """The result of a single process without a launcher."""
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = results(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_statistics_are_added_up_while_buckets_are_reduced_in_the_background(transport: str) -> None:
+    arguments = ("--loop", "ManyBuckets")
+    found = results_of_job(*arguments, "--audit", "1", flags=("-np", "2", "--transport", transport))
+    assert found == {result_alone(*arguments)}
+
+
+@pytest.mark.parametrize("shards", ["2", "4"])
+@pytest.mark.parametrize("loop", ["SkippedLoss", "DroppedGradients", "DroppedGradientsOfOne", "ClampedWeights"])
+def test_these_loops_train_the_same_bits_in_every_world(loop: str, shards: str) -> None:
+    arguments = ("--loop", loop, "--shards", shards)
+    assert results_of_job(*arguments) == {result_alone(*arguments)}
+
+
+def test_a_loop_body_without_a_backward_pass_leaves_the_statistics_of_its_forward_pass() -> None:
+    assert result_alone("--loop", "SkippedLoss", "--shards", "4")[1] > 0.1
+
+
+@pytest.mark.parametrize("shards", ["2", "4"])
+def test_a_loss_that_depends_on_the_step_of_another_optimizer_is_refused_alone_too(shards: str) -> None:
+    command = [sys.executable, str(SCRIPT), "--loop", "Gan", "--shards", shards]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "a second backward pass for the same batch, in strict mode" in done.stderr
+
+
+@pytest.mark.parametrize("shards", ["2", "4"])
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [("SchedulerInBody", "state.scheduler"), ("AverageInBody", "state.average.module.0.weight and 5 more")],
+)
+def test_what_changes_as_often_as_a_worker_has_shards_is_named(loop: str, name: str, shards: str) -> None:
+    done = run_job("--loop", loop, "--shards", shards)
+    assert done.returncode != 0
+    assert f"strict mode: {name} changed in a run of the loop body" in done.stdout + done.stderr
+
+
+def test_a_loss_may_depend_on_the_epoch_when_a_worker_is_lost_behind_its_batches() -> None:
+    assert len(results_of_job("--loop", "LossOfEpoch")) == 1
+
+
+def test_the_hash_at_the_end_of_an_epoch_is_that_of_the_mended_state(tmp_path: Path) -> None:
+    found = []
+    for loop in ("Loop", "ChangedWeight"):
+        events = tmp_path / loop
+        results_of_job("--loop", loop, flags=("-np", "3", "--events", str(events)))
+        lines = map(json.loads, events.read_text().splitlines())
+        found.append([each["hash"] for each in lines if each["event"] == "StateHash"])
+    assert len(found[0]) == 2
+    assert found[1] == found[0]
