@@ -15,6 +15,7 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.errors import ConfigError, GenerationEnded, StepError
 from farandole.membership import GenerationId, Placement
+from farandole.optim.ddp.ddp_path import may_overlap
 from farandole.optim.ddp.module import adopt, path_of
 from farandole.optim.distributed_optimizer import DistributedOptimizer
 from farandole.optim.step_agreement import weight
@@ -523,3 +524,21 @@ def test_a_group_of_others_cannot_follow(alone: AloneTransport) -> None:
             adopt([ddp], [])
 
     run_workers(2, worker)
+
+
+# Overlap -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placement", "overlaps"),
+    [
+        pytest.param(Placement(0, 1, 0, 1, 0, 1), False, id="alone"),
+        pytest.param(Placement(0, 2, 0, 1, 0, 2), True, id="between hosts"),
+        pytest.param(Placement(0, 512, 0, 512, 0, 1), False, id="no core to spare"),
+    ],
+)
+def test_buckets_are_reduced_during_backward_between_hosts_and_where_a_core_is_free(
+    placement: Placement, overlaps: bool
+) -> None:
+    here = world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1))
+    assert may_overlap(here) is overlaps
