@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 from farandole.collectives.connection_pair import DTYPES
 from farandole.collectives.p2p_transport import P2PTransport
-from farandole.collectives.point_to_point import CHANNEL, Endpoint, PointToPoint
-from farandole.collectives.ring import OnBroken
-from farandole.collectives.ring_builder import DataListener
+from farandole.collectives.point_to_point import CHANNEL, PointToPoint
 from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.membership import GenerationId
 from farandole.wire.authentication import PROOF_BYTES, Introduction
 from farandole.wire.channel import frame
-from tests.support.rings import CHALLENGE_BYTES, KEY, hello, in_threads
+from tests.support.rings import CHALLENGE_BYTES, P2P_GENERATION, hello, in_threads, p2p_group
 
-GENERATION = GenerationId(1, 1, 7, "nonce")
 SUBJECT = b"s" * 16
-
-
-@contextmanager
-def p2p_group(size: int, on_broken: OnBroken | None = None) -> Iterator[list[PointToPoint]]:
-    listeners = [DataListener() for _ in range(size)]
-    everybody = [Endpoint(f"w{rank}", listener.address) for rank, listener in enumerate(listeners)]
-    made = [
-        PointToPoint(listener, GENERATION, KEY, rank, everybody, on_broken) for rank, listener in enumerate(listeners)
-    ]
-    for p2p in made:
-        p2p.open()
-    try:
-        yield made
-    finally:
-        for p2p in made:
-            p2p.close()
 
 
 def test_large_letters_cross_each_other() -> None:
@@ -120,7 +99,7 @@ def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("dialer", "generation", "channel"),
-    [("w9", GENERATION, CHANNEL), ("w1", GenerationId(1, 1, 6, "nonce"), CHANNEL), ("w1", GENERATION, 0)],
+    [("w9", P2P_GENERATION, CHANNEL), ("w1", GenerationId(1, 1, 6, "nonce"), CHANNEL), ("w1", P2P_GENERATION, 0)],
 )
 def test_a_caller_of_another_job_generation_or_channel_is_hung_up_on(
     dialer: str, generation: GenerationId, channel: int
@@ -133,7 +112,7 @@ def test_a_caller_of_another_job_generation_or_channel_is_hung_up_on(
 def test_nobody_writes_who_does_not_know_the_key() -> None:
     with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
         expected = one.expect(1, b"trailer")
-        sock.sendall(hello(Introduction(GENERATION, "w1", "w0", CHANNEL)))
+        sock.sendall(hello(Introduction(P2P_GENERATION, "w1", "w0", CHANNEL)))
         assert len(sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
         sock.sendall(frame(bytes(PROOF_BYTES)))
         assert sock.recv(100) == b""

@@ -19,7 +19,8 @@ from farandole.collectives.hierarchical_transport import share_memory_within_hos
 from farandole.collectives.host_layout import layout
 from farandole.collectives.kept_group import KeptGroup
 from farandole.collectives.nccl_transport import NcclGroups
-from farandole.collectives.ring import RingTransport
+from farandole.collectives.point_to_point import Endpoint, PointToPoint
+from farandole.collectives.ring import OnBroken, RingTransport
 from farandole.collectives.ring_builder import DataListener, RingBuilder
 from farandole.collectives.shared_memory_transport import share_memory
 from farandole.collectives.transport import Reduction, Transport
@@ -32,6 +33,9 @@ from farandole.wire.messages import Start
 
 DEADLINE_S = 20.0
 KEY = secrets.token_bytes(32)
+
+P2P_GENERATION = GenerationId(1, 1, 7, "nonce")
+"""That of p2p_group()."""
 
 HOSTS = {1: [0], 2: [0, 1], 3: [0, 0, 1], 4: [0, 0, 1, 1]}
 """For a hierarchical transport: where each rank is, for each size."""
@@ -178,6 +182,32 @@ def ring(size: int, check: Callable[[], None] | None = None, choice: str = "tcp"
         finally:
             for transport in built.transports:
                 transport.close()
+
+
+@contextmanager
+def p2p_group(
+    size: int,
+    on_broken: OnBroken | None = None,
+    memories: Sequence[str | None] | None = None,
+    check: Callable[[], None] | None = None,
+) -> Iterator[list[PointToPoint]]:
+    """The messages of each rank of a generation; `memories` says with whom each one can share memory."""
+    opened = [DataListener() for _ in range(size)]
+    endpoints = [
+        Endpoint(f"w{rank}", listener.address, memories[rank] if memories else None)
+        for rank, listener in enumerate(opened)
+    ]
+    made = [
+        PointToPoint(listener, P2P_GENERATION, KEY, rank, endpoints, on_broken, check)
+        for rank, listener in enumerate(opened)
+    ]
+    for p2p in made:
+        p2p.open()
+    try:
+        yield made
+    finally:
+        for p2p in made:
+            p2p.close()
 
 
 def second_generation(opened: list[DataListener], number: int, check: Callable[[], None] | None) -> Ring:

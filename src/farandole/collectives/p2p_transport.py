@@ -1,4 +1,5 @@
-"""Collectives of some ranks, made of messages between them. Subgroups of torch.distributed use it."""
+"""Collectives of some ranks, made of messages between them. Subgroups of torch.distributed use it where their members
+cannot share memory (subgroup_transport.py)."""
 
 from __future__ import annotations
 

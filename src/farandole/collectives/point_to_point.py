@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+from farandole.collectives.connection_pair import Broken
 from farandole.collectives.dialer import Dialer
 from farandole.collectives.encrypted_socket import DataSocket, EncryptedSocket, has_input
 from farandole.collectives.ring import OnBroken
@@ -31,6 +32,7 @@ from farandole.wire.authentication import Introduction
 from farandole.wire.sockets import can_write
 
 _SLICE_S = 1.0
+_END_OF_FILE = "end of file"
 
 # The time for the receiver to open its PointToPoint, which it does when its process group is made.
 _CONNECT_TIMEOUT_S = 120.0
@@ -38,10 +40,17 @@ _CONNECT_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A worker of the generation, with the address at which the others reach it."""
+    """A worker of the generation.
+
+    Attributes:
+        worker: Its id.
+        address: The address at which the others reach it.
+        memory: The same for all workers that can share memory with each other; None where this one shares none.
+    """
 
     worker: str
     address: DataAddress
+    memory: str | None = None
 
 
 class PointToPoint:
@@ -72,6 +81,7 @@ class PointToPoint:
         self._changed = threading.Condition()
         self._gone: set[int] = set()
         self._abort_reason: str | None = None
+        self._next_check_s = now_s() + _SLICE_S
         self._outgoing: dict[int, DataSocket] = {}
         self._sending = [threading.Lock() for _ in endpoints]
         self._incoming: Incoming | None = None
@@ -105,7 +115,7 @@ class PointToPoint:
 
         Raises PeerLost and GenerationEnded.
         """
-        self._raise_if_ended("send")
+        self.raise_if_ended("send")
         self.open()
         if target == self.rank:
             self._deliver(P2PMessage(target, _filled(subject), bytearray(b"".join(bytes(part) for part in parts))))
@@ -127,7 +137,7 @@ class PointToPoint:
 
     def expect(self, source: int | None, subject: bytes) -> Expected:
         """Register for the next message of this subject from `source`, or from any rank: for wait_for()."""
-        self._raise_if_ended("receive")
+        self.raise_if_ended("receive")
         self.open()
         with self._changed:
             return self._messages.expect(source, _filled(subject))
@@ -149,9 +159,9 @@ class PointToPoint:
                     if expected.message is not None:
                         return True
                     is_lost = expected.source in self._gone
-                self._raise_if_ended("receive")
+                self.raise_if_ended("receive")
                 if is_lost and expected.source is not None:
-                    self._end_by_loss("receive", expected.source, "end of file")
+                    self._end_by_loss("receive", expected.source, _END_OF_FILE)
                 if now_s() >= deadline_s:
                     return False
                 if self._check is not None:
@@ -159,6 +169,35 @@ class PointToPoint:
 
     def receive(self, source: int, subject: bytes) -> bytearray:
         return self.wait_for(self.expect(source, subject)).content
+
+    # For ranks that wait for each other in shared memory: subgroup_transport.py ----------------------------------
+
+    def share_a_host(self, ranks: Sequence[int]) -> bool:
+        """Return whether these ranks may share memory. All ranks of the generation get the same answer."""
+        memories = {self._endpoints[rank].memory for rank in ranks}
+        return len(memories) == 1 and None not in memories
+
+    def interruption(self, sources: Sequence[int]) -> Broken | None:
+        """Return the reason to stop waiting for these ranks, without waiting; None: there is none.
+
+        Each of them must have sent a message before, by whose connection its end is noticed. Raises the errors of
+        `check`.
+        """
+        if self._check is not None and now_s() >= self._next_check_s:
+            self._next_check_s = now_s() + _SLICE_S
+            self._check()
+        with self._changed:
+            if self._abort_reason is not None or not self._gone.isdisjoint(sources):
+                return Broken("receive", self._abort_reason or _END_OF_FILE)
+        return None
+
+    def end_by_loss(self, op: str, sources: Sequence[int]) -> NoReturn:
+        """Raise the error of such an interruption: PeerLost or GenerationEnded."""
+        with self._changed:
+            lost = next((rank for rank in sources if rank in self._gone), None)
+        self.raise_if_ended(op)
+        assert lost is not None, f"{op} was interrupted without a cause"
+        self._end_by_loss(op, lost, _END_OF_FILE)
 
     def abort(self, reason: str) -> None:
         """Make waiting calls, and every later one, raise GenerationEnded. Callable from any thread."""
@@ -216,7 +255,7 @@ class PointToPoint:
             sock = self._dial(target)
             with self._changed:
                 self._outgoing[target] = sock
-            self._raise_if_ended("send")
+            self.raise_if_ended("send")
         return sock
 
     def _dial(self, target: int) -> DataSocket:
@@ -228,7 +267,7 @@ class PointToPoint:
             dialer = Dialer(selector, to.address, ours, self._key, own, tls)
             try:
                 while not dialer.is_done:
-                    self._raise_if_ended("connect")
+                    self.raise_if_ended("connect")
                     dialer.dial_if_due()
                     wait_s = _SLICE_S if dialer.retry_at_s is None else max(0.0, dialer.retry_at_s - now_s())
                     events = selector.select(min(wait_s, _SLICE_S))
@@ -251,15 +290,16 @@ class PointToPoint:
                 if not can_write(sock, _SLICE_S) and self._check is not None:
                     self._check()
 
-    def _end_by_loss(self, op: str, rank: int, detail: str) -> None:
-        self._raise_if_ended(op)
+    def _end_by_loss(self, op: str, rank: int, detail: str) -> NoReturn:
+        self.raise_if_ended(op)
         error = PeerLost(op, self.generation, rank, detail)
         self.abort(str(error))
         if self._on_broken is not None:
             self._on_broken(self._endpoints[rank].worker, op, detail)
         raise error
 
-    def _raise_if_ended(self, op: str) -> None:
+    def raise_if_ended(self, op: str) -> None:
+        """Raise GenerationEnded, in the name of the operation `op`, after abort() or close()."""
         if self._abort_reason is not None:
             raise GenerationEnded(op, self.generation, self._abort_reason)
 

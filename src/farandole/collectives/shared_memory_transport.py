@@ -29,7 +29,7 @@ from farandole.collectives.shared_memory_tensors import (
     open_segment,
     readable,
 )
-from farandole.collectives.transport import Reduction
+from farandole.collectives.transport import Reduction, Transport
 from farandole.liveness.status_reporting import WaitingForPeers
 from farandole.machine import may_spin, now_s
 
@@ -206,7 +206,8 @@ def _syscall() -> Callable[..., int]:
     return call
 
 
-_PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+"""The size of the pieces in which a tensor in private memory moves."""
 
 
 class SharedMemoryTransport:
@@ -221,7 +222,7 @@ class SharedMemoryTransport:
     def __init__(self, ring: RingTransport, control_blocks: Sequence[ControlBlock]) -> None:
         self._ring, self._rank, self._size = ring, ring.rank, ring.size
         self._group = SharedMemoryGroup(
-            ring.rank, range(ring.size), control_blocks, ring.interruption, ring.end_by, _PIECE_BYTES
+            ring.rank, range(ring.size), control_blocks, ring.interruption, ring.end_by, PIECE_BYTES
         )
 
     @property
@@ -325,9 +326,13 @@ class ControlBlockRefs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnControlBlocks:
-    """A rank's control blocks for `count` transports, which are not read by the others yet."""
+    """A rank's control blocks for `count` transports, which are not read by the others yet.
+
+    `rank` is its name in messages about problems.
+    """
 
     def __init__(self, rank: int, count: int) -> None:
+        self._rank = rank
         self._control_blocks: list[ControlBlock] = []
         self._hide: list[Callable[[], object]] = []
         refs: list[SegmentRef] = []
@@ -344,12 +349,12 @@ class OwnControlBlocks:
         """The answer to the others."""
 
     def open_those_of(
-        self, ring: RingTransport, mates: Sequence[int], received: Sequence[ControlBlockRefs]
+        self, ring: Transport, mates: Sequence[int], received: Sequence[ControlBlockRefs]
     ) -> list[ControlBlocks] | str:
         """Open, for each transport, the control blocks of `mates`, the ranks of this rank's host, itself included.
 
-        Returns, on all ranks of the ring alike, the reason where that is impossible. All ranks of the ring call it at
-        once; `received` are their answers. Raises PeerLost and GenerationEnded.
+        Returns, on all ranks of the ring, or of a group of messages, alike, the reason where that is impossible. All
+        of them call it at once; `received` are their answers. Raises PeerLost and GenerationEnded.
         """
         problem, opened = self.refs.problem, list[ControlBlocks]()
         if all(received[rank].refs for rank in mates):
@@ -362,7 +367,7 @@ class OwnControlBlocks:
                     for number, control_block in enumerate(self._control_blocks)
                 ]
             except OSError as error:
-                problem = f"rank {ring.rank} cannot read the memory of another rank: {error}"
+                problem = f"rank {self._rank} cannot read the memory of another rank: {error}"
         problems = [each.decode() for each in ring.all_gather(problem.encode()) if each]
         for hide in self._hide:
             hide()  # all ranks have opened the control blocks, or none uses them
@@ -379,9 +384,12 @@ def share_memory(ring: RingTransport, control_blocks: ControlBlocks | None = Non
     return shared if isinstance(shared, str) else SharedMemoryTransport(ring, shared)
 
 
-def share_control_blocks(ring: RingTransport, mates: Sequence[int]) -> ControlBlocks | str:
-    """Return the control blocks of `mates` for one transport of all ranks, as OwnControlBlocks.open_those_of()."""
-    own = OwnControlBlocks(ring.rank, 1)
+def share_control_blocks(ring: Transport, mates: Sequence[int], name: int | None = None) -> ControlBlocks | str:
+    """Return the control blocks of `mates` for one transport of all ranks, as OwnControlBlocks.open_those_of().
+
+    `name` is this rank's in messages about problems, if that is not its rank.
+    """
+    own = OwnControlBlocks(ring.rank if name is None else name, 1)
     received = ring.all_gather(msgspec.msgpack.encode(own.refs))
     opened = own.open_those_of(ring, mates, [msgspec.msgpack.decode(each, type=ControlBlockRefs) for each in received])
     return opened if isinstance(opened, str) else opened[0]

@@ -16,6 +16,7 @@ from farandole.collectives.connection_pair import as_bytes, byte_view
 from farandole.collectives.p2p_transport import P2PTransport
 from farandole.collectives.shared_memory_exchange import Wanted
 from farandole.collectives.shared_memory_transport import SharedMemoryTransport
+from farandole.collectives.subgroup_transport import SubgroupTransport
 from farandole.collectives.transport import Reduction, Transport
 from farandole.collectives.transport_choice import host_transport
 from farandole.errors import CollectiveMismatch
@@ -161,14 +162,14 @@ def all_to_all_single(
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-def _sharing_memory(transport: Transport) -> SharedMemoryTransport | None:
+def _sharing_memory(transport: Transport) -> SharedMemoryTransport | SubgroupTransport | None:
     """Return the transport if all its ranks share memory: then each reads only what it needs of the others' tensors.
 
     Other ranks send each other messages in a subgroup; else tensors are broadcast, and each drops what it does not
     need.
     """
     host = host_transport(transport)
-    return host if isinstance(host, SharedMemoryTransport) else None
+    return host if isinstance(host, SharedMemoryTransport | SubgroupTransport) else None
 
 
 def gather_tensors(transport: Transport, mine: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ from farandole.process_group.torch_versions import (
     have_no_flight_recorder,
     have_shutdown_called,
 )
-from farandole.process_group.works import JOB, Everybody, Some
+from farandole.process_group.works import JOB, Everybody, Some, forget_failure
 
 _init: Callable[[], None] | None = None
 _made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: the number of earlier ones
@@ -167,7 +167,12 @@ def _follow(entered: world.World | None) -> None:
     if isinstance(group, FarandoleGroup) and group.members.worlds is not JOB:
         return  # its members have nothing to do with the job
     _made.clear()
-    if entered is not None and isinstance(group, FarandoleGroup):
+    if not isinstance(group, FarandoleGroup):
+        return
+    forget_failure()
+    if entered is None:
+        _forget_subgroups()
+    else:
         _open_p2p(entered)
         _renew(group, entered)
 

@@ -18,8 +18,8 @@ from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.background import Background
 from farandole.collectives.connection_pair import as_bytes
-from farandole.collectives.p2p_transport import P2PTransport
 from farandole.collectives.point_to_point import Expected, P2PMessage, PointToPoint
+from farandole.collectives.subgroup_transport import SubgroupTransport, connect_members
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError, StepError
 from farandole.process_group.c10d_collectives import in_place
@@ -187,6 +187,12 @@ def failure() -> RecoverableError | None:
     if _seen is None or not world.is_entered() or _seen[0] is not world.current():
         return None
     return _seen[1]
+
+
+def forget_failure() -> None:
+    """Release the error of the last generation: its traceback refers to the memory of the operation that has failed."""
+    global _seen
+    _seen = None
 
 
 # The worlds of a group, one after the other ---------------------------------------------------------------------------
@@ -404,7 +410,9 @@ class Some:
 
     def forget(self) -> None:
         """Release the transport, so that a group that outlives its generation does not hold memory."""
-        self._transport = None
+        transport, self._transport = self._transport, None
+        if isinstance(transport, SubgroupTransport):  # others hold nothing of their own, or are those of all ranks
+            transport.close()
 
     def _connect(self, here: world.World, op: str) -> Transport:
         is_main = threading.current_thread() is threading.main_thread()
@@ -412,7 +420,7 @@ class Some:
             return here.transport  # all ranks make the same calls on both, in the same order
         if len(self._ranks) == 1:
             return AloneTransport(here.id.number)
-        return P2PTransport(_p2p_of(here, op), self._ranks, self._digest)
+        return connect_members(_p2p_of(here, op), self._ranks, self._digest)
 
     def _require_own_world(self, op: str) -> world.World:
         here = self.worlds.begin(op)

@@ -191,7 +191,11 @@ class WorldBuilder:
         return start.placement.size > 1 and self._current().transport not in ("tcp", "gloo")
 
     def _p2p(self, listener: DataListener, start: Start, directory: list[Member]) -> PointToPoint:
-        endpoints = [Endpoint(member.worker, member.p2p) for member in directory]
+        endpoints = [
+            # A worker without control blocks has no shared memory, or was told to use none.
+            Endpoint(member.worker, member.p2p, member.host if member.control_blocks.refs else None)
+            for member in directory
+        ]
         number, rank = start.id.number, start.placement.rank
         p2p = PointToPoint(listener, start.id, start.data_key, rank, endpoints, self._reporter(number), self._check)
         self._register(start, p2p)
