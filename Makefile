@@ -16,9 +16,9 @@ test: $(READY)  ## all tests but the long chaos runs and those of the engines, o
 	@echo "Running the tests, with real processes and real kills; this takes some ten minutes ..."
 	@$(BIN)/python -m pytest -n $${LANES:-3} --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser --ignore tests/trackers
 
-test-hosts: $(READY)  ## of the engines' tests those that this machine has the programs for: sshd, Slurm, mpirun; installs nothing
-	@echo "Running the tests of hosts that are started by ssh, Slurm or mpirun, as far as these are installed ..."
-	@$(BIN)/python -m pytest tests/engines
+test-hosts: $(READY)  ## of the engines' tests those that this machine has the programs for: sshd, Slurm, mpirun; ENGINE=ssh: only these; installs nothing
+	@echo "Running the tests of hosts that are started by $(if $(ENGINE),$(ENGINE),ssh or Slurm or mpirun), as far as these are installed ..."
+	@$(BIN)/python -m pytest tests/engines $(if $(ENGINE),-k $(ENGINE))
 
 test-engines: $(READY)  ## the engines' tests; installs what they need: packages of Debian, as root, and of PyPI, in .venv-engines
 	@missing=$$(for each in sshd:openssh-server srun:slurm-wlm munged:munge mpirun:openmpi-bin java:default-jre-headless etcd:etcd-server; do \
