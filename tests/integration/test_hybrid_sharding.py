@@ -62,13 +62,9 @@ def test_a_killed_worker_is_replaced_and_the_parameters_are_those_of_one_process
         *("-np", "4", sys.executable, str(SCRIPTS / "sharded_job.py")), *("--save", str(saved), "--kill", "backward")
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    worlds = sorted({(each["batch"], each["size"], each["replicas"], each["shards"]) for each in entered(done.stdout)})
-    # In between each of the three has the whole, made of the shards of the replica that is whole still. They wait for
-    # the newcomer at batch 25, before which it may join, too.
-    assert worlds[:2] == [(0, 4, 2, 2), (10, 3, 3, 1)]
-    ((joined_at, *after),) = worlds[2:]
-    assert 10 < joined_at <= 25
-    assert after == [4, 2, 2]
+    worlds = {(each["batch"], each["size"], each["replicas"], each["shards"]) for each in entered(done.stdout)}
+    # In between each of the three has the whole, made of the shards of the replica that is whole still.
+    assert worlds == {(0, 4, 2, 2), (10, 3, 3, 1), (25, 4, 2, 2)}
     check_equal(saved, one_process(*data(), BATCHES))
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -47,6 +48,10 @@ parser.add_argument("--checkpoint", help="a folder, written at one batch before 
 options = parser.parse_args()
 
 torch.set_num_threads(1)
+killed, held = Path(f"{options.save}.killed"), Path(f"{options.save}.held")
+deadline_s = time.monotonic() + 60
+while killed.exists() and not held.exists() and time.monotonic() < deadline_s:
+    threading.Event().wait(0.02)  # a newcomer joins when the others wait for it, and not before
 fd.init(default_group=True)
 images, labels = data()
 state = ShardedState(build, 2, options.checkpoint, batch=0)
@@ -54,6 +59,7 @@ state = ShardedState(build, 2, options.checkpoint, batch=0)
 
 def die_in(place: str) -> None:
     if place == options.kill and state.batch == KILLED_AT and fd.generation() == 1 and fd.rank() == fd.size() - 1:
+        killed.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -64,6 +70,7 @@ def train(state: ShardedState) -> None:
     sys.stdout.flush()
     while state.batch < STEPS:
         while state.batch == HOLD_AT and 1 < fd.size() < 4:
+            held.touch()
             threading.Event().wait(0.02)  # the newcomer needs a core to start
             state.check_host_updates()
         first = state.batch * BATCH % len(images)
