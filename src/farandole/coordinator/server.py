@@ -835,6 +835,9 @@ class Coordinator:
     def _handle(self, agent: str, channel: Channel[AgentMessage], message: AgentMessage) -> None:
         if self._channels.get(agent) is not channel:
             return  # Outdated: the agent was declared lost, or has connected again.
+        if isinstance(message, Heartbeat):  # first, because they are most messages of a large job
+            self._on_heartbeat(agent, message)
+            return
         if isinstance(message, AgentHello):
             raise ProtocolError(f"agent {agent} sent AgentHello twice")
         if isinstance(message, WorkersTold):
@@ -846,8 +849,6 @@ class Coordinator:
             self._sessions[agent].log.handled += 1
         if agent not in self._heartbeats:
             self._silence.record(agent, self._clock.now_s())
-        elif isinstance(message, Heartbeat):
-            self._heartbeats.record(agent, message.sequence, message.received or 0)
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
         elif isinstance(message, ReturnPart):
@@ -855,17 +856,22 @@ class Coordinator:
                 self._function.on_return(message)
             self._send(agent, PartReceived(message.worker))
             self.commit()
-        elif isinstance(message, Heartbeat):
-            if message.workers is not None:
-                self._hang_detector.record(agent, message.workers, self._clock.now_s())
-            if message.telemetry is not None:
-                self._telemetry[agent] = message.telemetry
         elif isinstance(message, StacksWritten):
             self._commands.stacks.on_written(message)
         else:
             if isinstance(message, WorkerExited | WorkerDying):
                 self._report_steps()
             self._report(AgentReported(agent, message))
+
+    def _on_heartbeat(self, agent: str, message: Heartbeat) -> None:
+        if agent in self._heartbeats:
+            self._heartbeats.record(agent, message.sequence, message.received or 0)
+        else:
+            self._silence.record(agent, self._clock.now_s())
+        if message.workers is not None:
+            self._hang_detector.record(agent, message.workers, self._clock.now_s())
+        if message.telemetry is not None:
+            self._telemetry[agent] = message.telemetry
 
     async def _close(self) -> None:
         self._listener.close()
