@@ -1,18 +1,19 @@
 """What it costs a job to be observed: step time, and CPU time, in turns within one job of two workers.
 
-python -m benchmarks.observation_cost                          # five minutes; the machine has nothing else to do
+python -m benchmarks.observation_cost                          # six minutes; the machine has nothing else to do
 
 none     nobody looks: the page's process and its readers are stopped, and the loop logs nothing
 pages    20 pages are open, and metrics are scraped each second
-all      one page is open, metrics are scraped each second, and the loop calls state.log() and Tracker.log() in each
-         step; the job has --events, --progress always and, where OpenTelemetry is installed, --traces
+all      one page is open, metrics are scraped each second, and the loop calls state.log() in each step; the job has
+         --events, --progress always and, where OpenTelemetry is installed, --traces
+tracked  the same, and the loop also calls Tracker.log() in each step, which writes a file
 
-The turns are those of the same processes, since two jobs differ by more than what is measured; each round has all three
-in another order. The program that reads the pages, in place of browsers on other machines, needs the same cores, and is
-a part of what is measured. A ratio is the mean over all rounds, without the highest and the lowest fifth of them, with
-the interval in which it is with a probability of 95 % (bootstrap). "Fast steps" are those of which three quarters are
-slower: other programs on the machine change them least. They have what a step itself costs; what processes beside it
-cost is CPU time of the cores that they share.
+The turns are those of the same processes, since two jobs differ by more than what is measured; each round has all of
+them in another order. The program that reads the pages, in place of browsers on other machines, needs the same cores,
+and is a part of what is measured. A ratio is the mean over all rounds, without the highest and the lowest fifth of
+them, with the interval in which it is with a probability of 95 % (bootstrap). "Fast steps" are those of which three
+quarters are slower: other programs on the machine change them least. They have what a step itself costs; what processes
+beside it cost is CPU time of the cores that they share.
 
 What cannot change with the turns, the progress line and the file of events, is measured as CPU time of the launcher and
 the coordinator, in a job that has them, the page and a reader, and in one without. What each step calls is measured in
@@ -44,7 +45,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-CONDITIONS = ("none", "pages", "all")
+CONDITIONS = ("none", "pages", "all", "tracked")
 
 _SETTLE_S = 0.3  # after a change of turns, which is not measured
 _TRIMMED = 0.2
@@ -129,7 +130,7 @@ class Job:
         self._others = [each for each in everything if each not in (*self._page, *self._workers)]
         self._others.append(psutil.Process(self._launcher.pid))
         assert len(self._workers) == 2, [each.cmdline() for each in everything]
-        sizes = (("pages", self._pages), ("all", 1)) if found is not None else ()
+        sizes = (("pages", self._pages), ("one", 1)) if found is not None else ()
         self._readers = {name: self._reader(found[1], n) for name, n in sizes if found is not None}
         self._flags = mmap.mmap(os.open(self._flag, os.O_RDWR), mmap.PAGESIZE)
 
@@ -157,10 +158,11 @@ class Job:
         return Turn(statistics.fmean(durations_s), fast_s, workers / steps, page / took_s, launcher / took_s)
 
     def _observe(self, condition: str) -> None:
-        self._flags[0] = condition == "all"
+        self._flags[0], self._flags[1] = condition in ("all", "tracked"), condition == "tracked"
         is_seen = condition != "none"
+        reader = {"none": "", "pages": "pages"}.get(condition, "one")
         for name, pid in self._readers.items():
-            os.kill(pid, signal.SIGCONT if name == condition else signal.SIGSTOP)
+            os.kill(pid, signal.SIGCONT if name == reader else signal.SIGSTOP)
         for page in self._page:
             os.kill(page.pid, signal.SIGCONT if is_seen else signal.SIGSTOP)
 
@@ -215,9 +217,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         turns = [each[name] for each in rounds]
         for title, value in quantities:
             ratio = ratio_of([value(a) / value(b) for a, b in zip(turns, base, strict=True)])
-            print(f"{name:<6} {title:<19} {ratio}")
+            print(f"{name:<7} {title:<19} {ratio}")
         page = 100 * statistics.median(each.page for each in turns)
-        print(f"{name:<6} {'process of the page':<19} {page:.2f} % of a core", flush=True)
+        print(f"{name:<7} {'process of the page':<19} {page:.2f} % of a core", flush=True)
 
 
 def measure_launcher(options: argparse.Namespace, folder: Path) -> None:
@@ -227,7 +229,7 @@ def measure_launcher(options: argparse.Namespace, folder: Path) -> None:
         is_observed = number % 2 == 0
         job = Job(options, folder / f"launcher{number}", is_observed=is_observed)
         try:
-            turns = [job.turn("all" if is_observed else "none") for _ in range(_TURNS_OF_A_JOB)]
+            turns = [job.turn("tracked" if is_observed else "none") for _ in range(_TURNS_OF_A_JOB)]
         finally:
             job.close()
         shares[is_observed] += [each.launcher for each in turns]
@@ -294,6 +296,7 @@ def _train(folder: Path, model_name: str) -> None:
                     optimizer.step()
                     if flags[0]:
                         state.log(loss=loss, lr=1e-3)
+                    if flags[1]:
                         tracker.log(state.step, loss=loss, lr=1e-3)
                     if fd.rank() == 0:
                         records.write(f"{time.monotonic():.6f}\n")

@@ -75,7 +75,7 @@ def set_step(generation: int, step: int, epoch: int = 0, trained: int = 0, sampl
     this epoch were trained (`samples` 0: their number is unknown)."""
     if _page is not None:
         _page.set_step(generation, step, epoch, trained, samples)
-        if _values.is_due:
+        if _values.is_new and now_ns() >= _values.due_ns:
             _page.write_values(_values.take())
 
 
@@ -85,10 +85,11 @@ def log_values(values: Mapping[str, object]) -> None:
     An entry of a dictionary each. They are converted, which may wait for a device, and written to the page at most
     twice a second: here, or with the next step.
     """
-    _values.newest.update(values)
-    _values.is_new = True
-    if _page is not None and _values.is_due:
-        _page.write_values(_values.take())
+    own = _values
+    own.newest.update(values)
+    own.is_new = True
+    if _page is not None and now_ns() >= own.due_ns:
+        _page.write_values(own.take())
 
 
 def set_balance(share: float, speed: float) -> None:
@@ -154,12 +155,7 @@ class _Values:
     def __init__(self) -> None:
         self.newest: dict[str, object] = {}
         self.is_new = False
-        self._next_ns = 0
-
-    @property
-    def is_due(self) -> bool:
-        """True when there are new numbers, and the former ones were taken long enough ago."""
-        return self.is_new and now_ns() >= self._next_ns
+        self.due_ns = 0  # the former ones were taken long enough ago then
 
     def take(self) -> dict[str, float]:
         """Return them. A number that cannot be converted any more, such as a tensor of a lost device, is left out."""
@@ -168,7 +164,7 @@ class _Values:
         for name, value in list(self.newest.items())[:MOST_VALUES]:
             with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
                 taken[name] = self.newest[name] = float(value)  # type: ignore[arg-type]
-        self._next_ns = now_ns() + VALUES_EVERY_NS
+        self.due_ns = now_ns() + VALUES_EVERY_NS
         return taken
 
 

@@ -16,15 +16,17 @@ from farandole.machine import now_s
 _COLUMNS = ("run", "step", "name", "value")
 _HEADER = ",".join(_COLUMNS) + "\n"
 _WRITE_EVERY_S = 0.2
+_LONGEST_WAIT_S = 0.3
 _LOOK_EVERY_S = 0.2
 
 Row = tuple[str, int, str, float]
 
 
 class MetricsFile:
-    """The end that writes. Records, the values of a step each, are appended with one system call, at once or, where the
-    last one was less than 0.2 s ago, by a thread 0.2 s later: a system call in each step is what most of a log() would
-    cost."""
+    """The end that writes. Records, the values of a step each, are appended at once or, where the last ones were less
+    than 0.2 s ago, together with later ones: a system call in each step is what most of a log() would cost. Where no
+    later ones come, a thread appends them. It only watches while they come: a process of which two threads want the
+    interpreter makes its steps more slowly."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -34,7 +36,7 @@ class MetricsFile:
         self._waiting: list[tuple[int, Mapping[str, float]]] = []
         self._written_s = -_WRITE_EVERY_S
         self._failure: OSError | None = None  # of the thread
-        self._timer: threading.Timer | None = None
+        self._is_watched = False
 
     def __reduce__(self) -> tuple[type[MetricsFile], tuple[str]]:
         return MetricsFile, (self.path,)  # a copy is closed
@@ -69,22 +71,20 @@ class MetricsFile:
         return newest
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of a step, within 0.2 s. They must not change.
+        """Append the values of a step, within 0.3 s. They must not change.
 
         Raises:
             OSError: They, or earlier ones, cannot be written.
         """
         with self._lock:
-            self._raise_failure()
+            if self._failure is not None:
+                self._raise_failure()
             self._waiting.append((step, values))
-            if self._timer is not None:
-                return
             if now_s() - self._written_s >= _WRITE_EVERY_S:
                 self._append()
-                return
-            self._timer = threading.Timer(_WRITE_EVERY_S, self._append_later)
-            self._timer.daemon = True
-            self._timer.start()
+            elif not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="farandole-metrics", daemon=True).start()
 
     def flush(self) -> None:
         """Append what waits. Raises OSError when that fails, or has failed before."""
@@ -119,13 +119,21 @@ class MetricsFile:
             data = data[os.write(self._descriptor, data) :]
         self._written_s = now_s()
 
-    def _append_later(self) -> None:
-        with self._lock:
-            self._timer = None
-            try:
-                self._append()
-            except OSError as error:
-                self._failure = error
+    def _watch(self) -> None:
+        """Append what has waited for too long, until nothing waits."""
+        pause, pause_s = threading.Event(), _LONGEST_WAIT_S
+        while True:
+            pause.wait(pause_s)
+            with self._lock:
+                pause_s = self._written_s + _LONGEST_WAIT_S - now_s()
+                if pause_s > 0 and self._waiting:
+                    continue
+                self._is_watched = False
+                try:
+                    self._append()
+                except OSError as error:
+                    self._failure = error
+                return
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

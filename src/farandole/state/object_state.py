@@ -32,8 +32,6 @@ logger = logging.getLogger("farandole")
 
 def _number(name: str, value: Any) -> Any:
     """Return a value of State.log() that float() accepts later, without the graph of a tensor."""
-    if isinstance(value, float | int):
-        return value
     try:
         if getattr(value, "is_cpu", False):
             return float(value.item())
@@ -42,7 +40,7 @@ def _number(name: str, value: Any) -> Any:
     except (TypeError, ValueError, RuntimeError):
         pass
     if hasattr(value, "__float__") and not hasattr(value, "numel"):
-        return value
+        return value  # also an int
     raise TypeError(f"state.log({name}=...): a number or a tensor with one element, got {type(value).__name__}")
 
 
@@ -191,7 +189,10 @@ class State:
         Raises:
             TypeError: A value is neither a number nor a tensor with one element.
         """
-        numbers = {name: _number(name, value) for name, value in values.items()}
+        numbers: dict[str, Any] = values
+        for name, value in numbers.items():
+            if type(value) is not float:
+                numbers[name] = _number(name, value)
         if not step.is_rehearsal():
             status_reporting.log_values(numbers)
 

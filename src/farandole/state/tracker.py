@@ -78,7 +78,7 @@ class Tracker:
     a value of the TorchState, and the path one that all hosts see.
 
     The file is a CSV file with the columns run, step, name and value; `MetricsReader` reads it, also while it grows. It
-    has a value 0.2 s after its log() at the latest, and before a checkpoint of the same step. A
+    has a value 0.3 s after its log() at the latest, and before a checkpoint of the same step. A
     job that starts again without a checkpoint appends another run. After a restart from a checkpoint the steps that the
     file has already are not written again.
 
@@ -129,13 +129,20 @@ class Tracker:
             TypeError: A value is neither a number nor a tensor with one element.
             OSError: Rank 0 cannot write the file.
         """
-        numbers = {name: _number(name, value) for name, value in values.items()}
+        numbers: dict[str, Any] = values
+        for name, value in numbers.items():
+            if type(value) is not float:
+                numbers[name] = _number(name, value)
         if current_step.is_rehearsal():
             return
-        record = self._records.setdefault(step, {})
-        for name, number in numbers.items():
-            record.setdefault(name, number)
-        self._forget_oldest()
+        record = self._records.get(step)
+        if record is None:
+            self._records[step] = record = numbers
+            if len(self._records) > _KEPT:
+                self._forget_oldest()
+        else:
+            for name, number in numbers.items():
+                record.setdefault(name, number)
         if self._is_writer():
             if self._written is None or self._has_received:
                 self._write_missing()
