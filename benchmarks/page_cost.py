@@ -17,12 +17,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import re
+import selectors
+import socket
 import statistics
 import sys
 import tempfile
 import time
+import urllib.parse
 from pathlib import Path
 
 import psutil
@@ -106,40 +110,44 @@ def _cpu_s(process: psutil.Process | None) -> float:
     return 0.0 if process is None else sum(process.cpu_times()[:2])
 
 
-async def _read(url: str, pages: int) -> None:
+def _read(url: str, pages: int) -> None:
     """Follow the feed as so many browsers, and ask for metrics each second. Prints "ready", then for each event the
-    time at which the last one of the pages has it."""
-    import aiohttp
+    time at which the last one of the pages has it.
 
+    The browsers are on other machines, in truth, so this reads with as little work as it can.
+    """
+    target = urllib.parse.urlsplit(url)
+    assert target.hostname is not None
+    assert target.port is not None
+    host = (target.hostname, target.port)
+    selector, unread = selectors.DefaultSelector(), dict[socket.socket, bytes]()
+    for _ in range(pages):
+        feed = socket.create_connection(host)
+        feed.sendall(f"GET {target.path}feed HTTP/1.0\r\nHost: {target.netloc}\r\n\r\n".encode())
+        unread[feed] = feed.recv(1 << 16)
+        selector.register(feed, selectors.EVENT_READ)
+    print("ready", flush=True)
     seen: dict[str, int] = {}
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as client:
-
-        async def follow(opened: asyncio.Event) -> None:
-            async with client.get(f"{url}feed") as feed:
-                kind = b""
-                while line := await feed.content.readline():
-                    opened.set()
-                    if line.startswith(b"event: "):
-                        kind = line
-                    elif line.startswith(b"data: ") and kind == b"event: event\n":
-                        number = json.loads(line[6:])["event"]["id"]
-                        seen[number] = seen.get(number, 0) + 1
-                        if seen[number] == pages:
-                            print(time.time(), flush=True)
-
-        opened = [asyncio.Event() for _ in range(pages)]
-        following = [asyncio.create_task(follow(each)) for each in opened]
-        for each in opened:
-            await each.wait()
-        print("ready", flush=True)
-        while True:
-            async with client.get(f"{url}metrics") as metrics:
-                await metrics.read()
-            await asyncio.sleep(1.0)
-            for task in following:
-                if task.done():
-                    task.result()
+    scrape_s = time.monotonic()
+    while True:
+        if time.monotonic() >= scrape_s:
+            scrape_s += 1.0
+            metrics = http.client.HTTPConnection(*host)
+            metrics.request("GET", f"{target.path}metrics")
+            metrics.getresponse().read()
+            metrics.close()
+        for key, _ in selector.select(max(0.0, scrape_s - time.monotonic())):
+            ready = key.fileobj
+            assert isinstance(ready, socket.socket)
+            if not (data := ready.recv(1 << 16)):
+                raise ConnectionError("the page has closed a feed")
+            *messages, unread[ready] = (unread[ready] + data).split(b"\n\n")
+            for message in messages:
+                if message.startswith(b"event: event\n"):
+                    number = json.loads(message.partition(b"data: ")[2])["event"]["id"]
+                    seen[number] = seen.get(number, 0) + 1
+                    if seen[number] == pages:
+                        print(time.time(), flush=True)
 
 
 def main() -> None:
@@ -150,7 +158,7 @@ def main() -> None:
     parser.add_argument("--read", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read:
-        asyncio.run(_read(options.read, options.pages))
+        _read(options.read, options.pages)
         return
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(measure(options, Path(folder)))
