@@ -8,26 +8,29 @@ less than the two processors of a small machine, and other programs take little 
 percent in the middle third of the job. It needs root, and the controller `cpu` (cgroup v1 or v2). Without it, or with
 --sleep, workers sleep in each step instead of computing, longer for each sample while throttled.
 
-"Can do" is measured first: a worker trains alone, with both parts of a processor, the same model and local batch, and
-in the same mode.
+"Can do" is measured first: four workers train at the same time with the same parts of a processor, model, local batch
+and mode, but each in a job of its own, so that none waits for another. A worker on an idle machine would do more: they
+share caches and the memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 WORKERS, GLOBAL_BATCH, SHARDS, THROTTLED_RANK = 4, 256, 32, 1
-ALONE_STEPS = 15
+ALONE_S, MEASURED_S = 20.0, 8.0  # of workers that train alone: with their start, and what is measured of it
 PERIOD_US = 10_000
 SLEEP_S = 0.002  # for each sample, where workers sleep
 V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
@@ -42,17 +45,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sleep", action="store_true", help="workers sleep instead of computing")
     parser.add_argument("--train", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         train(options, Path(options.train))
         return
     options.sleep = options.sleep or not can_throttle()
     print("workers sleep" if options.sleep else f"workers compute in cgroups, periods of {PERIOD_US / 1000:g} ms")
+    least = {"even": options.quota, "throttled": options.throttled}
     for number in range(options.rounds):
         for mode in options.modes.split(","):
             is_strict = mode == "strict"
-            even_s, throttled_s = (alone_s(options, is_strict, part) for part in (options.quota, options.throttled))
-            sums = {"throttled": (WORKERS - 1) / even_s + 1 / throttled_s, "even": WORKERS / even_s}
+            parts = {name: [options.quota] * (WORKERS - 1) + [part] for name, part in least.items()}
+            sums = {name: sum(alone_per_s(options, is_strict, each)) for name, each in parts.items()}
             print(f"{number} {mode:8}{report(job(options, mode), sums, options.steps)}", flush=True)
 
 
@@ -77,17 +82,23 @@ def report(steps: list[dict[str, float]], sums: dict[str, float], third: int) ->
     )
 
 
-def alone_s(options: argparse.Namespace, is_strict: bool, part: float) -> float:
-    """Return the time for a sample of a worker that trains alone with this part of a processor, in seconds."""
+def alone_per_s(options: argparse.Namespace, is_strict: bool, parts: Sequence[float]) -> list[float]:
+    """Return the samples per second of workers that train at the same time, each alone with its part of a processor."""
     if options.sleep:
-        return SLEEP_S * options.quota / part
-    steps = job(options, "alone", is_strict, part)
-    ends = [step["s"] for step in steps[5:]]
-    return (ends[-1] - ends[0]) / (len(ends) - 1) / (GLOBAL_BATCH // WORKERS)
+        return [part / options.quota / SLEEP_S for part in parts]
+    until_s = time.perf_counter() + ALONE_S
+    with ThreadPoolExecutor(len(parts)) as threads:
+        jobs = [threads.submit(job, options, "alone", is_strict, part, until_s) for part in parts]
+        ends = [[step["s"] for step in each.result() if step["s"] > until_s - MEASURED_S] for each in jobs]
+    return [GLOBAL_BATCH // WORKERS * (len(each) - 1) / (each[-1] - each[0]) for each in ends]
 
 
 def job(
-    options: argparse.Namespace, mode: str, is_strict: bool | None = None, part: float | None = None
+    options: argparse.Namespace,
+    mode: str,
+    is_strict: bool | None = None,
+    part: float | None = None,
+    until_s: float = math.inf,
 ) -> list[dict[str, float]]:
     """Run a job. Return the record of each step: its end, and the samples of the throttled rank."""
     size = 1 if mode == "alone" else WORKERS
@@ -96,7 +107,7 @@ def job(
         flags += ["--shards", str(SHARDS // WORKERS * size)]
     with tempfile.TemporaryDirectory(prefix="farandole-balance-") as folder:
         own = ["-m", "benchmarks.balance", "--train", folder, "--modes", mode, "--quota", str(part or options.quota)]
-        own += ["--throttled", str(options.throttled), "--steps", str(options.steps)]
+        own += ["--throttled", str(options.throttled), "--steps", str(options.steps), "--until", str(until_s)]
         own += ["--sleep"] if options.sleep else []
         command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, *own]
         done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -127,7 +138,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(40 * GLOBAL_BATCH, 64), torch.randint(0, 8, (40 * GLOBAL_BATCH,)))
     loader = fd.elastic.DataLoader(data, GLOBAL_BATCH // WORKERS * size, seed=0, tail="drop")
     state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
-    last = ALONE_STEPS if is_alone else 3 * options.steps
+    last = math.inf if is_alone else 3 * options.steps
     records: list[dict[str, object]] = []
 
     def compute(samples: int, is_throttled: bool) -> None:
@@ -158,7 +169,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
                     if optimizer.step():
                         records.append({"s": time.perf_counter(), "samples": samples})
                         samples = 0
-                        if state.step >= last:
+                        if state.step >= last or time.perf_counter() >= options.until:
                             return
 
         run(state)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from farandole.liveness import exit_notice
+from farandole.liveness.logged_numbers import LoggedNumbers
 from farandole.machine import now_ns
 from farandole.membership import Meeting, Phase, WorkerStatus
 
@@ -27,6 +28,7 @@ DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 """The signal on which a worker writes the stacks of all its threads into its page, whatever it executes. A real-time
 signal: no other code uses it, while scripts use SIGUSR1 and SIGUSR2 for checkpoints."""
 
+_numbers = LoggedNumbers()
 _page: OwnStatusPage | None = None
 _phase = Phase.OUTSIDE
 _main = threading.main_thread().ident
@@ -75,21 +77,16 @@ def set_step(generation: int, step: int, epoch: int = 0, trained: int = 0, sampl
     this epoch were trained (`samples` 0: their number is unknown)."""
     if _page is not None:
         _page.set_step(generation, step, epoch, trained, samples)
-        if _values.is_new and now_ns() >= _values.due_ns:
-            _page.write_values(_values.take())
+        if _numbers.is_due():
+            _page.write_values(_numbers.take())
 
 
-def log_values(values: Mapping[str, object]) -> None:
-    """Set numbers of the user's, to be shown beside the status; each replaces the former one of its name.
-
-    An entry of a dictionary each. They are converted, which may wait for a device, and written to the page at most
-    twice a second: here, or with the next step.
-    """
-    own = _values
-    own.newest.update(values)
-    own.is_new = True
-    if _page is not None and now_ns() >= own.due_ns:
-        _page.write_values(own.take())
+def log_numbers(numbers: Mapping[str, object]) -> None:
+    """Set numbers of the user's, to be shown beside the status: see logged_numbers.py. They are written to the page at
+    most twice a second: here, or with the next step. Raises TypeError for what is no number."""
+    _numbers.log(numbers)
+    if _page is not None and _numbers.is_due():
+        _page.write_values(_numbers.take())
 
 
 def set_balance(share: float, speed: float) -> None:
@@ -140,35 +137,6 @@ class WaitingForPeers(InPhase):
 
     def __init__(self) -> None:
         self._phase = Phase.WAITING
-
-
-VALUES_EVERY_NS = 500_000_000
-"""The shortest time between two conversions of the user's numbers."""
-
-MOST_VALUES = 50
-"""The number of names that are shown; later ones are not."""
-
-
-class _Values:
-    """The user's newest numbers, by name; scalar tensors are converted when they are taken."""
-
-    def __init__(self) -> None:
-        self.newest: dict[str, object] = {}
-        self.is_new = False
-        self.due_ns = 0  # the former ones were taken long enough ago then
-
-    def take(self) -> dict[str, float]:
-        """Return them. A number that cannot be converted any more, such as a tensor of a lost device, is left out."""
-        self.is_new = False
-        taken = {}
-        for name, value in list(self.newest.items())[:MOST_VALUES]:
-            with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
-                taken[name] = self.newest[name] = float(value)  # type: ignore[arg-type]
-        self.due_ns = now_ns() + VALUES_EVERY_NS
-        return taken
-
-
-_values = _Values()
 
 
 class _Waiting:

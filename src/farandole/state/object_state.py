@@ -30,20 +30,6 @@ from farandole.state.tracker import Tracker
 logger = logging.getLogger("farandole")
 
 
-def _number(name: str, value: Any) -> Any:
-    """Return a value of State.log() that float() accepts later, without the graph of a tensor."""
-    try:
-        if getattr(value, "is_cpu", False):
-            return float(value.item())
-        if getattr(value, "numel", lambda: 0)() == 1:
-            return value.detach()
-    except (TypeError, ValueError, RuntimeError):
-        pass
-    if hasattr(value, "__float__") and not hasattr(value, "numel"):
-        return value  # also an int
-    raise TypeError(f"state.log({name}=...): a number or a tensor with one element, got {type(value).__name__}")
-
-
 class State:
     """The interface of a state that `elastic.run` needs. Derive from it and define save(), restore() and sync().
 
@@ -177,10 +163,10 @@ class State:
     def log(self, **values: float | SupportsFloat) -> None:
         """Show numbers of this worker on the job's page, and in its metrics: `state.log(loss=loss, lr=0.1)`.
 
-        A call costs an entry of a dictionary each: at most twice a second the newest ones are converted, and sent. A
-        tensor on a device is waited for only then. The page shows the mean over the workers that log a name. Numbers
-        are no part of the state. Those of a rehearsal, whose step does not count, are dropped. A value of the state
-        that is named `log` replaces this method.
+        A call costs two microseconds: of each name, a tensor is looked at 20 times a second at most, and the newest
+        numbers are sent twice a second. A tensor on a device is waited for only then. The page shows the mean over the
+        workers that log a name. Numbers are no part of the state. Those of a rehearsal, whose step does not count, are
+        dropped. A value of the state that is named `log` replaces this method.
 
         Args:
             **values: Numbers, or tensors with one element. Each replaces the former one of its name; at most 50 names
@@ -189,12 +175,8 @@ class State:
         Raises:
             TypeError: A value is neither a number nor a tensor with one element.
         """
-        numbers: dict[str, Any] = values
-        for name, value in numbers.items():
-            if type(value) is not float:
-                numbers[name] = _number(name, value)
         if not step.is_rehearsal():
-            status_reporting.log_values(numbers)
+            status_reporting.log_numbers(values)
 
     def _how_far(self) -> Progress:
         """Return the progress that save_once() compares, equal on all ranks. A state without a count is never older

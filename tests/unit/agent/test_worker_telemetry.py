@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from farandole.agent.worker_telemetry import USAGE_EVERY_S, TelemetryMeter
-from farandole.liveness import status_reporting
+from farandole.liveness import logged_numbers, status_reporting
+from farandole.liveness.logged_numbers import LoggedNumbers
 from farandole.liveness.status_reporting import OwnStatusPage, StatusPage
 from farandole.membership import Phase, WorkerTelemetry
 
@@ -20,7 +21,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ns = 1_000_000_000
-        monkeypatch.setattr(status_reporting, "now_ns", lambda: self.ns)
+        for module in (status_reporting, logged_numbers):
+            monkeypatch.setattr(module, "now_ns", lambda: self.ns)
 
     def pass_ms(self, milliseconds: float) -> None:
         self.ns += int(milliseconds * 1e6)
@@ -102,19 +104,19 @@ def test_share_and_speed_reach_the_agent(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_numbers_of_the_user_reach_the_agent(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     page, meter = StatusPage(), TelemetryMeter()
     monkeypatch.setattr(status_reporting, "_page", OwnStatusPage(page.path))
-    monkeypatch.setattr(status_reporting, "_values", status_reporting._Values())
-    status_reporting.log_values({"loss": 0.5})
+    monkeypatch.setattr(status_reporting, "_numbers", LoggedNumbers())
+    status_reporting.log_numbers({"loss": 0.5})
     assert measure(meter, page).values == {"loss": 0.5}
     clock.pass_ms(100)
-    status_reporting.log_values({"loss": 0.4, "lr": 1})
+    status_reporting.log_numbers({"loss": 0.4, "lr": 1})
     assert measure(meter, page).values == {"loss": 0.5}  # at most twice a second
     clock.pass_ms(500)
     status_reporting.set_step(1, 7)
     assert measure(meter, page).values == {"loss": 0.4, "lr": 1.0}
-    status_reporting.log_values({"loss": float("inf"), "bad": object()})
+    status_reporting.log_numbers({"loss": float("inf"), "lr": 10**400})
     clock.pass_ms(500)
     status_reporting.set_step(1, 8)
-    assert measure(meter, page).values == {"loss": float("inf"), "lr": 1.0}
+    assert measure(meter, page).values == {"loss": float("inf")}
 
 
 def test_too_many_numbers_are_cut_and_nonsense_on_the_page_is_not_read() -> None:
