@@ -203,7 +203,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     with _collector() if has_traces else contextlib.nullcontext("") as collector:
         job = Job(options, folder / "turns", collector)
         try:
-            rounds = list(_rounds(job, options.rounds))
+            rounds = list(_rounds(job, options.conditions, options.rounds))
         finally:
             job.close()
     base = [each["none"] for each in rounds]
@@ -213,7 +213,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         ("of fast steps", lambda turn: turn.fast_s),
         ("CPU time of a step", lambda turn: turn.worker_cpu_s),
     )
-    for name in CONDITIONS[1:]:
+    for name in options.conditions[1:]:
         turns = [each[name] for each in rounds]
         for title, value in quantities:
             ratio = ratio_of([value(a) / value(b) for a, b in zip(turns, base, strict=True)])
@@ -239,10 +239,10 @@ def measure_launcher(options: argparse.Namespace, folder: Path) -> None:
     )
 
 
-def _rounds(job: Job, count: int) -> Iterator[Mapping[str, Turn]]:
+def _rounds(job: Job, conditions: Sequence[str], count: int) -> Iterator[Mapping[str, Turn]]:
     draw = random.Random(1)
     for _ in range(count):
-        order = draw.sample(CONDITIONS, len(CONDITIONS))
+        order = draw.sample(conditions, len(conditions))
         yield {condition: job.turn(condition) for condition in order}
 
 
@@ -352,15 +352,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--turn", type=float, default=2.0, metavar="SECONDS")
     parser.add_argument("--pages", type=int, default=20)
+    parser.add_argument("--only", choices=CONDITIONS[1:], help="beside none; without the other measurements")
     parser.add_argument("--model", default="mlp", help="one of benchmarks.models.TASKS")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         _train(options.train, options.model)
         return
+    options.conditions = (CONDITIONS[0], options.only) if options.only else CONDITIONS
     with tempfile.TemporaryDirectory() as folder:
-        measure_calls(Path(folder))
-        measure_launcher(options, Path(folder))
+        if not options.only:
+            measure_calls(Path(folder))
+            measure_launcher(options, Path(folder))
         measure(options, Path(folder))
 
 

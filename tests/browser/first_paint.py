@@ -1,7 +1,7 @@
 """How soon Chromium paints the page of a job of 64 workers, first without other load, then while two workers train
 beside it: the head of the page, and all of it with the job's data.
 
-.venv-browser/bin/python -m tests.browser.first_paint --loads 30     # after make test-page has made the environment
+PYTHONPATH=src .venv-browser/bin/python -m tests.browser.first_paint --loads 30     # after make test-page has made it
 
 Each load has a context and a process of its own, so nothing of it is in a cache. The page is served by a process of its
 own, as by `farandole run --page`.
@@ -74,8 +74,10 @@ def served_page() -> Iterator[str]:
 
 
 async def _serve() -> None:
+    import os
     import socket
 
+    from farandole.launch.page_command import NICENESS
     from farandole.membership import WorkerTelemetry
     from farandole.page.job_history import JobHistory
     from farandole.page.page_server import PageServer, page_token
@@ -85,6 +87,7 @@ async def _serve() -> None:
     async def refuse(_: object) -> Accepted:
         raise ConnectionError
 
+    os.nice(NICENESS)
     history = JobHistory()
     history.on_status(status(telemetry=WorkerTelemetry(0.02, 0.005, 1, 120, 600), workers=WORKERS), time.time())
     server = PageServer(history, page_token(b"token"), refuse, is_open=True)

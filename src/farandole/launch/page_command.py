@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -31,6 +32,9 @@ from farandole.launch.run_parser import USAGE_ERROR, Parser
 from farandole.wire.channel import TO_CLIENT, Channel, connect
 from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, ClientHello, Declined, ToClient
 from farandole.wire.encryption import load_certificates
+
+NICENESS = 5
+"""Of the page's process. Workers go first: nobody sees that a page is late by milliseconds, but they wait for them."""
 
 _LAST_MESSAGES_S = 1.0
 
@@ -148,6 +152,8 @@ async def _serve(
     from farandole.page.job_history import JobHistory
     from farandole.page.page_server import PageServer, page_token
 
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
     tls = load_certificates(job.tls)
 
     async def dial() -> Channel[ToClient]:

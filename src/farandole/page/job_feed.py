@@ -88,9 +88,9 @@ class JobFeed:
         while True:
             self._wants_status.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STATUS_EVERY_S - _AFTER_EVENT_S):
+                async with asyncio.timeout(STATUS_EVERY_S):
                     await self._wants_status.wait()
-            await asyncio.sleep(_AFTER_EVENT_S)
+                    await asyncio.sleep(_AFTER_EVENT_S)
             channel.send(AskStatus())
 
     def _handle(self, message: ToClient) -> None:
