@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 _TEXT_BYTES = 1 << 20
 _CONTEXT = 64  # bytes that the GPT sees
@@ -37,6 +37,19 @@ class Task:
     def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Cross entropy; of each place in the text for the GPT."""
         return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+class Items(Dataset[tuple[torch.Tensor, ...]]):
+    """The same data as most people have theirs: each sample is fetched by itself."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._tensors = data.tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor[index] for tensor in self._tensors)
 
 
 def mlp() -> nn.Module:

@@ -1,6 +1,6 @@
 """What it costs a job to be observed: step time, and CPU time, in turns within one job of two workers.
 
-python -m benchmarks.observation_cost                          # six minutes; the machine has nothing else to do
+python -m benchmarks.observation_cost                          # 13 minutes; the machine has nothing else to do
 
 none     nobody looks: the page's process and its readers are stopped, and the loop logs nothing
 pages    20 pages are open, and metrics are scraped each second
@@ -349,8 +349,8 @@ def _ns(call: Callable[[], object], calls: int = 20_000, repeats: int = 7) -> fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--turn", type=float, default=2.0, metavar="SECONDS")
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--turn", type=float, default=1.0, metavar="SECONDS")
     parser.add_argument("--pages", type=int, default=20)
     parser.add_argument("--only", choices=CONDITIONS[1:], help="beside none; without the other measurements")
     parser.add_argument("--model", default="mlp", help="one of benchmarks.models.TASKS")

@@ -272,15 +272,16 @@ def _data_parallel(rows: Sequence[Row]) -> Iterator[str]:
 
 def _alone(rows: Sequence[Row]) -> Iterator[str]:
     yield "## One worker"
-    yield "`farandole run -np 1` beside plain torch, in turns within one process."
+    yield "`farandole run -np 1` beside plain torch, in turns. The data set is a TensorDataset, or one of which torch"
+    yield "fetches each sample by itself, as most are."
     yield ""
-    yield "| model | used with | plain torch | Farandole / plain torch |"
-    yield "|---|---|---|---|"
+    yield "| model | used with | data set | plain torch | Farandole / plain torch |"
+    yield "|---|---|---|---|---|"
     for row in rows:
         low, ratio, high = row["ratio"]
         yield (
-            f"| {row['label']} | {_USES[row['use']]} | {row['plain_ms']:.1f} ms "
-            f"| **{ratio:.3f}** ({low:.3f} to {high:.3f}) |"
+            f"| {row['label']} | {_USES[row['use']]} | {'samples' if row.get('items') else 'tensors'} "
+            f"| {row['plain_ms']:.1f} ms | **{ratio:.3f}** ({low:.3f} to {high:.3f}) |"
         )
     yield ""
 

@@ -116,14 +116,16 @@ def alone_table(models: Sequence[str], turns: int, seconds: float) -> list[Row]:
     rows = []
     for model in models:
         for use in USES:
-            times = _run(model, 1, "tcp", [use], turns, seconds, beside=["none"])["times_ms"]
-            ratio = quartiles(times[use], times["none"])
-            place = {"model": model, "label": TASKS[model].label, "use": use}
-            rows.append({**place, "plain_ms": _median(times["none"]), "ratio": ratio})
-            print(
-                f"{TASKS[model].label:>15} {USES[use]:>10} {_median(times['none']):7.1f} ms plain  {_text(ratio)}",
-                flush=True,
-            )
+            for is_items in (False, True):
+                times = _run(model, 1, "tcp", [use], turns, seconds, beside=["none"], is_items=is_items)["times_ms"]
+                ratio = quartiles(times[use], times["none"])
+                place = {"model": model, "label": TASKS[model].label, "use": use, "items": is_items}
+                rows.append({**place, "plain_ms": _median(times["none"]), "ratio": ratio})
+                print(
+                    f"{TASKS[model].label:>15} {USES[use]:>10} {'items' if is_items else 'tensors':>8} "
+                    f"{_median(times['none']):7.1f} ms plain  {_text(ratio)}",
+                    flush=True,
+                )
     return rows
 
 
@@ -154,12 +156,14 @@ def _run(
     steps: int = 1,
     beside: Sequence[str] = (),
     is_small: bool = False,
+    is_items: bool = False,
 ) -> dict[str, Any]:
     """Of one job, or of two that take turns: one with Farandole, and one without, for the ways `beside`."""
     processes = workers * (2 if beside else 1)
     arguments = ["--model", model, "--turns", str(turns), "--seconds", str(seconds), "--steps", str(steps)]
     arguments += ["--processes", str(processes), "--order", *ways, *beside]
     arguments += ["--small"] if is_small else []
+    arguments += ["--items"] if is_items else []
     across = transport == "hierarchical"
     with two_hosts.TwoHosts() if across else OneHost() as place, ThreadPoolExecutor() as jobs:
         meeting = host(place.address)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks import ways
 from benchmarks.gate import Gate
-from benchmarks.models import TASKS
+from benchmarks.models import TASKS, Items
 from benchmarks.turns import FEWEST, slowest, time_ms
 
 _TURN_MS = 250.0  # of the way that sets the pace: long beside a noisy moment, short beside a noisy minute
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=ways.WAYS, required=True, help="of this job")
     parser.add_argument("--order", nargs="+", choices=ways.WAYS, required=True, help="those of all jobs")
     parser.add_argument("--small", action="store_true", help="the model's small batches")
+    parser.add_argument("--items", action="store_true", help="a data set of which each sample is fetched by itself")
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="after which no turn begins")
     parser.add_argument("--steps", type=int, default=1, help="fewest steps in a turn")
@@ -74,7 +75,9 @@ def _end(options: argparse.Namespace, transport_class: str, times: dict[str, lis
 def _steps(options: argparse.Namespace) -> tuple[dict[str, ways.Step], Any]:
     """Of each way the step; and a state, where a way needs the elastic function."""
     task, steps, state = TASKS[options.model], {}, None
+    data: Any = task.data
     task = dataclasses.replace(task, batch=task.small) if options.small else task
+    task = dataclasses.replace(task, data=lambda: Items(data())) if options.items else task
     for way in options.ways:
         if way in ("farandole", "elastic_ddp"):
             steps[way], state = getattr(ways, way)(task)

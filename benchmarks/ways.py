@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.models import Task
 
@@ -124,7 +124,7 @@ def step(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, d
 
 def batches(task: Task, rank: int, size: int) -> Iterator[Any]:
     """Of torch's loader, without end."""
-    data: TensorDataset = task.data()
+    data = task.data()
     sampler: DistributedSampler[Any] = DistributedSampler(data, size, rank, drop_last=True)
     loader = DataLoader(data, task.batch, sampler=sampler, drop_last=True)
     epoch = 0
