@@ -1,7 +1,7 @@
 """Machines of unequal speed: what four workers train in a second, one of which is throttled for a while, with and
 without balance; and how many steps the balance takes after the throttle begins and ends.
 
-    python -m benchmarks.balance [--modes off,auto,strict] [--quota 40] [--throttled 12] [--steps 60] [--rounds 3]
+    python -m benchmarks.balance [--modes off,auto,strict] [--quota 40] [--throttled 12] [--steps 40] [--rounds 3]
 
 Every worker computes in a cgroup of its own with a part of a processor (--quota, in percent): all four together need
 less than the two processors of a small machine, and other programs take little of it. One of them has --throttled
@@ -30,8 +30,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 WORKERS, GLOBAL_BATCH, SHARDS, THROTTLED_RANK = 4, 256, 32, 1
-ALONE_S, MEASURED_S = 20.0, 8.0  # of workers that train alone: with their start, and what is measured of it
+ALONE_S, MEASURED_S = 25.0, 12.0  # of workers that train alone: with their start, and what is measured of it
 PERIOD_US = 10_000
+_PRODUCTS = 4  # of matrices for each sample: steps that are long beside the periods in which a cgroup has its part
 SLEEP_S = 0.002  # for each sample, where workers sleep
 V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--modes", default="off,auto,strict")
     parser.add_argument("--quota", type=float, default=40.0, help="percent of a processor for each worker")
     parser.add_argument("--throttled", type=float, default=12.0, help="percent of a processor for the throttled worker")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each third of a job")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each third of a job")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sleep", action="store_true", help="workers sleep instead of computing")
     parser.add_argument("--train", metavar="FOLDER", help=argparse.SUPPRESS)
@@ -145,7 +146,7 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         """Take time in proportion to the samples, as a larger model would."""
         if options.sleep:
             time.sleep(samples * SLEEP_S * (options.quota / options.throttled if is_throttled else 1.0))
-        for _ in range(0 if options.sleep else samples):
+        for _ in range(0 if options.sleep else samples * _PRODUCTS):
             torch.mm(block, block)
 
     with throttle(None if options.sleep else options.quota) as set_part:

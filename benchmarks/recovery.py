@@ -16,7 +16,14 @@ WORKLOAD = Path(__file__).parent / "workload.py"
 
 
 def measure(
-    workers: int, kills: int, seed: int, num_workers: int = 0, width: int = 128, layers: int = 2, is_ddp: bool = False
+    workers: int,
+    kills: int,
+    seed: int,
+    num_workers: int = 0,
+    width: int = 128,
+    layers: int = 2,
+    is_ddp: bool = False,
+    other_ms: float = 0.0,
 ) -> dict[str, Any]:
     """Kill a random worker `kills` times, each time after its predecessor's replacement has joined.
 
@@ -25,6 +32,7 @@ def measure(
     """
     chance = random.Random(seed)
     arguments = ["--num-workers", str(num_workers), "--width", str(width), "--layers", str(layers)]
+    arguments += ["--other-ms", str(other_ms)]
     arguments += ["--ddp"] if is_ddp else []
     recovery, joins = [], []
     with tempfile.TemporaryDirectory(prefix="farandole-bench-") as name:
@@ -56,6 +64,7 @@ def measure(
         return {
             "workers": workers,
             "loader_processes": num_workers,
+            "other_ms": other_ms,
             "kills": kills,
             "seed": seed,
             "median_step_ms": round(proof.median_step_ms(), 2),

@@ -161,19 +161,23 @@ def machine() -> dict[str, Any]:
 def recovery_table(kills: int, seed: int) -> list[dict[str, Any]]:
     print("\nkill -9 of one worker -> next applied step on all survivors; pause of the survivors at a join")
     print(
-        f"{'parameters':>10} {'workers':>7} {'loader':>6} {'step':>7} {'median':>8} {'worst':>8} "
+        f"{'parameters':>10} {'workers':>7} {'loader':>6} {'other':>7} {'step':>7} {'median':>8} {'worst':>8} "
         f"{'join median':>11} {'worst':>8}"
     )
     rows = []
-    for label, size, workers, num_workers, times in (
-        ("0.025 M", {}, 2, 0, kills),
-        ("0.025 M", {}, 3, 0, kills),
-        ("0.025 M", {}, 4, 0, kills),
-        ("0.025 M", {}, 3, 2, kills),
-        ("25 M", _LARGE, 2, 0, -(-kills // 3)),
-        ("25 M", _LARGE, 3, 0, -(-kills // 3)),
+    for label, size, workers, num_workers, other_ms, times in (
+        ("0.025 M", {}, 2, 0, 0.0, kills),
+        ("0.025 M", {}, 3, 0, 0.0, kills),
+        ("0.025 M", {}, 4, 0, 0.0, kills),
+        ("0.025 M", {}, 2, 0, 10.0, kills),
+        ("0.025 M", {}, 3, 0, 10.0, kills),
+        ("0.025 M", {}, 4, 0, 10.0, kills),
+        ("0.025 M", {}, 3, 2, 0.0, kills),
+        ("25 M", _LARGE, 2, 0, 0.0, -(-kills // 3)),
+        ("25 M", _LARGE, 3, 0, 0.0, -(-kills // 3)),
     ):
-        row = {"parameters": label, **recovery.measure(workers, times, seed, num_workers, **size)}
+        measured = recovery.measure(workers, times, seed, num_workers, other_ms=other_ms, **size)
+        row = {"parameters": label, **measured}
         rows.append(row)
         print(
             f"{label:>10} {workers:7d} {num_workers:6d} {row['median_step_ms']:5.1f}ms "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
+import time
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel and torch's optimizer")
+    parser.add_argument("--other-ms", type=float, default=0.0, help="of each step: what a script computes beside it")
     parser.add_argument(
         "--hold-s", type=float, default=0.0, help="of the last rank's every 20th step, in which it keeps the GIL"
     )
@@ -55,6 +57,9 @@ def main() -> None:
                 F.mse_loss(model(x), y).backward()
                 if optimizer.step():
                     records.after_step(state)
+                other_until_s = time.thread_time() + options.other_ms / 1000
+                while time.thread_time() < other_until_s:
+                    pass
 
     train(state)
     records.at_end(state)

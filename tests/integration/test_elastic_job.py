@@ -16,7 +16,7 @@ import pytest
 from farandole.testing import running_job
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
-from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job, processes_with
+from tests.support.jobs import ELASTIC_JOB, SCRIPTS, RunningJob, check_job, processes_with
 
 SAMPLES = 600
 
@@ -89,6 +89,26 @@ def test_rank_0_may_die_like_any_other(tmp_path: Path) -> None:
         running.wait_until(beyond(latest[0]["generation"], 2), 60)
         running.finish()
     check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=2)
+
+
+def test_a_mean_in_which_a_worker_is_lost_is_the_same_on_a_worker_that_has_joined(tmp_path: Path) -> None:
+    """All survivors complete the call that they are in, however long each of them has been in the job."""
+    dies, stop, output = tmp_path / "dies", tmp_path / "stop", tmp_path / "output"
+    words = ["--dies", str(dies), "--stop", str(stop)]
+    with RunningJob(["-np", "3"], SCRIPTS / "interrupted_mean_job.py", words, tmp_path, output) as running:
+        latest = running.wait_until(all_training(3), 60)
+        running.kill(latest[2]["pid"])
+        latest = running.wait_until(beyond(latest[0]["generation"], 3), 60)
+        before = latest[0]["generation"]
+        dies.write_text(str(latest[1]["pid"]))
+        running.wait_until(beyond(before, 3), 60)
+        stop.touch()
+        assert running.wait(60) == 0, output.read_text()
+    means: dict[int, set[str]] = {}
+    for step, mean in re.findall(r"step (\d+) mean (\S+)", output.read_text()):
+        means.setdefault(int(step), set()).add(mean)
+    assert len(means) > 20
+    assert {step: values for step, values in means.items() if len(values) > 1} == {}
 
 
 def test_all_but_one_may_die_at_once(tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ class StepLoop:
             self._pass_boundary()
             if has_to_regroup:
                 self._regroup()
+                self._pass_boundary()  # as newcomers do, and workers whose step was aborted: all count alike
         self._is_busy = False
 
     def _repeat(self, has_to_regroup: bool) -> None:

@@ -208,6 +208,26 @@ def test_a_planned_change_that_all_ranks_hold_happens_at_the_next_boundary(order
     assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job())
 
 
+@pytest.mark.parametrize("way", ["planned", "aborted", "decided"])
+def test_the_boundary_behind_a_regroup_is_counted_alike_whatever_a_worker_did_before(orders: Orders, way: str) -> None:
+    """Otherwise a worker would be taken for one that lacks something, and copy all of the state at the next fault."""
+    state, numbers, bodies = make_state(), [], []
+    state.register_reset_callbacks([lambda: numbers.append(state.boundary_number)])
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append(state.step)
+        if len(numbers) == 1:
+            numbers.append(state.boundary_number)
+        state.after_step[:] = [orders.lose_a_worker] if way == "decided" and len(bodies) == 1 else []
+        orders.link.prepared = 2 if way == "planned" and len(bodies) == 1 else 0
+        if way == "aborted" and len(bodies) == 1:
+            orders.lose_a_worker()
+
+    train(orders, state, body)
+    at_regroup, in_next_body = numbers
+    assert in_next_body == at_regroup + 1
+
+
 # The others ----------------------------------------------------------------------------------------------------------
 
 
