@@ -71,11 +71,13 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
                 optimizer.zero_grad()
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
-                if optimizer.step():
+                if is_applied := optimizer.step():
                     records.after_step(state)
                     state.seen += 1
                 if options.mean_each_step:
-                    fd.mean(loss.item())
+                    mean = fd.mean(loss.item())
+                    if is_applied:
+                        records.mean(state, mean)
         return fd.mean(float(state.step))
 
     result = run(state)
