@@ -32,7 +32,7 @@ from pathlib import Path
 WORKERS, GLOBAL_BATCH, SHARDS, THROTTLED_RANK = 4, 256, 32, 1
 ALONE_S, MEASURED_S = 25.0, 12.0  # of workers that train alone: with their start, and what is measured of it
 PERIOD_US = 10_000
-_PRODUCTS = 4  # of matrices for each sample: steps that are long beside the periods in which a cgroup has its part
+_PRODUCTS = 4  # of matrices for each sample, so that a step is long beside the period of a cgroup
 SLEEP_S = 0.002  # for each sample, where workers sleep
 V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
@@ -91,6 +91,8 @@ def alone_per_s(options: argparse.Namespace, is_strict: bool, parts: Sequence[fl
     with ThreadPoolExecutor(len(parts)) as threads:
         jobs = [threads.submit(job, options, "alone", is_strict, part, until_s) for part in parts]
         ends = [[step["s"] for step in each.result() if step["s"] > until_s - MEASURED_S] for each in jobs]
+    late = [each for each in ends if len(each) < 3 or each[0] > until_s - MEASURED_S / 2]
+    assert not late, "a worker had not begun when the others were measured"
     return [GLOBAL_BATCH // WORKERS * (len(each) - 1) / (each[-1] - each[0]) for each in ends]
 
 

@@ -318,7 +318,7 @@ def measure_calls(folder: Path) -> None:
     fd.init()
     page = StatusPage()
     status_reporting._page = OwnStatusPage(page.path)
-    loss, numbers = torch.tensor(0.5), iter(range(10**9))
+    loss, numbers = torch.tensor(0.5, requires_grad=True), iter(range(10**9))
     state: Any = fd.elastic.State(bcast_object=lambda each: each, get_rank=lambda: 0)
     tracker = fd.elastic.Tracker(folder / "calls.csv")
 
@@ -329,7 +329,8 @@ def measure_calls(folder: Path) -> None:
     calls: dict[str, Callable[[], object]] = {
         "status of a step": lambda: status_reporting.set_step(1, next(numbers), 0, 120, 600),
         "measurement of a wait": wait,
-        "state.log() of a loss and a number": lambda: state.log(loss=loss, lr=1e-3),
+        "state.log() of a loss and a number, within 50 ms": lambda: state.log(loss=loss, lr=1e-3),
+        "state.log() of a loss that is read, and a number": lambda: state.log(loss=loss.detach(), lr=1e-3),
         "Tracker.log() of a loss and a number, rank 0": lambda: tracker.log(next(numbers), loss=loss, lr=1e-3),
     }
     for name, call in calls.items():

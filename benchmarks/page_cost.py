@@ -155,14 +155,20 @@ def _receive_response(connection: socket.socket) -> None:
     """Receive a response of HTTP/1.1 to its end."""
     data = b""
     while b"\r\n\r\n" not in data:
-        data += connection.recv(1 << 16)
+        data += _received(connection)
     head, _, body = data.partition(b"\r\n\r\n")
     length = re.search(rb"(?i)\ncontent-length: *(\d+)", head)
     assert head.startswith(b"HTTP/1.1 200"), head
     assert length is not None, head
     received = len(body)
     while received < int(length[1]):
-        received += len(connection.recv(1 << 16))
+        received += len(_received(connection))
+
+
+def _received(connection: socket.socket) -> bytes:
+    if not (data := connection.recv(1 << 16)):
+        raise ConnectionError("the page has closed a connection in the middle of a response")
+    return data
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ def _recovery(rows: Sequence[Row]) -> Iterator[str]:
     yield "has freed its memory ([how](decisions/0028-seeing-what-a-worker-does.md)). With 25 M parameters most of the"
     yield "time is the step itself, and of a join the 300 MB that the newcomer copies. No survivor leaves its process"
     yield "or its function. Other work is what a script computes in each step beside its training: 10 ms of processor"
-    yield "time, in the middle of which most of the kills come."
+    yield "time, in Python."
     yield ""
     columns = ("parameters", "workers", "loader processes of each", "other work", "kills", "median step", "median")
     yield f"| {' | '.join(columns)} | worst | pause at a join, median | worst |"

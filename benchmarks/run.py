@@ -180,7 +180,7 @@ def recovery_table(kills: int, seed: int) -> list[dict[str, Any]]:
         row = {"parameters": label, **measured}
         rows.append(row)
         print(
-            f"{label:>10} {workers:7d} {num_workers:6d} {row['median_step_ms']:5.1f}ms "
+            f"{label:>10} {workers:7d} {num_workers:6d} {other_ms:5.0f}ms {row['median_step_ms']:5.1f}ms "
             f"{row['recovery_median_ms']:6.0f}ms {row['recovery_worst_ms']:6.0f}ms "
             f"{row['join_pause_median_ms']:9.0f}ms {row['join_pause_worst_ms']:6.0f}ms",
             flush=True,

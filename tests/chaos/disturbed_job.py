@@ -217,6 +217,7 @@ def _findings(case: Case, place: Place, outcome: Outcome, staying: range | None)
         yield from invariants.of_body(proof, case.body, undisturbed_record(case.body))
     else:
         yield from invariants.training(proof, undisturbed_weights(case.width))
+        yield from invariants.means(place.records)
     if len(proof.ends()) not in staying:
         yield f"{len(proof.ends())} workers came to the end, and it should be {staying.start} to {staying.stop - 1}"
     if case.has_ledger:

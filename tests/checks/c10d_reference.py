@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,9 @@ def gloo() -> dist.ProcessGroup:
     inner = ProcessGroupGloo(store, fd.rank(), fd.size(), timedelta(seconds=20))
     group = dist.ProcessGroup(store, fd.rank(), fd.size())
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, inner)
+    fd.barrier()  # all ranks have connected: the file is no longer needed
+    if fd.rank() == 0:
+        os.unlink(path)
     return group
 
 

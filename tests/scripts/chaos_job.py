@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from farandole.testing.faults.bringing import Orders
@@ -49,6 +50,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
         model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, after_step=[scheduler.step], seen=0
     )
     records = Records(options.records)
+    means: dict[int, float] = {}  # by applied steps
 
     def wait() -> None:
         """As long as the pace says, which may change meanwhile. Before the step is begun: what is done to a worker that
@@ -77,10 +79,11 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
                 if options.mean_each_step:
                     mean = fd.mean(loss.item())
                     if is_applied:
-                        records.mean(state, mean)
+                        means[state.step] = mean
         return fd.mean(float(state.step))
 
     result = run(state)
+    (Path(options.records) / f"means-{fd.generation()}-{fd.rank()}.json").write_text(json.dumps(means))
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     shown = [*weights[:: 1 + len(weights) // 64].tolist(), weights.norm().item()]
     records.at_end(state, scheduler_last_epoch=scheduler.last_epoch, seen=state.seen, result=result, weights=shown)

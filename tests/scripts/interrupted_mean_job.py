@@ -46,7 +46,7 @@ def main() -> None:
                     if options.dies.exists() and options.dies.read_text() == str(os.getpid()):
                         os.kill(os.getpid(), signal.SIGKILL)
                     mean = fd.mean(float(os.getpid()))
-                    print(f"step {state.step} mean {mean:.6f}", flush=True)
+                    print(f"process {os.getpid()} step {state.step} mean {mean:.6f}", flush=True)
             if fd.any(options.stop.exists()):
                 break
 

@@ -34,7 +34,8 @@ from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Cli
 from farandole.wire.encryption import load_certificates
 
 NICENESS = 5
-"""Of the page's process. Workers go first: nobody sees that a page is late by milliseconds, but they wait for them."""
+"""The niceness of the page's process: workers that wait for a processor delay each step, and a page may be late by
+milliseconds."""
 
 _LAST_MESSAGES_S = 1.0
 

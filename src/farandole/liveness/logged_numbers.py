@@ -1,7 +1,7 @@
-"""The user's numbers of `State.log()`: of each name the newest one, until it is written to the status page.
+"""The user's numbers of `State.log()`: of each name the newest one is kept, until it is written to the status page.
 
-To read a tensor takes about as long as everything else that a step adds for those who watch it, and nobody sees more
-than two values a second. So a tensor is looked at only where none of its name was within the last 50 ms.
+To read a loss takes as long as everything else that observation adds to a step, and two values a second are shown. So a
+tensor that has its graph is read only where none of its name was read within the last 50 ms.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from farandole.machine import now_ns
 
 SAMPLE_EVERY_NS = 50_000_000
-"""The shortest time between two tensors of a name that are looked at."""
+"""The shortest time between two tensors with a graph that are read for a name."""
 
 WRITE_EVERY_NS = 500_000_000
 """The shortest time between two times that the numbers are written."""
@@ -27,17 +27,20 @@ class LoggedNumbers:
 
     def __init__(self) -> None:
         self._newest: dict[str, Any] = {}
-        self._sample_ns: dict[str, int] = {}  # by name: when a tensor is looked at again
+        self._sample_ns: dict[str, int] = {}  # by name: when a tensor that has its graph is read again
         self._is_new = False
         self._write_ns = 0
 
     def log(self, numbers: Mapping[str, Any]) -> None:
-        """Keep numbers, each in place of the former one of its name. Raises TypeError as `number_of()` does."""
+        """Keep numbers, each in place of the former one of its name. Raises TypeError as `number_of()` does, for the
+        values that are read."""
         at_ns = now_ns()
         newest, sample_ns = self._newest, self._sample_ns
         for name, value in numbers.items():
             if type(value) is float:
                 newest[name] = value
+            elif not getattr(value, "requires_grad", False):
+                newest[name] = number_of(name, value)
             elif at_ns >= sample_ns.get(name, 0):
                 newest[name] = number_of(name, value)
                 sample_ns[name] = at_ns + SAMPLE_EVERY_NS

@@ -163,10 +163,11 @@ class State:
     def log(self, **values: float | SupportsFloat) -> None:
         """Show numbers of this worker on the job's page, and in its metrics: `state.log(loss=loss, lr=0.1)`.
 
-        A call costs two microseconds: of each name, a tensor is looked at 20 times a second at most, and the newest
-        numbers are sent twice a second. A tensor on a device is waited for only then. The page shows the mean over the
-        workers that log a name. Numbers are no part of the state. Those of a rehearsal, whose step does not count, are
-        dropped. A value of the state that is named `log` replaces this method.
+        A call takes some microseconds. The newest numbers are sent twice a second, and a tensor on a device is waited
+        for only then. Of a name, tensors that have their graph, such as a loss, are read 20 times a second at most; the
+        others are left out. The page shows the mean over the workers that log a name. Numbers are no part of the state.
+        Those of a rehearsal, whose step does not count, are dropped. A value of the state that is named `log` replaces
+        this method.
 
         Args:
             **values: Numbers, or tensors with one element. Each replaces the former one of its name; at most 50 names

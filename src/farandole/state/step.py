@@ -150,6 +150,7 @@ class _OpenStep:
     is_weighed: bool = False
     is_rehearsal: bool = False
     has_passed: bool = False
+    was_handed_out: bool = False  # see take_handed_out()
 
 
 _step = _OpenStep()
@@ -167,8 +168,15 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
     _step.status, _step.batch = ABORTED if is_rehearsal else OPEN, batch
     _step.weight, _step.is_weighed, _step.is_rehearsal = None, False, is_rehearsal
     _step.has_passed = False
+    _step.was_handed_out |= not is_rehearsal
     if is_rehearsal and _observer is not None:
         _observer.aborted()
+
+
+def take_handed_out() -> bool:
+    """Return whether a batch, other than a rehearsal's, was handed out since the last call."""
+    was, _step.was_handed_out = _step.was_handed_out, False
+    return was
 
 
 def pad(batch: Batch) -> None:

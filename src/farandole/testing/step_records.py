@@ -20,7 +20,6 @@ class Records:
 
     {"before": step, "epoch", "generation", "ids", ...}   about to compute these samples
     {"after": step, ...}                                  the optimizer step is applied
-    {"mean": value, "step": steps, ...}                   a mean over the workers, behind so many applied steps
     {"end": step, "parameters": hash, ...}                the elastic function has returned
 
     Every line has the process and its host, rank and size, and the monotonic clock of the machine in nanoseconds: "ns"
@@ -46,11 +45,6 @@ class Records:
         """Record an applied step. `is_counted`: state.step has moved on; it has not yet when after_step calls this."""
         if self._file is not None:
             self._write({"after": state.step - is_counted})
-
-    def mean(self, state: fd.elastic.TorchState, value: float) -> None:
-        """Record what all workers must have alike."""
-        if self._file is not None:
-            self._write({"mean": value, "step": state.step})
 
     def at_end(self, state: fd.elastic.TorchState, **more: object) -> None:
         if self._file is not None:

@@ -177,6 +177,7 @@ class StepLoop:
         """Give all workers the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
+        step.take_handed_out()
         if job is not None and job.is_newcomer():
             self._get_ready(job, call)
         self._state.capture()
@@ -241,7 +242,7 @@ class StepLoop:
             self._pass_boundary()
             if has_to_regroup:
                 self._regroup()
-                self._pass_boundary()  # as newcomers do, and workers whose step was aborted: all count alike
+                self._pass_boundary()
         self._is_busy = False
 
     def _repeat(self, has_to_regroup: bool) -> None:
@@ -302,6 +303,7 @@ class StepLoop:
             if self._job is None:
                 raise
             self._regroup()
+            self._pass_boundary()
             self._is_busy = False
             return False
         self._state.capture(is_whole=here.placement.size > 1 and self._job is not None)
@@ -378,7 +380,8 @@ class StepLoop:
         """Remember the metadata, and seed the step's random numbers from (seed, step, rank): a step that is repeated
         gets the same numbers."""
         state, self._is_second_call = self._state, False
-        state.boundary_number += 1
+        if step.take_handed_out():
+            state.boundary_number += 1
         # Before the rehearsal the effects of the loop body are unknown.
         is_known = state.has_rehearsed or self._job is None or world.current().placement.size == 1
         state.capture(is_whole=not is_known)
@@ -465,6 +468,10 @@ class StepLoop:
         connection, self._connection = self._connection, None
         world.interrupt_collectives(None)
         done = regroup(self._job, self._agree, connection)
+        # All count the next boundary here, since they come to their next batch on different ways, and pass it once,
+        # twice or not at all: a worker with another number would be taken for one that lacks something.
+        state.boundary_number += 1
+        step.take_handed_out()
         if state.loader is not None:
             state.loader.set_world(done.rank, done.size)
         if self._records is not None:

@@ -39,25 +39,29 @@ class Scalar:
         return 2.5
 
 
-def test_a_tensor_is_looked_at_every_fifty_milliseconds_and_a_number_always(clock: Clock) -> None:
+def loss_of(value: float) -> torch.Tensor:
+    """A tensor that has its graph."""
+    return torch.tensor(float(value), requires_grad=True) * 1
+
+
+def test_a_loss_is_read_every_fifty_milliseconds_and_everything_else_always(clock: Clock) -> None:
     numbers, shown = LoggedNumbers(), []
     for step in range(100):
-        numbers.log({"loss": torch.tensor(float(step)), "lr": float(step)})
+        numbers.log({"loss": loss_of(step), "lr": float(step), "count": step, "accuracy": torch.tensor(float(step))})
         shown.append(numbers.take())
         clock.ns += 10_000_000
     assert [each["loss"] for each in shown] == [step // 5 * 5 for step in range(100)]
-    assert [each["lr"] for each in shown] == list(range(100))
+    assert [(each["lr"], each["count"], each["accuracy"]) for each in shown] == [(n, n, n) for n in range(100)]
     assert SAMPLE_EVERY_NS == 50_000_000
 
 
 def test_each_name_has_its_own_time(clock: Clock) -> None:
-    """The accuracy of an epoch is shown, though the loss of its last step was logged a moment ago."""
     numbers = LoggedNumbers()
-    numbers.log({"loss": torch.tensor(1.0)})
+    numbers.log({"loss": loss_of(1.0)})
     clock.ns += 1
-    numbers.log({"loss": torch.tensor(2.0)})
-    numbers.log({"accuracy": torch.tensor(0.5)})
-    assert numbers.take() == {"loss": 1.0, "accuracy": 0.5}
+    numbers.log({"loss": loss_of(2.0)})
+    numbers.log({"other loss": loss_of(0.5)})
+    assert numbers.take() == {"loss": 1.0, "other loss": 0.5}
 
 
 def test_they_are_written_twice_a_second_and_only_when_something_was_logged(clock: Clock) -> None:
@@ -84,7 +88,7 @@ def test_a_tensor_of_a_device_is_waited_for_only_when_it_is_written(clock: Clock
 
 
 def test_the_graph_of_a_tensor_is_not_kept(clock: Clock) -> None:
-    numbers, loss = LoggedNumbers(), torch.ones(1, requires_grad=True).sum()
+    numbers, loss = LoggedNumbers(), loss_of(1.0)
     numbers.log({"loss": loss})
     numbers.log({"loss": loss * 2})
     assert all(type(each) is float for each in numbers._newest.values())
