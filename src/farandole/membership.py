@@ -96,7 +96,7 @@ class Progress(msgspec.Struct, frozen=True, order=True, array_like=True):
         step: Decided optimizer steps since the start of the job.
         epoch: Completed epochs.
         cursor: Samples of the current epoch that decided steps have consumed.
-        boundary_number: Boundaries passed, and completed calls of Epoch.once().
+        boundary_number: Boundaries behind a batch, regroups, ends of epochs, and completed calls of Epoch.once().
     """
 
     run_id: int = 1
