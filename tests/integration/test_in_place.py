@@ -181,6 +181,30 @@ def test_survivors_of_a_kill_stay_in_their_loop(tmp_path: Path, undisturbed: Pat
     assert epochs == [0, 1, 2, 3]  # the code after each epoch has run once
 
 
+def test_a_survivor_that_has_not_come_to_the_end_of_the_epoch_goes_on_with_the_others(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    """One worker is in its last loop body, and the other one in the code after the epoch, when a third is killed."""
+    hold = tmp_path / "hold"
+    hold.write_text("")
+    words = ("--pause", "0.3", "--hold", str(hold))
+    with in_place(tmp_path / "job", 3, *WORDS, *words, flags="--restarts 0") as job:
+        logs = job.wait_until(
+            lambda logs: (
+                sum(bool(log) and (log[-1].get("epoch"), log[-1].get("number")) == (1, 7) for log in logs.values()) == 3
+            )
+        )
+        by_rank = {log[0]["rank"]: pid for pid, log in logs.items()}
+        hold.write_text(str(by_rank[1]))
+        job.wait_until(lambda logs: all(logs[by_rank[rank]][-1]["at"] == "end" for rank in (0, 2)))
+        time.sleep(0.2)  # they are in the validation's collective now
+        os.kill(by_rank[2], signal.SIGKILL)
+        time.sleep(0.2)
+        hold.write_text("")
+        logs = job.wait()
+    check_disturbed(tmp_path / "job", logs, undisturbed, {by_rank[0], by_rank[1]})
+
+
 def test_collectives_at_some_counts_of_batches_match_after_a_kill(tmp_path: Path, undisturbed: Path) -> None:
     """One worker is slow: when another is killed, it has not begun the batch of the step that is aborted."""
     words = ("--pause", "0.05", "--slow-rank", "1", "--reduce-every", "3")

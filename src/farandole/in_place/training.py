@@ -64,7 +64,7 @@ class Training:
         self._began_at = 0  # the cursor at which the last one began
         self._offset = 0  # from these to the epochs of the training
         self._has_to_join = False
-        self._was_found = False  # a newcomer has passed over the current epoch, whose batches and later code are done
+        self._was_found = False  # passing over what the others have done, this worker has come to their epoch
         self._real: world.World | None = None  # while this worker, a member, passes over code
         self._is_over = False
         self._is_in_batches = False  # the script has a batch, and has not left the loop over them
@@ -312,6 +312,7 @@ class Training:
         self._began_at = loader.cursor
         yield from self._batches(loop, loader)
         if loader.is_left and not self._static_because:
+            self._was_found = True  # the next iteration is the others' next one
             self.begin_passing()  # the others had completed the code after this epoch before this worker came to it
 
     def _batches(self, loop: InPlaceLoop, loader: ScriptLoader) -> Iterator[Any]:
