@@ -76,6 +76,7 @@ class StepLoop:
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
         self._is_second_call = False  # the function was called for the warm-up, and now has not come to its loader yet
+        self._is_new_boundary = True  # before the first batch of the function, of an epoch, or after a regroup
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
         self._inquiry = _inquiry(job, state) if state.is_strict else None
         asked = read_job_env().hash_every if state.hash_every is None else state.hash_every
@@ -177,7 +178,6 @@ class StepLoop:
         """Give all workers the same state: the source's; at the start of the job, rank 0's."""
         job = self._job
         step.close()
-        step.take_handed_out()
         if job is not None and job.is_newcomer():
             self._get_ready(job, call)
         self._state.capture()
@@ -326,6 +326,7 @@ class StepLoop:
             if self._job is None:
                 raise
             self._regroup()
+            self._pass_boundary()
             return False
         by_rank = [_EPOCH_END.unpack(trailer) for trailer in trailers]
         if any(each[:2] != by_rank[0][:2] for each in by_rank):
@@ -336,6 +337,7 @@ class StepLoop:
         self._watch.compare([each[3] for each in by_rank], is_sample=True)
         if state.digests.is_suspicious:
             if not self._mend():
+                self._pass_boundary()
                 return False
             state_hash = state_hash and state.hash()  # of the mended state
         if self._records is not None:
@@ -356,6 +358,7 @@ class StepLoop:
     def begin_epoch(self) -> None:
         """Note that the loader has moved on to the next epoch."""
         self._state.boundary_number += 1
+        self._is_new_boundary = True
         self._state.capture()
         self._is_behind_batches = False
 
@@ -380,8 +383,11 @@ class StepLoop:
         """Remember the metadata, and seed the step's random numbers from (seed, step, rank): a step that is repeated
         gets the same numbers."""
         state, self._is_second_call = self._state, False
-        if step.take_handed_out():
+        # Workers come to their next batch on different ways, and may pass the boundary before it twice. All count it
+        # once: one with another number would be taken for one that lacks something.
+        if step.take_handed_out() or self._is_new_boundary:
             state.boundary_number += 1
+        self._is_new_boundary = False
         # Before the rehearsal the effects of the loop body are unknown.
         is_known = state.has_rehearsed or self._job is None or world.current().placement.size == 1
         state.capture(is_whole=not is_known)
@@ -468,10 +474,8 @@ class StepLoop:
         connection, self._connection = self._connection, None
         world.interrupt_collectives(None)
         done = regroup(self._job, self._agree, connection)
-        # All count the next boundary here, since they come to their next batch on different ways, and pass it once,
-        # twice or not at all: a worker with another number would be taken for one that lacks something.
-        state.boundary_number += 1
-        step.take_handed_out()
+        step.take_handed_out()  # the boundary behind it has been counted, or the batch comes again
+        self._is_new_boundary = True
         if state.loader is not None:
             state.loader.set_world(done.rank, done.size)
         if self._records is not None:

@@ -208,14 +208,27 @@ def test_a_planned_change_that_all_ranks_hold_happens_at_the_next_boundary(order
     assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job())
 
 
-@pytest.mark.parametrize("way", ["planned", "aborted", "decided", "left", "raised"])
-def test_the_boundary_behind_a_regroup_is_counted_alike_whatever_a_worker_did_before(orders: Orders, way: str) -> None:
+WAYS = ["planned", "aborted", "decided", "left", "raised", "statistics", "epoch end"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_boundary_behind_a_regroup_is_counted_once_on_every_way_to_the_next_batch(
+    second_of_two: Orders, way: str
+) -> None:
     """Otherwise a worker would be taken for one that lacks something, and copy all of the state at the next fault."""
-    state, numbers, bodies = make_state(), [], []
+    state, orders, numbers, bodies = make_state(norm=torch.nn.BatchNorm1d(1)), second_of_two, [], []
+    state.is_holder = True
     state.register_reset_callbacks([lambda: numbers.append(state.boundary_number)])
 
+    def lose_in_statistics(payload: bytes) -> bytes:
+        if way == "statistics" and len(bodies) == SAMPLES // GLOBAL_BATCH and not payload:
+            orders.lose_a_worker()
+            raise GenerationEnded("all_reduce", 1, "a worker was lost")
+        return as_a_newcomer(payload)
+
     def function() -> None:
-        for _ in state.loader.epochs(1):
+        orders.transport.others = lose_in_statistics
+        for _ in state.loader.epochs(2):
             for (x,) in state.loader:
                 bodies.append(state.step)
                 if len(numbers) == 1:
@@ -226,17 +239,20 @@ def test_the_boundary_behind_a_regroup_is_counted_alike_whatever_a_worker_did_be
                 if way in ("aborted", "left", "raised") and is_first:
                     orders.lose_a_worker()
                 state.optimizer.zero_grad()
-                state.model(x).square().mean().backward()
+                state.norm(state.model(x)).square().mean().backward()
                 state.optimizer.step()
                 if way == "left" and is_first:
                     break
                 if way == "raised" and is_first:
                     raise GenerationEnded("a collective of the script", 1, "a worker was lost")
+            if way == "epoch end" and not numbers:
+                orders.lose_a_worker()
 
     job: Any = orders
     StepLoop(job, state).run(function)
     at_regroup, in_next_body = numbers
-    assert in_next_body == at_regroup
+    assert in_next_body == at_regroup + 1
+    assert state.step == 2 * SAMPLES // GLOBAL_BATCH
 
 
 # The others ----------------------------------------------------------------------------------------------------------
