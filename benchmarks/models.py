@@ -40,7 +40,7 @@ class Task:
 
 
 class Items(Dataset[tuple[torch.Tensor, ...]]):
-    """The same data as most people have theirs: each sample is fetched by itself."""
+    """The same data without batched access, as most data sets are: torch fetches each sample by itself."""
 
     def __init__(self, data: TensorDataset) -> None:
         self._tensors = data.tensors

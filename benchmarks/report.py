@@ -55,8 +55,9 @@ def tables(results: Row) -> str:
     }
     lines = [line for name, write_part in parts.items() if results.get(name) for line in write_part(results[name])]
     machine = results["machine"]
+    days = sorted({date[:10] for date in results["measured"].values()})
     lines.append(
-        f"Measured on {machine['date'][:10]}: {machine['cores']} cores, {machine['processor']}, "
+        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}: {machine['cores']} cores, {machine['processor']}, "
         f"Linux {machine['kernel']}, Python {machine['python']}, torch {machine['torch']}."
     )
     return "\n".join(lines)

@@ -164,8 +164,8 @@ class State:
         """Show numbers of this worker on the job's page, and in its metrics: `state.log(loss=loss, lr=0.1)`.
 
         A call takes some microseconds. The newest numbers are sent twice a second, and a tensor on a device is waited
-        for only then. Of a name, tensors that have their graph, such as a loss, are read 20 times a second at most; the
-        others are left out. The page shows the mean over the workers that log a name. Numbers are no part of the state.
+        for only then. A tensor that has its graph, such as a loss, is left out where one of its name was read within
+        the last 50 ms. The page shows the mean over the workers that log a name. Numbers are no part of the state.
         Those of a rehearsal, whose step does not count, are dropped. A value of the state that is named `log` replaces
         this method.
 
@@ -174,7 +174,7 @@ class State:
                 are shown.
 
         Raises:
-            TypeError: A value is neither a number nor a tensor with one element.
+            TypeError: A value that is read is neither a number nor a tensor with one element.
         """
         if not step.is_rehearsal():
             status_reporting.log_numbers(values)
