@@ -56,8 +56,9 @@ def tables(results: Row) -> str:
     lines = [line for name, write_part in parts.items() if results.get(name) for line in write_part(results[name])]
     machine = results["machine"]
     days = sorted({date[:10] for date in results["measured"].values()})
+    measured = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     lines.append(
-        f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}: {machine['cores']} cores, {machine['processor']}, "
+        f"Measured {measured}: {machine['cores']} cores, {machine['processor']}, "
         f"Linux {machine['kernel']}, Python {machine['python']}, torch {machine['torch']}."
     )
     return "\n".join(lines)
