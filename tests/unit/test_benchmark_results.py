@@ -47,7 +47,7 @@ def test_the_picture_has_a_bar_for_each_row_and_for_each_mean() -> None:
 def test_the_threads_of_data_parallel_have_a_table() -> None:
     ratios = {"speed": {"ours": [1.4, 1.5, 1.6], "inside": [1.0, 1.2, 1.3]}, "processor": [1, 1.1, 1.2]}
     row = {"label": "A", "samples": 16, "threads": 2, "ms": {"one": 8.0}, "bound": [1.7, 1.8, 1.9], **ratios}
-    text = report.tables({"machine": MACHINE, "data_parallel": [row]})
+    text = report.tables({"machine": MACHINE, "measured": {"data_parallel": "2026-11-26"}, "data_parallel": [row]})
     assert "| A | 16 | 2 | 8.0 ms | **1.50** (1.40 to 1.60) | 1.20 | 1.10 | 1.80 |" in text
 
 
@@ -59,8 +59,10 @@ def test_a_picture_of_a_single_row_has_no_mean() -> None:
 def test_publishing_replaces_what_is_between_the_marks_and_nothing_else(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write({"machine": MACHINE, "step_time": ROWS}, page)
+    measured = {"step_time": "2026-11-24", "recovery": "2026-11-26"}
+    report.write({"machine": MACHINE, "measured": measured, "step_time": ROWS}, page)
     text = page.read_text()
+    assert "Measured 2026-11-24 to 2026-11-26: " in text
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
