@@ -16,6 +16,7 @@ import pytest
 
 from farandole.agent import guard_process
 from farandole.agent.guard import Guard
+from tests.support.jobs import processes_with
 
 DEADLINE_S = 10.0
 
@@ -161,6 +162,15 @@ def test_workers_do_not_inherit_the_guards_pipe(tmp_path: Path) -> None:
     assert guard._process.stdin is not None
     assert not os.get_inheritable(guard._process.stdin.fileno())
     guard.stop()
+
+
+def test_a_guard_that_was_stopped_is_not_renewed(tmp_path: Path) -> None:
+    """An agent whose job ends may be opening the connection on which another guard would send its last message."""
+    guard = Guard(tmp_path)
+    guard.start()
+    guard.stop()
+    guard.renew(None)
+    assert processes_with(str(tmp_path)) == []
 
 
 def test_only_the_shared_memory_of_dead_processes_is_removed(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:

@@ -77,8 +77,11 @@ class Guard:
         self._send_command(f"release {pgid}\n")
 
     def renew(self, last_message: tuple[int, bytes] | None) -> None:
-        """Let another process watch the same groups, which will send this last message. Raises OSError when it cannot
-        be started; then nothing changes."""
+        """Let another process watch the same groups, which will send this last message. Does nothing after stop(): a
+        connection that an agent has begun to open may be there only after its end. Raises OSError when the process
+        cannot be started; then nothing changes."""
+        if self._process is None:
+            return
         before, kept = self._process, self._last_message
         self._last_message = last_message
         try:
