@@ -40,18 +40,23 @@ def rows_of(shards: Sequence[torch.Tensor], division: Division, rank: int, is_sh
     start, stop = division.ranges[rank]
     numel, dtype = shards[0].numel(), shards[0].dtype
     make = shareable_zeros if is_shared else torch.zeros
-    rows = [make(numel, dtype=dtype) for _ in range(division.rows(rank))]
+    sums: list[torch.Tensor] = []
     for shard, leaf in zip(range(start, stop), leaves(start, stop, division.shards), strict=True):
         total = shards[shard].clone()
-        for row in range(leaf.row + leaf.summands - 1, leaf.row - 1, -1):
-            torch.add(rows[row], total, out=total)
-        rows[leaf.row].copy_(total)
+        for _ in range(leaf.summands):
+            torch.add(sums.pop(), total, out=total)
+        sums.append(total)
+    rows = [make(numel, dtype=dtype) for _ in range(division.rows(rank))]
+    for row, total in zip(rows, sums, strict=False):
+        row.copy_(total)
     return rows
 
 
-def added(transport: Transport, shards: Sequence[torch.Tensor], division: Division, is_shared: bool) -> torch.Tensor:
+def added(
+    transport: Transport, shards: Sequence[torch.Tensor], division: Division, is_shared: bool, factor: float = 1.0
+) -> torch.Tensor:
     rows = rows_of(shards, division, transport.rank, is_shared)
-    trailers = with_shards(transport).all_reduce_shards(rows, division, bytes([transport.rank, 7]))
+    trailers = with_shards(transport).all_reduce_shards(rows, division, bytes([transport.rank, 7]), factor)
     assert trailers == [bytes([rank, 7]) for rank in range(transport.size)]
     return rows[0]
 
@@ -70,6 +75,17 @@ def test_the_sum_is_that_of_the_tree_whatever_the_division(choice: str, size: in
                     for is_shared in (True, False):
                         found = world.run(lambda t: added(t, shards, division, is_shared))  # noqa: B023
                         assert all(torch.equal(each, expected) for each in found), (count, numel, division, is_shared)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_sum_is_multiplied_after_the_additions(choice: str, size: int) -> None:
+    with ring(size, choice=choice) as world:
+        for numel in NUMELS:
+            shards = shards_of(7, numel)
+            for division in (divide_evenly(7, size), divide(7, (0,) * (size - 1) + (1,))):
+                found = world.run(lambda t: added(t, shards, division, True, 1 / 7))  # noqa: B023
+                assert all(torch.equal(each, tree_sum(shards) * (1 / 7)) for each in found), (numel, division)
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -40,6 +40,10 @@ class Loop:
     def tail(self, epoch: int) -> None:
         """The code behind the batches of an epoch."""
 
+    def figure(self) -> float:
+        """A number of the result: the least running variance."""
+        return float(self.model[1].running_var.min())
+
 
 class ManyBuckets(Loop):
     """Gradients in several buckets are reduced while backward() continues."""
@@ -48,6 +52,73 @@ class ManyBuckets(Loop):
         self.model = model_with_statistics(width=512)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.optimizer = fd.DistributedOptimizer(optimizer, bucket_mb=0.001)
+
+
+class WithoutStatistics(Loop):
+    """A model whose gradients do not depend on the number of shards, but for rounding; the figure is its size."""
+
+    def __init__(self) -> None:
+        self.model = Model(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 3))
+        self.optimizer: Any = self.wrap(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> Any:
+        return fd.DistributedOptimizer(optimizer)
+
+    def figure(self) -> float:
+        return float(sum(parameter.detach().double().norm() for parameter in self.model.parameters()))
+
+
+class WeighedLoss(WithoutStatistics):
+    """A mean over those items that count, in some batches without a backward pass."""
+
+    def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        counts = x[:, 0] > 0.3
+        fd.weight(counts.sum())
+        if counts.any():
+            F.cross_entropy(self.model(x[counts]), y[counts]).backward()
+        self.optimizer.step()
+
+
+class SummedLoss(WithoutStatistics):
+    """A sum over all samples."""
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> Any:
+        return fd.DistributedOptimizer(optimizer, loss="sum")
+
+    def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        (0.1 * F.cross_entropy(self.model(x), y, reduction="sum")).backward()
+        self.optimizer.step()
+
+
+class ChangedGradients(WithoutStatistics):
+    """Each loop body clips the gradients, and changes them, whether they are zeros or not."""
+
+    def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(self.model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(parameter.detach(), alpha=0.01)
+        self.optimizer.step()
+
+
+class HalfPrecision(WithoutStatistics):
+    """A sum over all shards would overflow where their mean does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.half()
+
+    def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        bias = self.model[2].bias
+        (F.cross_entropy(self.model(x.half()).float(), y) + 30_000 * bias.sum()).backward()
+        assert bias.grad is not None
+        bias.grad.div_(100_000)
+        self.optimizer.step()
 
 
 class SkippedLoss(Loop):
@@ -174,7 +245,9 @@ class ChangedWeight(Loop):
                 self.model[0].bias.add_(1.0)
 
 
-LOOPS: dict[str, Callable[[], Loop]] = {each.__name__: each for each in (Loop, *Loop.__subclasses__())}
+LOOPS: dict[str, Callable[[], Loop]] = {
+    each.__name__: each for each in (Loop, *Loop.__subclasses__(), *WithoutStatistics.__subclasses__())
+}
 
 
 def main() -> None:
@@ -202,8 +275,7 @@ def main() -> None:
             loop.tail(epoch)
 
     train(state)
-    least = float(loop.model[1].running_var.min())
-    print(f"rank {fd.rank()} of {fd.size()}: {state.hash()} after {state.step} steps, variances from {least:.2f}")
+    print(f"rank {fd.rank()} of {fd.size()}: {state.hash()} after {state.step} steps, figure {loop.figure():.4f}")
 
 
 if __name__ == "__main__":

@@ -45,8 +45,12 @@ class AloneTransport:
         combiner(op)
         return [bytes(trailer)]
 
-    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+    def all_reduce_shards(
+        self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
+    ) -> list[bytes]:
         self._raise_if_ended("all_reduce_shards")
+        if factor != 1.0:
+            rows[0].mul_(factor)
         return [bytes(trailer)]
 
     def all_gather(self, payload: bytes) -> list[bytes]:

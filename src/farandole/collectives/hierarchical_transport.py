@@ -91,17 +91,19 @@ class HierarchicalTransport:
                 return self._reduce_small(header, trailer, flat, combine)
             return self._reduce(header, trailer, flat, combine)
 
-    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+    def all_reduce_shards(
+        self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
+    ) -> list[bytes]:
         flats = [flat_view(row) for row in rows]
         nbytes, trailers_bytes = flats[0].numel() * flats[0].element_size(), len(trailer) * self.size
         if not nbytes or trailers_bytes > DATA_BYTES:
             with self._rings.together():
-                return self._rings.whole.all_reduce_shards(flats, division, trailer)
+                return self._rings.whole.all_reduce_shards(flats, division, trailer, factor)
         operation, code = TransportOperation.ADD_SHARDS, dtype_code(flats[0].dtype)
         header = Header(operation, self._rings.whole.next_sequence, code, division.shards, nbytes, len(trailer))
         is_small = nbytes * max(map(len, division.forests)) + trailers_bytes <= DATA_BYTES
         with self._rings.running(header):
-            return (self._add_small if is_small else self._add)(header, trailer, flats, division)
+            return (self._add_small if is_small else self._add)(header, trailer, flats, division, factor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if not 0 <= source < self.size:
@@ -187,7 +189,7 @@ class HierarchicalTransport:
         return self._trailers(message_slots[0].data, len(trailer))
 
     def _add_small(
-        self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], division: Division
+        self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], division: Division, factor: float
     ) -> list[bytes]:
         """Add up shards as _reduce_small() reduces."""
         forests = [division.forests[rank] for rank in self._layout.mates]
@@ -196,7 +198,7 @@ class HierarchicalTransport:
         nbytes = result.numel() * result.element_size()
         if self._layout.place == 0:
             sums = add_data(result, message_slots, forests, division.shards)
-            trailers = self._add_across_leaders(header, sums, message_slots, division)
+            trailers = self._add_across_leaders(header, sums, message_slots, division, factor)
             data[nbytes:][: len(trailer) * self.size] = trailers
             data[:nbytes].view(result.dtype).copy_(result)
         self._group.meet(header)
@@ -204,26 +206,33 @@ class HierarchicalTransport:
             result.copy_(data[:nbytes].view(result.dtype))
         return self._trailers(data[nbytes:], len(trailer))
 
-    def _add(self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], division: Division) -> list[bytes]:
+    def _add(
+        self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], division: Division, factor: float
+    ) -> list[bytes]:
         """Add up shards as _reduce() reduces, as one piece."""
 
         def finish(sums: list[torch.Tensor], message_slots: list[MessageSlot]) -> None:
             if self._layout.place == 0:
-                trailers = self._add_across_leaders(header, sums, message_slots, division)
+                trailers = self._add_across_leaders(header, sums, message_slots, division, factor)
                 message_slots[0].data[: len(trailer) * self.size] = trailers
             elif self._rings.across is not None:
-                self._rings.across.add_shards_as(header, sums, self._forests_of_hosts(division), b"")
+                self._rings.across.add_shards_as(header, sums, self._forests_of_hosts(division), b"", factor)
 
         forests = [division.forests[rank] for rank in self._layout.mates]
         message_slots = self._group.add_shards(header, trailer, rows, forests, self._layout.rings, finish)
         return self._trailers(message_slots[0].data, len(trailer))
 
     def _add_across_leaders(
-        self, header: Header, sums: list[torch.Tensor], message_slots: list[MessageSlot], division: Division
+        self,
+        header: Header,
+        sums: list[torch.Tensor],
+        message_slots: list[MessageSlot],
+        division: Division,
+        factor: float,
     ) -> torch.Tensor:
         """Add up the leaders' nodes over the hosts. Return as _across_leaders() does."""
         packed = self._leaders.add_shards_as(
-            header, sums, self._forests_of_hosts(division), self._own_trailers(header, message_slots)
+            header, sums, self._forests_of_hosts(division), self._own_trailers(header, message_slots), factor
         )
         return self._joined(header, packed)
 

@@ -110,12 +110,14 @@ class RingTransport:
         )
         return self.reduce_as(header, flat, trailer, combine, last)
 
-    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+    def all_reduce_shards(
+        self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
+    ) -> list[bytes]:
         flats = [flat_view(row) for row in rows]
         nbytes = flats[0].numel() * flats[0].element_size()
         code, shards = dtype_code(flats[0].dtype), division.shards
         header = Header(TransportOperation.ADD_SHARDS, self._sequence + 1, code, shards, nbytes, len(trailer))
-        return self.add_shards_as(header, flats, division.forests, trailer)
+        return self.add_shards_as(header, flats, division.forests, trailer, factor)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         header = Header(TransportOperation.ALL_GATHER, self._sequence + 1, trailer_bytes=_SLIP_BYTES)
@@ -197,7 +199,12 @@ class RingTransport:
         return [bytes(each) for each in trailers]
 
     def add_shards_as(
-        self, header: Header, rows: Sequence[torch.Tensor], forests: Sequence[Forest], trailer: bytes
+        self,
+        header: Header,
+        rows: Sequence[torch.Tensor],
+        forests: Sequence[Forest],
+        trailer: bytes,
+        factor: float = 1.0,
     ) -> list[bytes]:
         """Add up the nodes of all ranks, `forests` by rank, as all_reduce_shards() does. The header has the number of
         shards as its source; the rows may be a part of what it describes."""
@@ -208,13 +215,13 @@ class RingTransport:
             mine = rows[: len(forests[self._rank])]
             lengths = [len(forest) * nbytes + len(trailer) for forest in forests]
             blobs = self._gather(header, b"".join([*map(byte_view, mine), trailer]), lengths)
-            add_blobs(rows[0], blobs, forests, header.source)
+            add_blobs(rows[0], blobs, forests, header.source, factor)
             return [bytes(blob[len(blob) - len(trailer) :]) for blob in blobs]
         trailers = [bytearray(len(trailer)) for _ in range(self._size)]
         trailers[self._rank][:] = trailer
         outgoing: Outgoing = deque()
         agreement = self._agreement(header)
-        schedule = add_around(outgoing, agreement, self._rank, rows, trailers, forests, header.source)
+        schedule = add_around(outgoing, agreement, self._rank, rows, trailers, forests, header.source, factor)
         self._run(header, outgoing, schedule)
         return [bytes(each) for each in trailers]
 

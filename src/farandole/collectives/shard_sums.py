@@ -19,7 +19,9 @@ from farandole.errors import ConfigError
 class ShardTransport(Protocol):
     """A Transport (transport.py) that adds up shards."""
 
-    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+    def all_reduce_shards(
+        self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
+    ) -> list[bytes]:
         """Add up the shards of all ranks: the same bits for every division of the shards.
 
         Args:
@@ -27,6 +29,7 @@ class ShardTransport(Protocol):
                 one. The first one receives the sum; the others are undefined afterwards.
             division: The shards of each rank, equal on all ranks.
             trailer: As in all_reduce().
+            factor: The sum is multiplied by it, equal on all ranks.
 
         Returns:
             The trailers of all ranks, by rank.
@@ -67,6 +70,7 @@ def add_nodes(
     are_own: Sequence[bool],
     scratch: Scratch | None = None,
     result: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Carry out the additions of `plan`. Return the sums of its forest.
 
@@ -76,6 +80,7 @@ def add_nodes(
         are_own: Whether an operand may be overwritten.
         scratch: Memory for sums of two operands that may not.
         result: Receives the sum, where the plan leaves only one node.
+        factor: The result is multiplied by it.
     """
     sums, are_free, used = list(operands), list(are_own), 0
     last = len(plan.additions) - 1
@@ -95,11 +100,15 @@ def add_nodes(
     found = [sums[number] for number in plan.sums]
     if result is not None and found[0] is not result:
         result.copy_(found[0])
+    if result is not None and factor != 1.0:
+        result.mul_(factor)  # while it is in the cache
     return found
 
 
-def add_blobs(result: torch.Tensor, blobs: Sequence[bytearray], forests: Sequence[Forest], shards: int) -> None:
-    """Add up the nodes at the front of the blobs of all ranks into `result`, as every rank does."""
+def add_blobs(
+    result: torch.Tensor, blobs: Sequence[bytearray], forests: Sequence[Forest], shards: int, factor: float = 1.0
+) -> None:
+    """Add up the nodes at the front of the blobs of all ranks into `result`, as every rank does, times `factor`."""
     numel, nbytes = result.numel(), result.numel() * result.element_size()
     if not numel:
         return
@@ -108,7 +117,7 @@ def add_blobs(result: torch.Tensor, blobs: Sequence[bytearray], forests: Sequenc
         for blob, forest in zip(blobs, forests, strict=True)
         for place in range(len(forest))
     ]
-    add_nodes(merge(tuple(forests), shards), operands, [True] * len(operands), result=result)
+    add_nodes(merge(tuple(forests), shards), operands, [True] * len(operands), result=result, factor=factor)
 
 
 def add_around(
@@ -119,8 +128,10 @@ def add_around(
     trailers: list[bytearray],
     forests: Sequence[Forest],
     shards: int,
+    factor: float,
 ) -> Schedule:
-    """Add up the nodes of all ranks into `rows[0]`: ring.reduce_around() with the additions of the tree.
+    """Add up the nodes of all ranks into `rows[0]`, times `factor`: reduce_around() of ring.py with the additions of
+    the tree.
 
     What travels from rank to rank is the forest of the ranks before, as far as its nodes could be added: one tensor or
     a few. The rank that gets the last nodes has the sum, and the sums go around once more.
@@ -167,7 +178,7 @@ def add_around(
             if step < size - 2:
                 outgoing.extend(map(byte_view, add_nodes(plan, [*arrived, *own], are_own)))
             else:
-                add_nodes(plan, [*arrived, *own], are_own, result=result[start:stop])
+                add_nodes(plan, [*arrived, *own], are_own, result=result[start:stop], factor=factor)
                 outgoing.append(byte_view(result[start:stop]))
     for step in range(size - 1):
         for start, stop in runs(rank - step):

@@ -71,24 +71,33 @@ def merge(forests: tuple[Forest, ...], shards: int) -> Merge:
 
 
 class Leaf(NamedTuple):
-    """What a worker does with the next of its shards: it adds rows `summands` to it, the last one first, and keeps the
-    result in `row`. Rows are places for sums."""
+    """What a worker does with the next of its shards: it adds the last `summands` of its sums to it, the last one
+    first, and keeps the result in their place.
+
+    Attributes:
+        row: The number of sums that it has before the result.
+        summands: Number of sums that are added.
+        waits: Nothing is added, and the next shard will be added to this one.
+    """
 
     row: int
     summands: int
+    waits: bool
 
 
 @lru_cache(maxsize=1024)
 def leaves(start: int, stop: int, shards: int) -> tuple[Leaf, ...]:
-    """Return what a worker with the shards [start, stop) does with each of them, in order. At the end row n has the sum
-    of the n-th node of forest_of(start, stop)."""
+    """Return what a worker with the shards [start, stop) does with each of them, in order. At the end it has the sums
+    of the nodes of forest_of(start, stop)."""
     found: list[Leaf] = []
     stack: list[Node] = []
     for shard in range(start, stop):
         node, summands = (shard, shard + 1), 0
         while stack and are_siblings(stack[-1], node, shards):
             node, summands = (stack.pop()[0], node[1]), summands + 1
-        found.append(Leaf(len(stack), summands))
+        next_one = (shard + 1, shard + 2)
+        waits = not summands and shard + 1 < stop and are_siblings(node, next_one, shards)
+        found.append(Leaf(len(stack), summands, waits))
         stack.append(node)
     return tuple(found)
 
@@ -123,8 +132,10 @@ class Division(msgspec.Struct, frozen=True, dict=True):
         return tuple(forest_of(start, stop, self.shards) for start, stop in self.ranges)
 
     def rows(self, rank: int) -> int:
-        """Return the number of rows that the rank needs for its sums, at least one, for the result."""
-        return max((leaf.row for leaf in leaves(*self.ranges[rank], self.shards)), default=0) + 1
+        """Return the number of rows that the rank needs for its sums, at least one, for the result. A shard that waits
+        for the next one needs none."""
+        found = leaves(*self.ranges[rank], self.shards)
+        return max((leaf.row for leaf in found if not leaf.waits), default=0) + 1
 
 
 @lru_cache(maxsize=64)

@@ -249,19 +249,21 @@ class SharedMemoryTransport:
                 message_slots = self._group.reduce(header, trailer, flat, combine, last, owners=self._size)
             return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
 
-    def all_reduce_shards(self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"") -> list[bytes]:
+    def all_reduce_shards(
+        self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
+    ) -> list[bytes]:
         flats = [flat_view(row) for row in rows]
         nbytes, forests = flats[0].numel() * flats[0].element_size(), division.forests
         if not nbytes:
-            return self._ring.all_reduce_shards(flats, division, trailer)
+            return self._ring.all_reduce_shards(flats, division, trailer, factor)
         operation, code = TransportOperation.ADD_SHARDS, dtype_code(flats[0].dtype)
         header = Header(operation, self._ring.next_sequence, code, division.shards, nbytes, len(trailer))
         with self._ring.running(header):
             if nbytes * max(map(len, forests)) <= DATA_BYTES:
                 message_slots = self._group.post_rows(header, trailer, flats, forests)
-                add_data(flats[0], message_slots, forests, division.shards)
+                add_data(flats[0], message_slots, forests, division.shards, factor)
             else:
-                message_slots = self._group.add_shards(header, trailer, flats, forests, owners=self._size)
+                message_slots = self._group.add_shards(header, trailer, flats, forests, self._size, factor=factor)
             return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
@@ -549,9 +551,10 @@ class SharedMemoryGroup:
         forests: Sequence[Forest],
         owners: int,
         finish: FinishNodes | None = None,
+        factor: float = 1.0,
     ) -> list[MessageSlot]:
-        """Add up the nodes of all ranks, `forests` by place, into the first row. Return the message slots of all ranks,
-        with the trailer.
+        """Add up the nodes of all ranks, `forests` by place, into the first row, times `factor` unless `finish` does
+        so. Return the message slots of all ranks, with the trailer.
 
         All ranks make their rows readable, and meet; each of the first `owners` ranks adds up its part, and all meet;
         each copies the parts of the others. `header.source` is the number of shards.
@@ -578,7 +581,7 @@ class SharedMemoryGroup:
         for low, high in blocks(begin, end, block) if nodes else ():
             operands = [node[low:high] for node in nodes]
             if finish is None:
-                add_nodes(plan, operands, are_own, scratch, result=mine[0][low:high])
+                add_nodes(plan, operands, are_own, scratch, mine[0][low:high], factor)
                 continue
             for each, found in zip(sums, add_nodes(plan, operands, are_own, scratch), strict=True):
                 each[low - begin : high - begin].copy_(found)
@@ -703,10 +706,14 @@ class SharedMemoryGroup:
 
 
 def add_data(
-    result: torch.Tensor, message_slots: Sequence[MessageSlot], forests: Sequence[Forest], shards: int
+    result: torch.Tensor,
+    message_slots: Sequence[MessageSlot],
+    forests: Sequence[Forest],
+    shards: int,
+    factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Add up the nodes in the data of all message slots. Return the sums, in memory of this rank, the first one in
-    `result`; on whichever rank."""
+    `result`, times `factor`; on whichever rank."""
     from farandole.collectives.shard_sums import Scratch, add_nodes  # loaded only in strict mode
     from farandole.collectives.shard_tree import merge
 
@@ -720,7 +727,10 @@ def add_data(
         return [result]
     plan = merge(tuple(forests), shards)
     first, *others = add_nodes(plan, operands, [False] * len(operands), Scratch(numel, result.dtype))
-    return [result.copy_(first), *(each.clone() for each in others)]
+    result.copy_(first)
+    if factor != 1.0:
+        result.mul_(factor)
+    return [result, *(each.clone() for each in others)]
 
 
 def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine, last: Combine) -> None:

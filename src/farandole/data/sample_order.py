@@ -261,7 +261,9 @@ def _sharded_global_batch(
     low, high = (even_slice(start, stop, shard, layout.shards, layout.min_local_batch)[0] for shard in (first, behind))
     audit = None if layout.audit is None else layout.audit.draw(division, epoch, start)
     bodies = (max(1, behind - first) if layout.is_balanced else division.most) + (audit is not None)
-    return GlobalBatch(epoch, start, stop, low, high, bodies, division, rank, audit, layout.is_balanced)
+    samples = stop - start
+    are_equal = not samples % layout.shards and samples // layout.shards >= layout.min_local_batch
+    return GlobalBatch(epoch, start, stop, low, high, bodies, division, rank, audit, layout.is_balanced, are_equal)
 
 
 def _shard(global_batch: GlobalBatch, division: Division, index: int, min_local_batch: int) -> Batch:

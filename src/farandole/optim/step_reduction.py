@@ -162,7 +162,8 @@ class StepReduction:
             from farandole.optim.shard_gradients import ShardGradients  # loaded only in strict mode
 
             options = self._options
-            self._sharded = ShardGradients(planned, self._digest, options.compression, options.pinned_bytes)
+            is_mean = options.loss == "mean"
+            self._sharded = ShardGradients(planned, self._digest, options.compression, options.pinned_bytes, is_mean)
         self._sharded.begin(self._batch.global_batch)
         return self._sharded
 

@@ -71,13 +71,14 @@ class ShardStatistics:
             return
         self.end_body(batch)
         start, stop = division.ranges[batch.global_batch.place]
-        rows = [torch.zeros_like(self._flat()) for _ in range(division.rows(batch.global_batch.place))]
+        sums: list[torch.Tensor] = []
         for shard, leaf in zip(range(start, stop), leaves(start, stop, division.shards), strict=True):
             found = self._by_shard.get(shard)
-            total = torch.zeros_like(rows[0]) if found is None else found.clone()
-            for row in range(leaf.row + leaf.summands - 1, leaf.row - 1, -1):
-                torch.add(rows[row], total, out=total)
-            rows[leaf.row].copy_(total)
+            total = torch.zeros_like(self._flat()) if found is None else found.clone()
+            for _ in range(leaf.summands):
+                torch.add(sums.pop(), total, out=total)
+            sums.append(total)
+        rows = sums or [torch.zeros_like(self._flat())]
         with_shards(transport).all_reduce_shards(rows, division)
         self._combined = rows[0]
 

@@ -448,6 +448,7 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     place        this rank's place in it
     audit        in strict mode, the shards that other ranks compute again; the first run of the loop body is for it
     has_own_bodies  the number of runs is this rank's own: local batches follow the speed of the workers
+    has_equal_shards  in strict mode, all shards have equally many samples
     """
 
     epoch: int
@@ -460,6 +461,7 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     place: int = 0
     audit: Audit | None = None
     has_own_bodies: bool = False
+    has_equal_shards: bool = False
 
     @property
     def samples(self) -> int:

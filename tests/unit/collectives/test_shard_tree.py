@@ -31,13 +31,17 @@ def additions_of(shards: int) -> set[tuple[Node, Node]]:
 
 def additions_of_leaves(start: int, stop: int, shards: int) -> tuple[list[tuple[Node, Node]], list[Node]]:
     """What a worker with these shards adds up, and the nodes that are in its rows at the end."""
-    found, rows = [], dict[int, Node]()
+    found, rows, waits = [], dict[int, Node](), False
     for shard, leaf in zip(range(start, stop), leaves(start, stop, shards), strict=True):
         node = (shard, shard + 1)
         for row in range(leaf.row + leaf.summands - 1, leaf.row - 1, -1):
             found.append((rows[row], node))
             node = (rows.pop(row)[0], node[1])
         rows[leaf.row] = node
+        assert not (leaf.waits and leaf.summands)
+        assert waits == (leaf.summands > 0 and found[-leaf.summands][0] == (shard - 1, shard))
+        waits = leaf.waits
+    assert not waits
     assert list(rows) == list(range(len(rows)))
     return found, list(rows.values())
 
@@ -81,7 +85,7 @@ def test_shards_are_divided_in_order_and_as_evenly_as_possible() -> None:
 
 def test_a_worker_with_an_aligned_power_of_two_of_shards_sends_one_sum() -> None:
     assert divide_evenly(16, 4).forests == (((0, 4),), ((4, 8),), ((8, 12),), ((12, 16),))
-    assert divide_evenly(16, 4).rows(0) == 2
+    assert [divide(16, (shards, 16 - shards)).rows(0) for shards in (1, 2, 4, 8)] == [1, 1, 1, 2]
     assert divide_evenly(8, 3).forests[1] == ((2, 4), (4, 5))
 
 
