@@ -78,6 +78,7 @@ class Link:
         self.members = members
         self.aborted_s = 0.0
         self.sent: list[Any] = []
+        self.unread: list[Callable[[], None]] = []  # what orders will do when the link's thread has its turn
         self.on_prepare: Callable[[Prepare], None] | None = None
         self.has_ended = False  # the job
         self.lost_at_the_end = 0  # how many of its ends another worker does not reach
@@ -85,6 +86,10 @@ class Link:
 
     def send(self, message: object) -> None:
         self.sent.append(message)
+
+    def catch_up(self) -> None:
+        while self.unread:
+            self.unread.pop(0)()
 
     @property
     def is_over(self) -> bool:

@@ -47,6 +47,8 @@ from farandole.worker.worker_recovery import AbortRegistry
 
 _FRAME_LIMIT = 1 << 20
 _SLICE_S = 1.0  # waits are cut into slices, so that signals and the end of the job are seen
+_CATCH_UP_S = 0.05
+_GIVE_WAY_S = 0.0002
 
 
 class Link:
@@ -88,11 +90,27 @@ class Link:
         self._pid = os.getpid()
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name="farandole-link", daemon=True)
+        self._is_obeying = False
+        self._arrivals = select.poll()
+        self._arrivals.register(self._socket, select.POLLIN)
 
     def open(self, env: WorkerEnv, address: DataAddress) -> None:
         """Send Hello and start to listen. `address`: where this worker's peers can reach it."""
         self.send(Hello(env.worker, env.secret, os.getpid(), PROTOCOL_VERSION, address))
         self._thread.start()
+
+    def catch_up(self) -> None:
+        """Have the link's thread handle what has come. For the main thread, where it can act upon it.
+
+        While the main thread computes in Python, another thread waits for the interpreter, 5 ms at a time, and for a
+        processor. A worker that has not noticed an ABORT would run its loop body once more, in vain, and the others
+        would wait for it.
+        """
+        if not (self._is_obeying or self._arrivals.poll(0)):
+            return
+        deadline_s = now_s() + _CATCH_UP_S  # callbacks of `on_prepare` may take longer
+        while (self._is_obeying or self._arrivals.poll(0)) and now_s() < deadline_s:
+            threading.Event().wait(_GIVE_WAY_S)
 
     def send(self, message: WorkerMessage) -> None:
         """Send a message to the coordinator, through the agent. Never blocks for long: both ends are on this
@@ -210,6 +228,7 @@ class Link:
                         self._wake_read.recv(16)
                         self.send(Leaving())
                         continue
+                    self._is_obeying = True
                     data = self._receive()
                     if not data:
                         # No process is left that knows the membership: no worker may outlive its agent.
@@ -217,6 +236,7 @@ class Link:
                         return
                     for payload in buffer.feed(data):
                         self._obey(decode(TO_WORKER, payload))
+                    self._is_obeying = False
 
     def _receive(self) -> bytes:
         try:

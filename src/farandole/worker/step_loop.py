@@ -222,8 +222,10 @@ class StepLoop:
     def reach_boundary(self) -> None:
         """Pass the boundary before a batch: each next(loader). The only place in the middle of an epoch where workers
         regroup."""
-        if self._job is not None and self._job.link.is_over:
-            self._job.link.raise_if_over()
+        if self._job is not None:
+            self._job.link.catch_up()
+            if self._job.link.is_over:
+                self._job.link.raise_if_over()
         self._is_busy = True
         has_to_regroup = self._has_to_regroup()
         if has_to_regroup and step.is_undecided():

@@ -12,6 +12,7 @@ import pytest
 
 from farandole.env import WorkerEnv
 from farandole.errors import JobEnded
+from farandole.machine import now_s
 from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress
 from farandole.wire import channel
 from farandole.wire.messages import (
@@ -71,9 +72,12 @@ class Agent:
         self.link.on_look = self._looks.release
         self.link.open(env, DataAddress("127.0.0.1", 7))
 
+    def sends(self, *messages: ToWorker) -> None:
+        self._connection.sendall(b"".join(channel.frame(channel.encode(message)) for message in messages))
+
     def says(self, *messages: ToWorker) -> None:
         """Send messages, and wait until the link has obeyed them."""
-        self._connection.sendall(b"".join(channel.frame(channel.encode(message)) for message in messages))
+        self.sends(*messages)
         probed = threading.Event()
         self.link.on_probe = lambda number: probed.set() if number == -1 else None
         self._connection.sendall(channel.frame(channel.encode(Probe(-1))))
@@ -142,6 +146,23 @@ def test_an_abort_ends_what_belongs_to_older_generations(agent: Agent) -> None:
     agent.says(Abort(2, "w3 is lost"))
     assert (agent.link.ordered, agent.aborts.called) == (2, [(2, "w3 is lost")])
     assert agent.link.aborted_s > 0
+
+
+def test_what_has_come_is_obeyed_before_the_main_thread_goes_on(agent: Agent) -> None:
+    for number in range(1, 300):
+        agent.sends(Abort(number, "w3 is lost"))
+        agent.link.catch_up()
+        assert agent.link.ordered == number
+
+
+def test_a_callback_that_takes_long_does_not_keep_the_main_thread(agent: Agent) -> None:
+    may_end = threading.Event()
+    agent.link.on_prepare = lambda _: may_end.wait(DEADLINE_S)
+    agent.sends(Prepare(2, "more hosts"))
+    began_s = now_s()
+    agent.link.catch_up()
+    assert now_s() - began_s < DEADLINE_S / 2
+    may_end.set()
 
 
 def test_an_abort_that_a_newer_one_has_overtaken_changes_nothing(agent: Agent) -> None:

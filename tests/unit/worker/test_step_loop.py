@@ -111,6 +111,19 @@ def test_a_step_that_is_decided_is_not_done_again(orders: Orders) -> None:
     assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job())
 
 
+def test_an_order_that_the_links_thread_had_no_time_to_read_counts_at_the_boundary(orders: Orders) -> None:
+    """A loop body that computes in Python keeps the interpreter, and the next run of it would be in vain."""
+    state, seen = make_state(), []
+
+    def body(x: torch.Tensor) -> None:
+        seen.append((state.step, world.current().id.number))
+        state.after_step[:] = [lambda: orders.link.unread.append(orders.lose_a_worker)] if state.step == 1 else []
+
+    train(orders, state, body)
+    assert seen == [(0, 1), (1, 1), (2, 2)]
+    assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job())
+
+
 def test_a_start_that_an_abort_has_overtaken_leads_to_the_next_one(orders: Orders) -> None:
     state, bodies = make_state(counter=0), []
     orders.overtaken = {2, 3}
