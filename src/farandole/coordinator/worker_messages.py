@@ -267,7 +267,12 @@ def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
 
 
 def is_state_lost(job: Job) -> bool:
-    return job.was_synced and not any(worker.synced for worker in job.each_survivor())
+    """Return whether no survivor has the state that some worker has confirmed. One that is not READY may have confirmed
+    it in a message that is under way: Synced comes before READY."""
+    change = job.change
+    return job.was_synced and not any(
+        worker.synced or change is None or worker.ready != change.number for worker in job.each_survivor()
+    )
 
 
 def resume_from_checkpoint(transition: Transition) -> None:

@@ -63,10 +63,18 @@ def test_a_generation_without_any_confirmed_state_is_a_bootstrap_again() -> None
 
 
 def test_losing_every_holder_ends_the_job_rather_than_starting_at_step_0() -> None:
-    told = ToldJob(2).hello("w0", "w1").elastic("w0", "w1").synced("w0").exited("w0")
+    told = ToldJob(2).hello("w0", "w1").elastic("w0", "w1").synced("w0").exited("w0").ready(2, "w1")
     assert told.ending[0] == 1
     assert "The state of the job is lost" in told.ending[1]
     assert "w0 (slot 0) was killed by SIGKILL" in told.ending[1]
+
+
+def test_a_confirmation_that_is_under_way_when_the_first_one_to_confirm_dies_counts() -> None:
+    """On a busy machine a worker may have begun its first step before the others' messages arrive."""
+    told = ToldJob(2).hello("w0", "w1").elastic("w0", "w1").synced("w0").exited("w0")
+    assert told.told() == {"w1": ["Abort"]}
+    start = told.synced("w1").ready(2, "w1").starts()["w1"]
+    assert not start.bootstrap
 
 
 def test_a_member_that_did_not_confirm_the_new_generation_still_holds_the_old_state() -> None:
