@@ -199,7 +199,7 @@ def test_a_survivor_that_has_not_come_to_the_end_of_the_epoch_goes_on_with_the_o
         job.wait_until(lambda logs: all(logs[by_rank[rank]][-1]["at"] == "end" for rank in (0, 2)))
         time.sleep(0.2)  # they are in the validation's collective now
         os.kill(by_rank[2], signal.SIGKILL)
-        time.sleep(0.2)
+        job.wait_until(lambda _: "regrouping for generation 2" in job.output())
         hold.write_text("")
         logs = job.wait()
     check_disturbed(tmp_path / "job", logs, undisturbed, {by_rank[0], by_rank[1]})
