@@ -311,7 +311,11 @@ def _why_hopeless(job: Job) -> str | None:
             )
         return f"No worker is left: {how}."
     if is_state_lost(job):
-        return f"The state of the job is lost: no worker that held it is left ({how})."
+        advice = "none was written yet" if job.saves else "--checkpoint DIR writes them"
+        return (
+            f"The state of the job is lost: no worker that held it is left ({how}), and there is no checkpoint to "
+            f"continue from: {advice}."
+        )
     if not (any(job.each_survivor()) or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
         return f"No worker is left ({how}), and none can be started: {why_not_refilled(job)}."
     return None

@@ -67,6 +67,7 @@ def test_losing_every_holder_ends_the_job_rather_than_starting_at_step_0() -> No
     assert told.ending[0] == 1
     assert "The state of the job is lost" in told.ending[1]
     assert "w0 (slot 0) was killed by SIGKILL" in told.ending[1]
+    assert told.ending[1].endswith("no checkpoint to continue from: --checkpoint DIR writes them.")
 
 
 def test_a_confirmation_that_is_under_way_when_the_first_one_to_confirm_dies_counts() -> None:
