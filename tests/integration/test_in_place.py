@@ -103,6 +103,12 @@ def entries(log: list[Entry], at: str) -> list[Entry]:
     return [each for each in log if each["at"] == at]
 
 
+def members(logs: Logs) -> dict[str, int]:
+    """Return the processes of the first three workers that have begun a batch, by name: the spare may have, too."""
+    begun = {log[0]["worker"]: pid for pid, log in logs.items() if entries(log, "batch")}
+    return {worker: pid for worker, pid in begun.items() if worker in {"w0", "w1", "w2"}}
+
+
 def ends(logs: Logs) -> dict[int, Entry]:
     """Return the last entry of each worker that has come to its end."""
     return {pid: log[-1] for pid, log in logs.items() if log and log[-1]["at"] == "over"}
@@ -442,9 +448,10 @@ def test_a_spare_takes_the_place_of_a_killed_worker_so_that_not_a_bit_changes(tm
     hold.touch()
     flags = f"--spares 1 --restarts 0 --events {events}"
     with in_place(tmp_path / "job", 3, *words, "--hold", str(hold), "--pause", "0.05", flags=flags) as job:
-        logs = job.wait_until(lambda logs: sum(bool(entries(log, "batch")) for log in logs.values()) == 3)
-        killed = next(pid for pid, log in logs.items() if log and log[0]["rank"] == 1)
-        hold.write_text(" ".join(map(str, logs)))
+        job.wait_until(lambda logs: len(members(logs)) == 3)
+        held = members(job.logs())
+        killed = held["w1"]
+        hold.write_text(" ".join(map(str, held.values())))
         job.wait_until(lambda _: "SpareWaits" in events.read_text())
         begun = len(job.logs()[killed])
         hold.write_text("")

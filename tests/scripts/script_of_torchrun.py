@@ -89,9 +89,10 @@ def main() -> None:
     loader = DataLoader(train, options.batch_size, sampler=sampler, num_workers=options.workers)
     test_loader = DataLoader(test, 8, sampler=DistributedSampler(test, shuffle=False))
     log = (options.folder / f"log-{os.getpid()}.jsonl").open("a", buffering=1)
+    worker = os.environ.get("FARANDOLE_WORKER")  # its name, where Farandole has started it
 
     def tell(**values: object) -> None:
-        log.write(json.dumps({"time": time.time(), "pid": os.getpid(), **values}) + "\n")
+        log.write(json.dumps({"time": time.time(), "pid": os.getpid(), "worker": worker, **values}) + "\n")
 
     best = 0.0
     for epoch in range(options.epochs):
