@@ -86,7 +86,7 @@ def check_operations_that_do_not_fit() -> None:
         "expected": lambda: group.allgather([[torch.empty(2)] * size], [torch.empty(1)]),
         "do not make an output of shape": lambda: group.all_gather_single(torch.empty(size + 1), torch.empty(1)),
         "do not divide": lambda: group.all_to_all_single(torch.empty(size), torch.empty(size), [1] * size, [2] * size),
-        "moves dense CPU tensors": lambda: group.broadcast([torch.empty(1, device="meta")], 0),
+        "moves dense tensors": lambda: group.broadcast([torch.empty(1, device="meta")], 0),
         "cannot reduce torch.float32 by": partial(group.allreduce, [torch.ones(1)], dist._make_nccl_premul_sum(2.0)),
     }
     for match, call in calls.items():

@@ -14,6 +14,9 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 import farandole as fd
 
+DEVICE = torch.device("cpu")
+"""That of our tensors. A script may replace it."""
+
 
 @cache
 def gloo() -> dist.ProcessGroup:
@@ -37,7 +40,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
 
 def same_as_gloo(operation: Callable[[dist.ProcessGroup, list[torch.Tensor]], object], *make: torch.Tensor) -> None:
     """`operation(group, tensors)` leaves the same in copies of the tensors, whichever group it is given."""
-    ours, theirs = ([each.clone() for each in make] for _ in range(2))
+    ours, theirs = ([each.to(device, copy=True) for each in make] for device in (DEVICE, "cpu"))
     for group, tensors in ((dist.group.WORLD, ours), (gloo(), theirs)):
         assert group is not None
         work = operation(group, tensors)
@@ -45,4 +48,4 @@ def same_as_gloo(operation: Callable[[dist.ProcessGroup, list[torch.Tensor]], ob
             work.wait()  # type: ignore[attr-defined]
     for mine, reference in zip(ours, theirs, strict=True):
         assert mine.dtype == reference.dtype
-        assert torch.equal(mine, reference), f"{mine} instead of {reference}"
+        assert torch.equal(mine.cpu(), reference), f"{mine.cpu()} instead of {reference}"

@@ -18,9 +18,11 @@ from farandole.optim.bucketed_gradients import Arrivals
 from farandole.state.state_digest import digest_of
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
+from tests.checks.running import explain, problems
 from tests.integration.test_elastic_job import SAMPLES, EndlessJob, beyond, job
+from tests.scripts.process_group_on_a_device import CHECKS
 from tests.support import rings
-from tests.support.jobs import check_job
+from tests.support.jobs import SCRIPTS, check_job
 from tests.support.rings import listeners
 
 pytestmark = [
@@ -197,3 +199,12 @@ def test_workers_with_a_device_each_survive_a_kill_through_nccl(
             latest = running.wait_until(beyond(generation, 2), START_S)
         running.finish()
     check_job(Proof(tmp_path), samples=SAMPLES, workers_at_end=2)
+
+
+# The backend of torch.distributed ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_collectives_of_the_backend_farandole(check: str) -> None:
+    said = problems(SCRIPTS / "process_group_on_a_device.py", 2, check, DEVICE="cuda")
+    assert said.get(check) == [None] * 2, explain(said, check)

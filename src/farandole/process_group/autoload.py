@@ -22,6 +22,9 @@ import torch.distributed as dist
 
 BACKEND = "farandole"
 SYSTEMS = ("linux",)
+_DEVICES = ("cpu", "cuda")
+_NAMES = (BACKEND, *(f"{each}:{BACKEND}" for each in _DEVICES), ",".join(f"{each}:{BACKEND}" for each in _DEVICES))
+"""How a script names the backend for the default group."""
 
 _is_known = False  # the backend, to torch
 _is_prepared = False  # this process, as a worker
@@ -47,7 +50,7 @@ def make_backend_known() -> None:
     if _is_known:
         return
     _is_known = True
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=list(_DEVICES))
     # register_rendezvous_handler() refuses a scheme that is registered (torch 2.13, torch/distributed/rendezvous.py).
     handlers = _rendezvous()._rendezvous_handlers
     theirs = handlers["env"]
@@ -78,7 +81,7 @@ def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]
     Not where the script itself says who the ranks are: outside of a job, and with `enable_reconfigure` (torch 2.14).
     """
     call = _arguments_of_init()
-    is_ours = call.get("backend") in (BACKEND, f"cpu:{BACKEND}") and not call.get("enable_reconfigure")
+    is_ours = call.get("backend") in _NAMES and not call.get("enable_reconfigure")
     if is_ours and not _registration().meets_at_torchs_store(url):
         yield from _registration().meet(url)
     else:

@@ -1,5 +1,8 @@
 """The collectives of torch.distributed, built on the transports of Farandole: data movement, reductions, memory of
 tensors.
+
+Tensors on devices are copied to the memory of the host and back. All-reduces and broadcasts leave that to the transport
+where it takes such tensors, since it may have NCCL.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import msgspec
 import torch
 from torch.distributed import ReduceOp
 
-from farandole.collectives.connection_pair import as_bytes, byte_view
+from farandole.collectives.connection_pair import DTYPES, as_bytes, byte_view
+from farandole.collectives.device_transport import DeviceTransport, StagedTransport, is_in_host_memory
 from farandole.collectives.p2p_transport import P2PTransport
 from farandole.collectives.shared_memory_exchange import Wanted
 from farandole.collectives.shared_memory_transport import SharedMemoryTransport
@@ -28,8 +32,10 @@ _TOGETHER_BYTES = 64 * 1024
 def broadcast(transport: Transport, tensors: Sequence[torch.Tensor], root: int) -> None:
     """Copy the root's tensors into every rank's."""
     for tensor in tensors:
-        with in_place(tensor) as dense:
-            transport.broadcast(as_bytes(dense), root)
+        with in_place(tensor, transport) as dense:
+            # A dtype that transports do not know travels as bytes; on a device that would be one more view.
+            is_known = dense.dtype in DTYPES and not is_in_host_memory(dense)
+            transport.broadcast(dense if is_known else as_bytes(dense), root)
 
 
 def all_gather(transport: Transport, outputs: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
@@ -207,15 +213,15 @@ def _cut(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> l
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a contiguous one for _write_back()."""
-    return (
-        tensor.detach() if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    )
+    """Return the tensor, or a contiguous one in the memory of the host for _write_back()."""
+    require_dense(tensor)
+    is_usable = is_in_host_memory(tensor) and tensor.is_contiguous()
+    return tensor.detach() if is_usable else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def _write_back(outputs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> None:
     for output, each in zip(outputs, dense, strict=True):
-        if output.data_ptr() != each.data_ptr():
+        if not _is_same_memory(output, each):
             output.detach().copy_(each)
 
 
@@ -256,7 +262,7 @@ def all_reduce(transport: Transport, tensors: Sequence[torch.Tensor], op: Reduce
         if tensor.is_sparse:
             _reduce_sparse(transport, tensor, op)
         else:
-            with in_place(tensor) as dense:
+            with in_place(tensor, transport) as dense:
                 _reduce(transport, dense, op)
 
 
@@ -318,18 +324,19 @@ def _reduce(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> None:
 
 
 def _reduce_bits(transport: Transport, tensor: torch.Tensor, combine: Callable[..., torch.Tensor]) -> None:
-    parts = [torch.empty_like(tensor) for _ in range(transport.size)]
-    gather_tensors(transport, tensor, parts)
-    tensor.copy_(parts[0])
-    for part in parts[1:]:
-        combine(tensor, part, out=tensor)
+    with in_place(tensor) as dense:
+        parts = [torch.empty_like(dense) for _ in range(transport.size)]
+        gather_tensors(transport, dense, parts)
+        dense.copy_(parts[0])
+        for part in parts[1:]:
+            combine(dense, part, out=dense)
 
 
 def _reduce_sparse(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> None:
     """Concatenate the indices and values of all ranks, which yields a sum."""
-    if _kind(op) not in (ReduceOp.SUM, ReduceOp.AVG) or tensor.device.type != "cpu":
-        raise ValueError(f"sparse CPU tensors are reduced by SUM and AVG, got {_name(op)} on {tensor.device}")
-    mine = tensor.detach().coalesce()
+    if _kind(op) not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise ValueError(f"sparse tensors are reduced by SUM and AVG, got {_name(op)}")
+    mine = tensor.detach().cpu().coalesce()
     counts = [int.from_bytes(each, "big") for each in transport.all_gather(mine._nnz().to_bytes(8, "big"))]
     indices = [mine.indices().new_empty((mine.sparse_dim(), count)) for count in counts]
     values = [mine.values().new_empty((count, *mine.values().shape[1:])) for count in counts]
@@ -339,7 +346,7 @@ def _reduce_sparse(transport: Transport, tensor: torch.Tensor, op: ReduceOp) -> 
     total = total.coalesce()
     if _kind(op) == ReduceOp.AVG:
         total = total / transport.size
-    tensor.copy_(total)  # not of a detached one: that would get the indices, and not `tensor`
+    tensor.copy_(total.to(tensor.device))  # not of a detached one: that would get the indices, and not `tensor`
 
 
 def _kind(op: ReduceOp) -> ReduceOp.RedOpType:
@@ -356,33 +363,41 @@ def _name(op: ReduceOp) -> str:
 
 
 @contextmanager
-def in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def in_place(tensor: torch.Tensor, transport: Transport | None = None) -> Iterator[torch.Tensor]:
     """Yield a contiguous tensor of the same values, outside autograd; data written into it is in `tensor` afterwards.
 
-    Raises ValueError for a tensor that is not in the memory of the CPU.
+    It is in the memory of the host, unless `transport` is given and takes tensors on devices. Raises ValueError as
+    require_dense() does.
     """
-    require_cpu(tensor)
+    require_dense(tensor)
     detached = tensor.detach()
-    if detached.is_contiguous() and not detached.is_conj() and not detached.is_neg():
-        yield detached
-        return
-    copy = detached.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-    yield copy
-    detached.copy_(copy)
+    stays = isinstance(transport, DeviceTransport | StagedTransport)
+    dense = _plain(detached if stays else detached.cpu())
+    yield dense
+    if not _is_same_memory(detached, dense):
+        detached.copy_(dense)
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy of it, outside autograd, for reading."""
-    require_cpu(tensor)
-    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+    """Return the tensor, or a copy of it in the memory of the host, outside autograd, for reading."""
+    require_dense(tensor)
+    return _plain(tensor.detach().cpu())
 
 
-def require_cpu(tensor: torch.Tensor) -> None:
-    """Raise ValueError for a tensor without dense memory on the CPU."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.device == b.device and a.data_ptr() == b.data_ptr()
+
+
+def require_dense(tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor without dense memory."""
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         raise ValueError(
-            f'the backend "farandole" moves dense CPU tensors, got one of layout {tensor.layout} on {tensor.device}; '
-            f"use tensor.cpu(), or tensor.to_dense()"
+            f'the backend "farandole" moves dense tensors, got one of layout {tensor.layout} on {tensor.device}; '
+            f"use tensor.to_dense()"
         )
 
 

@@ -17,7 +17,7 @@ from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, RecoverableError
 from farandole.process_group import c10d_collectives, monitored_barrier, works
 from farandole.process_group.autoload import BACKEND
-from farandole.process_group.c10d_collectives import contiguous, require_cpu
+from farandole.process_group.c10d_collectives import contiguous, require_dense
 from farandole.process_group.reconfigurable import NamedMembers, WorldsByHandles
 from farandole.process_group.works import Done, GroupMembers, Receiving, alone_in
 
@@ -101,7 +101,8 @@ class FarandoleGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(each) for each in devices]
 
     def _get_backend(self, device: torch.device) -> FarandoleGroup:  # type: ignore[override]
         """Return the group itself: there is no backend between a group and its transport."""
@@ -293,7 +294,7 @@ class FarandoleGroup(ProcessGroup):
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Receiving:
         if len(tensors) != 1:
             raise ValueError(f"recv: one tensor at a time, got {len(tensors)}")
-        require_cpu(tensors[0])
+        require_dense(tensors[0])
         self._operations += 1
         p2p, ranks, group = self.members.p2p("recv")
         expected = p2p.expect(None if source is None else ranks[source], _subject(group, tag))
