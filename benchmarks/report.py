@@ -164,7 +164,7 @@ def _small_batches(rows: Sequence[Row]) -> Iterator[str]:
 
 def _busy_machine(rows: Sequence[Row]) -> Iterator[str]:
     yield "## Step time on a busy machine"
-    yield f"As above, beside {rows[0]['busy']} processes that take all the processor time they can get."
+    yield f"As under [step time](#step-time), beside {rows[0]['busy']} processes that take all the time they get."
     yield ""
     yield from _against_ddp(rows)
 
