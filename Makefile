@@ -57,8 +57,8 @@ test-gpu: $(READY)  ## the tests that need a CUDA device; GPU_PYTHON=python of a
 chaos: $(READY)  ## jobs under random faults; SEED=1 MINUTES=5, HOSTS=3 (root), SPARES=1; see docs/chaos.md
 	@$(BIN)/python -m tests.chaos.run --seed $${SEED:-1} --minutes $${MINUTES:-5} --hosts $${HOSTS:-0} --spares $${SPARES:-0}
 
-gallery: $(READY)  ## loop bodies as people write them, with faults at their lines; SEED=1 JOBS=200 LANES=2, EVERY=20; see docs/chaos.md
-	@$(BIN)/python -m tests.gallery.run --seed $${SEED:-1} --jobs $${JOBS:-200} --lanes $${LANES:-2} $(if $(EVERY),--every $(EVERY))
+gallery: $(READY)  ## loop bodies as people write them, with faults at their lines; SEED=1 JOBS=200 LANES=2, EVERY=20, STRICT=1; see docs/chaos.md
+	@$(BIN)/python -m tests.gallery.run --seed $${SEED:-1} --jobs $${JOBS:-200} --lanes $${LANES:-2} $(if $(EVERY),--every $(EVERY)) $(if $(STRICT),--strict)
 
 chaos-report: $(READY)  ## what all chaos runs and soak runs have come to
 	@$(BIN)/python -m tests.chaos.report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.gallery.record import STATISTICS
@@ -20,6 +20,9 @@ class Body:
               of one that is lost, and are compared among the workers only
     local     names of tracked values that each worker has for itself
     refused   the job has to end, with an error that has these words; also when nothing happens to it
+    refused_in_strict_mode  the same in strict mode
+    by_run    names of tracked values that depend, in strict mode, on the shards that a worker has: counters of loop
+              bodies, and means over workers, which are rounded
     is_slow   it compiles, or starts processes
     horovod   it runs under the commit rule
     alone     whether one worker does the same as several
@@ -34,6 +37,8 @@ class Body:
     own: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     refused: str = ""
+    refused_in_strict_mode: str = ""
+    by_run: tuple[str, ...] = ()
     is_slow: bool = False
     horovod: bool = False
     alone: bool = True
@@ -43,6 +48,11 @@ class Body:
         """Whether it can have more samples and steps, with the order of its samples known by its definition alone."""
         is_other = self.horovod or self.is_slow or bool(self.refused) or not self.is_exact
         return not is_other and self.file not in ("data.py", "rl.py", "bad.py") and self.name not in _NOT_LONG
+
+    @property
+    def fits_strict_mode(self) -> bool:
+        """Whether it has a loader, and no loss that depends on what other workers compute at the same time."""
+        return not self.horovod and self.name != "averages-moco"
 
     @property
     def path(self) -> str:
@@ -125,4 +135,27 @@ _ALL = [
     *_bodies("bad", "one-rank", refused="fd.mean|mean"),
 ]
 
-BODIES = {body.name: body for body in _ALL}
+_TWO_PASSES = "a second backward pass for the same batch, in strict mode"
+_REFUSED_IN_STRICT_MODE = {
+    **dict.fromkeys(("passes-retain", "passes-two-passes", "gan-two", "gan-wgan", "optimizers-sam"), _TWO_PASSES),
+    "ddp-no-sync": _TWO_PASSES,
+    "data-stream": "--strict: the samples of a Stream",
+    "data-syncbn": "strict mode: SyncBatchNorm",
+    "averages-in-data-late": "changed in a run of the loop body whose optimizer.step.. made no step",
+}
+_COUNTERS = ("array", "count", "log", "names", "pair", "sets", "table", "tensors", "total", "window")
+_BY_RUN = {
+    **dict.fromkeys(("parts-values-before", "parts-values-between", "parts-tensor-before"), _COUNTERS),
+    "parts-unconditional": _COUNTERS,
+    "averages-tensors": ("shadow",),
+    **dict.fromkeys(("evaluation-end", "evaluation-once", "evaluation-best"), ("scores", "best")),
+    "evaluation-save-once": ("saved",),
+    "ddp-metrics": ("total",),
+}
+
+BODIES = {
+    body.name: replace(
+        body, refused_in_strict_mode=_REFUSED_IN_STRICT_MODE.get(body.name, ""), by_run=_BY_RUN.get(body.name, ())
+    )
+    for body in _ALL
+}

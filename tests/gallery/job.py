@@ -61,9 +61,11 @@ class Peace:
 
 
 class Gallery:
-    """Runs jobs one after the other, and knows what bodies do undisturbed."""
+    """Runs jobs one after the other, and knows what bodies do undisturbed. With `shards` in strict mode, with so many:
+    then all values are those of one worker to the last bit."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int = 0) -> None:
+        self._shards = shards
         self._known: dict[str, Peace] = {}
         self._cache = Path(tempfile.gettempdir()) / "farandole-gallery"
         self._library = _digest((ROOT / "src" / "farandole").rglob("*.py"))
@@ -75,7 +77,7 @@ class Gallery:
                 map(Path, (body.path, HERE / "bodies" / "problem.py", HERE / "worker.py", HERE / "record.py"))
             )
             samples = os.environ.get("GALLERY_SAMPLES", "")
-            path = self._cache / f"{body.name}-{samples}-{self._library}-{gallery}.json"
+            path = self._cache / f"{body.name}-{samples}-{self._shards}-{self._library}-{gallery}.json"
             if path.exists():
                 self._known[body.name] = Peace(**json.loads(path.read_text()))
             else:
@@ -91,26 +93,27 @@ class Gallery:
         folder, ended = self._start(body, nothing, {COUNTED: "library"})
         try:
             said = (folder / "output").read_text(errors="replace")
-            if body.refused:
-                is_right = ended.code != 0 and not ended.late and re.search(body.refused, said)
+            if refused := self._refused(body):
+                is_right = ended.code != 0 and not ended.late and re.search(refused, said)
                 return Peace(
-                    None, {}, [] if is_right else [f"it was not refused with {body.refused!r}: {_reason(ended, said)}"]
+                    None, {}, [] if is_right else [f"it was not refused with {refused!r}: {_reason(ended, said)}"]
                 )
             if ended.code != 0:
                 return Peace(None, {}, [f"undisturbed: {_reason(ended, said)}"])
             records = _records(folder)
             hits = {path.stem.removeprefix("hits-"): json.loads(path.read_text()) for path in folder.glob("hits-*")}
-            problems = [f"undisturbed: {each}" for each in _findings(body, records, None)]
+            problems = [f"undisturbed: {each}" for each in self._findings(body, records, None)]
         finally:
             shutil.rmtree(folder)
-        if body.is_exact and body.alone:
+        if (body.is_exact or self._shards) and body.alone:
             folder, ended = self._start(body, Case(1, "tcp", 1, ()), {})
             try:
                 if ended.code != 0:
                     problems.append(f"alone: {_reason(ended, (folder / 'output').read_text(errors='replace'))}")
                 else:
                     alone = next(iter(_records(folder).values()))
-                    problems += [f"3 workers and 1: {each}" for each in verdict.unlike(records, alone, _without(body))]
+                    unlike = verdict.unlike(records, alone, self._without(body), self._tolerance)
+                    problems += [f"3 workers and 1: {each}" for each in unlike]
             finally:
                 shutil.rmtree(folder)
         return Peace(records["w0"], hits, problems)
@@ -136,7 +139,7 @@ class Gallery:
         if ended.code != 0 or ended.late:
             outcome.violations.append(_reason(ended, said))
         else:
-            outcome.violations += _findings(body, _records(folder), peace.record)
+            outcome.violations += self._findings(body, _records(folder), peace.record)
         if outcome.violations:
             outcome.folder = folder
         else:
@@ -151,6 +154,7 @@ class Gallery:
         flags = ["-np", str(case.workers), "--restarts", str(case.restarts), "--verbose"]
         flags += ["--spares", str(case.spares)] if case.spares else ["--max-np", str(most), "-H", f"localhost:{most}"]
         flags += ["--transport", case.transport, "--fork-server", "on"]
+        flags += ["--shards", str(self._shards)] if self._shards else []
         kinds = {fault.kind for fault in case.faults}
         budget_s = _BUDGET_OF_STOPS_S if "stop" in kinds else _BUDGET_S
         flags += ["--detection-budget", str(budget_s), "--events", str(folder / "events")]
@@ -166,27 +170,32 @@ class Gallery:
             return self._start(body, case, environment)
         return folder, ended
 
+    @property
+    def _tolerance(self) -> float:
+        return 0.0 if self._shards else verdict.TOLERANCE
+
+    def _refused(self, body: Body) -> str:
+        return body.refused or (body.refused_in_strict_mode if self._shards else "")
+
+    def _without(self, body: Body) -> tuple[str, ...]:
+        return (*body.own, *body.local, *(body.by_run if self._shards else ()))
+
+    def _findings(self, body: Body, records: Mapping[str, Any], undisturbed: Mapping[str, Any] | None) -> Iterator[str]:
+        if not records:
+            yield "no worker came to its end"
+            return
+        yield from verdict.unequal(records, (*body.local, *(body.by_run if self._shards else ())))
+        if body.witness is not None:
+            yield from verdict.miscounted(records, body.witness, _MOST_PADDED if body.is_padded else 0)
+        if undisturbed is not None and (body.is_exact or self._shards):
+            yield from verdict.unlike(records, undisturbed, self._without(body), self._tolerance)
+        elif undisturbed is not None:
+            counters = {name: {"steps": each["steps"]} for name, each in records.items() if "steps" in each}
+            yield from verdict.unlike(counters, {"steps": undisturbed.get("steps")})
+
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem.removeprefix("record-"): json.loads(path.read_text()) for path in folder.glob("record-*.json")}
-
-
-def _findings(body: Body, records: Mapping[str, Any], undisturbed: Mapping[str, Any] | None) -> Iterator[str]:
-    if not records:
-        yield "no worker came to its end"
-        return
-    yield from verdict.unequal(records, body.local)
-    if body.witness is not None:
-        yield from verdict.miscounted(records, body.witness, _MOST_PADDED if body.is_padded else 0)
-    if undisturbed is not None and body.is_exact:
-        yield from verdict.unlike(records, undisturbed, _without(body))
-    elif undisturbed is not None:
-        counters = {name: {"steps": each["steps"]} for name, each in records.items() if "steps" in each}
-        yield from verdict.unlike(counters, {"steps": undisturbed.get("steps")})
-
-
-def _without(body: Body) -> tuple[str, ...]:
-    return (*body.own, *body.local)
 
 
 def _reason(ended: Ended, said: str) -> str:

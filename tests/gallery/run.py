@@ -3,6 +3,7 @@
     python -m tests.gallery.run --seed 1 --jobs 100 [--body NAME ...]
     python -m tests.gallery.run --body amp-plain --plan "w1 kill at amp.py:37#5" [--workers 3 --transport tcp]
     python -m tests.gallery.run --body amp-plain --every-line w1 [--library]
+    python -m tests.gallery.run --seed 1 --jobs 100 --strict            in strict mode: the bits of one worker
     python -m tests.gallery.run --seed 1 --jobs 100 --every 20          longer jobs that lose a worker every 20 steps
 
 Each job appends a line to a file as soon as it has ended. A body and a seed say all that happens to a job.
@@ -25,6 +26,7 @@ from tests.gallery.job import Gallery, Outcome
 from tests.gallery.plan import Case, draw, draw_losses, every_line, parse
 
 _SAMPLES_OF_LONG_JOBS = 600
+SHARDS = 6  # in strict mode; the global batches have 12 samples
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gallery.jsonl"
 
 
@@ -42,6 +44,7 @@ def main() -> int:
     parser.add_argument("--every-line", metavar="WORKER", help="one job for each line, at which this worker is killed")
     parser.add_argument("--every", type=int, metavar="STEPS", help="longer jobs, in which a worker is lost so often")
     parser.add_argument("--library", action="store_true", help="with --every-line: the library's lines")
+    parser.add_argument("--strict", action="store_true", help="strict mode: the bits of one worker, in every job")
     parser.add_argument("--lanes", type=int, default=1, help="jobs beside each other")
     parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--slow", action="store_true", help="also bodies that compile, or start processes")
@@ -51,6 +54,8 @@ def main() -> int:
     if options.every:
         os.environ["GALLERY_SAMPLES"] = str(_SAMPLES_OF_LONG_JOBS)
     chosen = _chosen(options.body, options.slow)
+    if options.strict:
+        chosen = [body for body in chosen if body.fits_strict_mode]
     if options.list:
         print("\n".join(body.name for body in chosen))
         return 0
@@ -60,14 +65,14 @@ def main() -> int:
         return max(lane.wait() for lane in lanes)
     failed: Counter[str] = Counter()
     done = 0
-    gallery = Gallery()
+    gallery = Gallery(SHARDS if options.strict else 0)
     for number, (body, seed, case) in enumerate(_cases(options, chosen, gallery)):
         if options.lane is not None and number % options.lanes != options.lane:
             continue
         outcome = gallery.run(body, case() if callable(case) else case)
         done += 1
         failed[body.name] += bool(outcome.violations)
-        _tell(body, seed, case() if callable(case) else case, outcome, options.results)
+        _tell(body, seed, case() if callable(case) else case, outcome, options)
     bad = {name: count for name, count in failed.items() if count}
     print(f"{done} jobs, {sum(bad.values())} with violations{': ' if bad else ''}{bad or ''}")
     return 1 if bad else 0
@@ -113,7 +118,7 @@ def drawn(gallery: Gallery, body: Body, seed: int, every: int | None = None) -> 
     return draw(f"{body.name} {seed}", peace.hits)
 
 
-def _tell(body: Body, seed: int | None, case: Case, outcome: Outcome, results: Path) -> None:
+def _tell(body: Body, seed: int | None, case: Case, outcome: Outcome, options: argparse.Namespace) -> None:
     mark = "VIOLATED" if outcome.violations else "exact"
     print(f"{body.name} {seed if seed is not None else ''} {case}  [{outcome.seconds:.1f} s] {mark}", flush=True)
     for violation in outcome.violations:
@@ -129,13 +134,14 @@ def _tell(body: Body, seed: int | None, case: Case, outcome: Outcome, results: P
         "transport": case.transport,
         "restarts": case.restarts,
         "spares": case.spares,
+        **({"shards": SHARDS} if options.strict else {}),
         "plan": "; ".join(map(str, case.faults)),
         "happened": outcome.happened,
         "generations": outcome.generations,
         "seconds": outcome.seconds,
         "violations": outcome.violations,
     }
-    with results.open("a") as file:
+    with options.results.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 

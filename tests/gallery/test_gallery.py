@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.gallery.catalogue import BODIES
 from tests.gallery.job import Gallery
 from tests.gallery.plan import Case, parse
-from tests.gallery.run import drawn
+from tests.gallery.run import SHARDS, drawn
 from tests.support.pure_order import global_batches
 
 
@@ -50,6 +50,33 @@ def test_a_loop_body_comes_out_right_whatever_happens_to_it(gallery: Gallery, na
     case = drawn(gallery, BODIES[name], seed)
     print(case)
     assert gallery.run(BODIES[name], case).violations == []
+
+
+@pytest.fixture(scope="module")
+def strict_gallery() -> Gallery:
+    return Gallery(SHARDS)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("schedules-sequential", 1),
+        ("averages-teacher", 2),
+        ("averages-swapped", 3),
+        ("averages-in-data-late", 4),
+        ("amp-inf", 5),
+        ("accumulation-micro-clip", 6),
+        ("data-batchnorm", 7),
+        ("optimizers-weight-noise", 8),
+        ("parts-extra", 9),
+        ("ddp-ema", 10),
+    ],
+)
+def test_in_strict_mode_it_has_the_bits_of_one_worker(strict_gallery: Gallery, name: str, seed: int) -> None:
+    case = drawn(strict_gallery, BODIES[name], seed)
+    print(case)
+    assert strict_gallery.run(BODIES[name], case).violations == []
 
 
 @pytest.mark.timeout(240)

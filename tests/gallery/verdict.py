@@ -36,9 +36,10 @@ def unequal(records: Mapping[str, Record], without: Sequence[str] = ()) -> Itera
 def unlike(
     records: Mapping[str, Record], undisturbed: Record, without: Sequence[str] = (), tolerance: float = TOLERANCE
 ) -> Iterator[str]:
-    """Workers end with the values of a job that nothing happened to."""
+    """Workers end with the values of a job that nothing happened to; without a tolerance also in BatchNorm's
+    statistics."""
     for name, record in sorted(records.items()):
-        found = list(differences(record, undisturbed, tolerance, (*without, *STATISTICS)))
+        found = list(differences(record, undisturbed, tolerance, (*without, *(STATISTICS if tolerance else ()))))
         if found:
             yield f"{name} differs from the undisturbed job: {_some(found)}"
             return

@@ -188,9 +188,11 @@ class Gan(Loop):
 
 
 class SchedulerInBody(Loop):
+    """The figure is the learning rate."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4)
 
     def tracked(self) -> dict[str, Any]:
         return {**super().tracked(), "scheduler": self.scheduler}
@@ -198,6 +200,9 @@ class SchedulerInBody(Loop):
     def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
         super().body(state, epoch, x, y)
         self.scheduler.step()
+
+    def figure(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
 
 class AverageInBody(Loop):
@@ -212,6 +217,79 @@ class AverageInBody(Loop):
     def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
         super().body(state, epoch, x, y)
         self.average.update_parameters(self.model)
+
+    def figure(self) -> float:
+        return float(self.average.module[0].weight.double().norm())
+
+
+class LateAverage(AverageInBody):
+    """It begins when nobody expects it."""
+
+    def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        (super() if state.step >= 4 else super(AverageInBody, self)).body(state, epoch, x, y)
+
+
+class LateAverageUnseen(AverageInBody):
+    """The same, through `.data`."""
+
+    def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        super(AverageInBody, self).body(state, epoch, x, y)
+        if state.step >= 2:
+            for mine, theirs in zip(self.average.module.parameters(), self.model.parameters(), strict=True):
+                mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+class TeacherInBody(AverageInBody):
+    """The loss depends on an average of weights that moves before it, through `.data`."""
+
+    def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        for mine, theirs in zip(self.average.module.parameters(), self.model.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+        self.optimizer.zero_grad()
+        out = self.model(x)
+        (F.cross_entropy(out, y) + 0.1 * F.mse_loss(out, self.average(x).detach())).backward()
+        self.optimizer.step()
+
+
+class NoiseOnWeights(Loop):
+    """Weights decay before each step, and gradients are those of weights with noise."""
+
+    def body(self, state: Any, epoch: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            self.model[3].weight.add_(0.01)
+        F.cross_entropy(self.model(x), y).backward()
+        with torch.no_grad():
+            self.model[3].weight.sub_(0.01).mul_(0.99)
+        self.optimizer.step()
+
+    def figure(self) -> float:
+        return float(self.model[3].weight.double().norm())
+
+
+class Counting(nn.Linear):
+    """Counts its forward passes, in its extra state; the output depends on it."""
+
+    passes = 0
+
+    def get_extra_state(self) -> int:
+        return self.passes
+
+    def set_extra_state(self, state: int) -> None:
+        self.passes = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x) * (1 + 0.1 * self.passes)
+
+
+class CountingLayer(Loop):
+    def __init__(self) -> None:
+        self.model = Model(Counting(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+        self.optimizer = fd.DistributedOptimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def figure(self) -> float:
+        return float(self.model[0].passes)
 
 
 class ClampedWeights(Loop):
@@ -246,7 +324,9 @@ class ChangedWeight(Loop):
 
 
 LOOPS: dict[str, Callable[[], Loop]] = {
-    each.__name__: each for each in (Loop, *Loop.__subclasses__(), *WithoutStatistics.__subclasses__())
+    each.__name__: each
+    for parent in (Loop, WithoutStatistics, AverageInBody)
+    for each in (parent, *parent.__subclasses__())
 }
 
 
@@ -255,6 +335,7 @@ def main() -> None:
     parser.add_argument("--loop", choices=LOOPS, required=True)
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--audit", type=float, default=0.0)
+    parser.add_argument("--lost-at", type=int, help="the step at which rank 1 ends")
     options = parser.parse_args()
     without_compiler()
     fd.init()
@@ -271,6 +352,8 @@ def main() -> None:
     def train(state: Any) -> None:
         for epoch in loader.epochs(2):
             for x, y in loader:
+                if state.step == options.lost_at and fd.rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 loop.body(state, epoch, x, y)
             loop.tail(epoch)
 

@@ -474,6 +474,12 @@ class MetadataSnapshot:
             self._packed, self._metadata = pack_metadata(self._metadata), None
         return Packed(self._packed.skeleton, self._copies)
 
+    def fresh(self) -> Mapping[str, Any] | None:
+        """Return what was taken, of which the caller may use all but the buffers as its own. None: nothing was."""
+        if self._metadata is not None:
+            return self._metadata
+        return unpack(self.read()) if self._packed.skeleton else None
+
     def put_back(self, tensors: Collection[torch.Tensor]) -> None:
         """Restore some of the buffers to their values at the last take()."""
         wanted = set(map(id, tensors))

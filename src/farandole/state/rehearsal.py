@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from farandole.errors import ConfigError
 from farandole.state.metadata import is_same
@@ -36,42 +35,32 @@ class Rehearsal:
         self._copies = {name: each.detach().clone() for name, each in self._watched.items()}
         self._metadata = state.copy_of_metadata()
         self._before_step: set[str] | None = None
+        self._in_runs: set[str] = set()  # in strict mode, changed in runs of the loop body without a step
 
     def look(self) -> None:
         """Record the names changed so far as changing before a step. The loop body has called optimizer.step()."""
         if self._before_step is None:
             self._before_step = self._changed()
 
-    def end_shard(self) -> None:
-        """Compare, in strict mode, after a loop body that another one follows. How many of them a step has depends on
-        the number of workers, so each must begin with the same values. Buffers and GradScalers are restored already.
+    def end_run(self) -> None:
+        """Record the names changed so far, in strict mode, after a run of the loop body that another one follows: the
+        state is about to put them back."""
+        self._in_runs |= self._changed()
 
-        Raises:
-            ConfigError: A parameter, an option of a parameter group or a scheduler has changed.
-        """
-        # An average of weights is still equal to them. Of an optimizer's parameters only other values count: a body may
-        # clamp them each time.
-        averages = set(self._watched.changed(self._mark)).intersection(self._watched.changing[1])
-        live = self._watched.items()
-        changed = [name for name, each in live if name in averages or not are_equal(each, self._copies[name])]
-        if changed:
-            raise ConfigError(_message_of_shard(f"state.{changed[0]}", len(changed) - 1))
-        now = self._state.copy_of_metadata()
-        schedulers = {name for name in now["stateful"] if isinstance(getattr(self._state, name), LRScheduler)}
-        for part, names in (("stateful", schedulers), ("groups", now["groups"])):
-            for name in names:
-                if not is_same(self._metadata[part][name], now[part][name]):
-                    raise ConfigError(_message_of_shard(_PARTS[part].format(name)))
+    def begin_run(self) -> None:
+        """Note that the state has put them back, and another run of the loop body begins."""
+        self._mark = self._watched.mark()
 
     def end(self) -> None:
         """Restore everything after the loop body. Raises ConfigError, with its name, for a value that differs."""
-        changed, watched = self._changed(), self._watched
+        changed, watched = self._changed() | self._in_runs, self._watched
         with torch.no_grad():
             for name, live in watched.items():
                 if name in changed:
                     live.detach().copy_(self._copies[name])
         watched.trust([live for _, live in watched.items()])
-        before_step = self._before_step or set()
+        # In strict mode any change may come in a run of the loop body that makes no step, and has to be put back then.
+        before_step = changed if self._state.is_strict else self._before_step or set()
         watched.add_changing(before_step)
         watched.add_changing_late(changed - before_step)
         self._state.put_back()
@@ -86,15 +75,6 @@ class Rehearsal:
         loop body may write others."""
         others = {name for name, live in self._watched.items() if not are_equal(live, self._copies[name])}
         return others | (set(self._watched.changed(self._mark)) - self._watched.trusted)
-
-
-def _message_of_shard(what: str, more: int = 0) -> str:
-    further = f" and {more} more" if more else ""
-    return (
-        f"strict mode: {what}{further} changed in a run of the loop body whose optimizer.step() made no step, since "
-        f"further shards of the global batch follow. It would change as often as a worker has shards, which depends on "
-        f"the number of workers. Change it in TorchState(after_step=[...]), or where optimizer.step() returns True"
-    )
 
 
 def _message(what: str, before: Any, after: Any) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from farandole.collectives import world
 from farandole.errors import ConfigError
@@ -261,17 +262,45 @@ class StepState(TorchState):
 
     def begin_micro_batch(self) -> None:
         """Restore the GradScalers before another micro-batch of the same step: they count steps, not runs of the loop
-        body. In strict mode each shard begins with the buffers of the last step, too."""
+        body. In strict mode a run without a step leaves nothing behind, in modules and optimizers and schedulers, since
+        their number depends on that of the workers.
+
+        Raises ConfigError for a tensor that cannot be restored: it changes for the first time in this job.
+        """
         for scaler, saved in self._scalers:
             load_stateful(scaler, saved)
         if self.is_strict:
             batch = step.batch()
             if batch is not None and not step.is_aborted():
                 self._statistics_by_shard().end_body(batch)
-            # BatchNorm writes its statistics without a new version (torch 2.13, native_functions.yaml,
-            # native_batch_norm).
-            changed = [each for each, version in self._buffers if each._version != version]
-            self._snapshot.put_back([*changed, *self._statistics_by_shard().values])
+            self._take_back_run()
+
+    def _take_back_run(self) -> None:
+        """Take back what the last run of the loop body has changed. Plain values of the state, and objects of types
+        that are not known here, stay: they may add up something over the shards, such as a metric."""
+        # BatchNorm writes its statistics without a new version (torch 2.13, native_functions.yaml, native_batch_norm).
+        changed = [each for each, version in self._buffers if each._version != version]
+        self._snapshot.put_back([*changed, *self._statistics_by_shard().values])
+        kinds, kept = self._kinds or self._sort(), self._snapshot.fresh()
+        if kept is None:
+            return  # a warm-up, before the first capture()
+        for each in kinds.states:
+            if not all(is_same(groups, kept["groups"][name]) for name, groups in each.options().items()):
+                each.load_options(kept["groups"])
+        for name, value in kinds.stateful.items():
+            if isinstance(value, LRScheduler) and not is_same(value.state_dict(), kept["stateful"][name]):
+                load_stateful(value, kept["stateful"][name])
+        for name in kinds.extra:
+            load_extra_state(kinds.modules[name], kept["extra"].get(name, {}))
+        lost = self._watched.put_back_run()
+        if lost:
+            further = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise ConfigError(
+                f"strict mode: state.{lost[0]}{further} changed in a run of the loop body whose optimizer.step() made "
+                f"no step, since further shards of the global batch follow, and not in the first two steps of the job. "
+                f"It would change as often as a worker has shards, which depends on the number of workers. Change it "
+                f"in TorchState(after_step=[...]), or where optimizer.step() returns True"
+            )
 
     def capture_after(self, function: Callable[[], object]) -> None:
         """Call the function, and remember the new values of everything that it changed: put_back() keeps them."""

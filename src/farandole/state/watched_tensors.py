@@ -14,7 +14,7 @@ step, all bytes of the next step are compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -73,8 +73,8 @@ class WatchedTensors:
         self._changing_names = None
         size = sum(_bytes(each) for name, each in self.items() if name in new)
         logger.info(
-            "%d tensor%s (%s) of the state, %.1f MB, change in the loop body before optimizer.step(): they are copied "
-            "in each step, to be restored when a worker is lost",
+            "%d tensor%s (%s) of the state, %.1f MB, change in the loop body before optimizer.step(), or without a "
+            "step: they are copied in each step, to be restored",
             len(new),
             "" if len(new) == 1 else "s",
             min(new) + (", …" if len(new) > 1 else ""),
@@ -160,6 +160,13 @@ class WatchedTensors:
         self._versions = [each._version for each in self._tensors]
         return lost
 
+    def put_back_run(self) -> list[str]:
+        """Return every tensor to its value at the last capture(), after a run of the loop body that another one
+        follows. Returns the names of the tensors that cannot be restored, also of those without a new version whose
+        change is seen by chance."""
+        copied = set(self._copied)
+        return [*self.put_back(), *(name for name in self._sampled.changed() if name not in copied)]
+
     def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._copies.get(name)
         if kept is not None and (kept.shape, kept.dtype, kept.device) == (tensor.shape, tensor.dtype, tensor.device):
@@ -193,7 +200,11 @@ class SampledElements:
 
     def have_changed(self, known: Container[str]) -> bool:
         """Return whether one of the elements has changed; changes of the `known` tensors do not count."""
-        return any(_element(each, place) != was and name not in known for name, each, place, was in self._taken)
+        return any(name not in known for name in self.changed())
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names of the tensors of which an element has changed."""
+        return (name for name, each, place, was in self._taken if _element(each, place) != was)
 
 
 def _element(tensor: torch.Tensor, place: int) -> bytes:

@@ -231,9 +231,12 @@ class StepLoop:
         if has_to_regroup and step.is_undecided():
             step.abort()
         if step.expects_micro_batch() and not has_to_regroup:
+            rehearsal = self._rehearsal if self._state.is_strict else None
+            if rehearsal is not None:
+                rehearsal.end_run()
             self._state.begin_micro_batch()
-            if self._rehearsal is not None and self._state.is_strict:
-                self._rehearsal.end_shard()
+            if rehearsal is not None:
+                rehearsal.begin_run()
         elif step.is_undecided():
             self._repeat(has_to_regroup)
         else:
@@ -273,8 +276,9 @@ class StepLoop:
 
     def rehearses(self) -> bool:
         """Return whether the batch that is handed out now is a rehearsal's: on all workers, the second one of the job.
-        In the first one an average of weights is equal to them, and a change of it would not be seen."""
-        if self._job is None or self._state.has_rehearsed or self._state.step == 0:
+        In the first one an average of weights is equal to them, and a change of it would not be seen. A worker alone
+        needs it in strict mode, in which it may run the loop body several times for a step."""
+        if self._state.has_rehearsed or self._state.step == 0 or (self._job is None and not self._state.is_strict):
             return False
         self._rehearsal = Rehearsal(self._state)
         self._state.on_step = self._rehearsal.look
@@ -391,7 +395,8 @@ class StepLoop:
             state.boundary_number += 1
         self._is_new_boundary = False
         # Before the rehearsal the effects of the loop body are unknown.
-        is_known = state.has_rehearsed or self._job is None or world.current().placement.size == 1
+        is_alone = self._job is None or world.current().placement.size == 1
+        is_known = state.has_rehearsed or (is_alone and not state.is_strict)
         state.capture(is_whole=not is_known)
         self._is_behind_batches = False
         if self._hash_every and state.step % self._hash_every == 0 and state.step != self._hashed_at:
