@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -80,8 +81,14 @@ def test_a_stopped_worker_is_told_apart_and_writes_once_when_it_goes_on() -> Non
         for _ in range(2):
             dump = run(dumps.dump("w0", within_s=0.2))
             assert dump == Dump("", "it did not write them within 0.2 s: a signal has stopped its process")
-        os.kill(pid, signal.SIGCONT)
-        assert run(dumps.dump("w0")).text.count("in waits_for_a_lock") == 1
+
+        async def asked_before_it_goes_on() -> Dump:
+            asked = asyncio.create_task(dumps.dump("w0"))
+            await asyncio.sleep(0.05)  # the signals of all three requests are one that is pending
+            os.kill(pid, signal.SIGCONT)
+            return await asked
+
+        assert run(asked_before_it_goes_on()).text.count("in waits_for_a_lock") == 1
 
 
 @pytest.mark.parametrize("what", ["no page", "no process", "not opened"])
