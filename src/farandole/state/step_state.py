@@ -297,8 +297,9 @@ class StepState(TorchState):
             further = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise ConfigError(
                 f"strict mode: state.{lost[0]}{further} changed in a run of the loop body whose optimizer.step() made "
-                f"no step, since further shards of the global batch follow, and not in the first two steps of the job. "
-                f"It would change as often as a worker has shards, which depends on the number of workers. Change it "
+                f"no step, since further shards of the global batch follow. It cannot be restored, since the rehearsal "
+                f"(TorchState(rehearse=True)), which is in the job's second step, has not seen it change. It would "
+                f"change as often as a worker has shards, which depends on the number of workers. Change it "
                 f"in TorchState(after_step=[...]), or where optimizer.step() returns True"
             )
 

@@ -165,7 +165,8 @@ class WatchedTensors:
         follows. Returns the names of the tensors that cannot be restored, also of those without a new version whose
         change is seen by chance."""
         copied = set(self._copied)
-        return [*self.put_back(), *(name for name in self._sampled.changed() if name not in copied)]
+        lost = [*self.put_back(), *(name for name in self._sampled.changed() if name not in copied)]
+        return list(dict.fromkeys(lost))
 
     def _room(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._copies.get(name)
