@@ -23,9 +23,6 @@ import torch.distributed as dist
 BACKEND = "farandole"
 SYSTEMS = ("linux",)
 _DEVICES = ("cpu", "cuda")
-_NAMES = (BACKEND, *(f"{each}:{BACKEND}" for each in _DEVICES), ",".join(f"{each}:{BACKEND}" for each in _DEVICES))
-"""How a script names the backend for the default group."""
-
 _is_known = False  # the backend, to torch
 _is_prepared = False  # this process, as a worker
 _lone: LoneTraining | None = None  # of a worker of several
@@ -81,11 +78,17 @@ def _meet(url: str, options: dict[str, Any], theirs: Callable[..., Iterator[Any]
     Not where the script itself says who the ranks are: outside of a job, and with `enable_reconfigure` (torch 2.14).
     """
     call = _arguments_of_init()
-    is_ours = call.get("backend") in _NAMES and not call.get("enable_reconfigure")
+    is_ours = _is_backend_of_all(call.get("backend")) and not call.get("enable_reconfigure")
     if is_ours and not _registration().meets_at_torchs_store(url):
         yield from _registration().meet(url)
     else:
         yield from theirs(url, **options)
+
+
+def _is_backend_of_all(backend: object) -> bool:
+    """Return whether the argument of init_process_group requests our backend, for all devices that it names
+    ("farandole", "cuda:farandole,cpu:farandole")."""
+    return isinstance(backend, str) and all(each.split(":")[-1] == BACKEND for each in backend.split(","))
 
 
 def _arguments_of_init() -> Mapping[str, object]:
