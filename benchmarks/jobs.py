@@ -71,10 +71,12 @@ def farandole_run(workers: int, transport: str, flags: Sequence[str] = ()) -> li
     return [sys.executable, "-m", "farandole", "run", *words, "--transport", transport, *flags]
 
 
-def run_processes(command: Sequence[str], arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+def run_processes(
+    command: Sequence[str], arguments: Sequence[str], folder: Path, timeout_s: float = TIMEOUT_S
+) -> dict[str, Any]:
     """Run a command that writes `folder`/result.json. Raises RuntimeError when it fails."""
     words = [*command, *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=ROOT)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
     result = folder / "result.json"
     if done.returncode != 0 or not result.exists():
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")

@@ -27,7 +27,6 @@ import contextlib
 import http.server
 import importlib.util
 import itertools
-import math
 import mmap
 import os
 import random
@@ -45,11 +44,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks.ratios import ratio_of
+
 CONDITIONS = ("none", "pages", "all", "tracked")
 
 _SETTLE_S = 0.3  # after a change of turns, which is not measured
-_TRIMMED = 0.2
-_RESAMPLES = 2000
 _DEADLINE_S = 120.0
 _JOBS = 4
 _TURNS_OF_A_JOB = 10
@@ -64,30 +63,6 @@ class Turn(NamedTuple):
     worker_cpu_s: float
     page: float
     launcher: float
-
-
-class Ratio(NamedTuple):
-    """A ratio, and the limits of its interval."""
-
-    low: float
-    middle: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.middle:.4f} [{self.low:.4f}, {self.high:.4f}]"
-
-
-def ratio_of(ratios: Sequence[float], seed: int = 0) -> Ratio:
-    """Return the trimmed mean of the ratios, as a geometric one, with its interval."""
-    logs, draw = [math.log(each) for each in ratios], random.Random(seed)
-    means = sorted(_trimmed_mean(draw.choices(logs, k=len(logs))) for _ in range(_RESAMPLES))
-    low, high = means[round(0.025 * _RESAMPLES)], means[round(0.975 * _RESAMPLES) - 1]
-    return Ratio(math.exp(low), math.exp(_trimmed_mean(logs)), math.exp(high))
-
-
-def _trimmed_mean(values: Sequence[float]) -> float:
-    left_out = int(_TRIMMED * len(values))
-    return statistics.fmean(sorted(values)[left_out : len(values) - left_out])
 
 
 class Job:

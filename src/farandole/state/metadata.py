@@ -381,6 +381,8 @@ def load_value(live: Any, saved: Any) -> Any:
 
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two values are equal, tensors by their bytes. Objects that cannot be compared are pickled."""
+    if one is other:
+        return True
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -151,6 +151,9 @@ class WatchedTensors:
     def put_back(self) -> list[str]:
         """Return every tensor to its value at the last capture(). Returns the names of the tensors that cannot be
         restored, because they have changed and were not copied."""
+        versions = [each._version for each in self._tensors]
+        if not self._copied and versions == self._versions:
+            return []  # as usual
         copied = set(self._copied)
         lost = [name for name in self.changed() if name not in copied]
         live = dict(self.items())
