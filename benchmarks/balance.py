@@ -8,9 +8,9 @@ less than the two processors of a small machine, and other programs take little 
 percent in the middle third of the job. It needs root, and the controller `cpu` (cgroup v1 or v2). Without it, or with
 --sleep, workers sleep in each step instead of computing, longer for each sample while throttled.
 
-"Can do" is measured first: four workers train at the same time with the same parts of a processor, model, local batch
-and mode, but each in a job of its own, so that none waits for another. A worker on an idle machine would do more: they
-share caches and the memory.
+"Can do" is measured before and after the job, whose machine may become slower or faster: four workers train at the same
+time with the same parts of a processor, model, local batch and mode, but each in a job of its own, so that none waits
+for another. A worker on an idle machine would do more: they share caches and the memory.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ def main() -> None:
         for mode in options.modes.split(","):
             is_strict = mode == "strict"
             parts = {name: [options.quota] * (WORKERS - 1) + [part] for name, part in least.items()}
-            sums = {name: sum(alone_per_s(options, is_strict, each)) for name, each in parts.items()}
-            print(f"{number} {mode:8}{report(job(options, mode), sums, options.steps)}", flush=True)
+            before = {name: sum(alone_per_s(options, is_strict, each)) for name, each in parts.items()}
+            steps = job(options, mode)
+            after = {name: sum(alone_per_s(options, is_strict, each)) for name, each in parts.items()}
+            sums = {name: (before[name] + after[name]) / 2 for name in parts}
+            print(f"{number} {mode:8}{report(steps, sums, options.steps)}", flush=True)
 
 
 def report(steps: list[dict[str, float]], sums: dict[str, float], third: int) -> str:
