@@ -53,15 +53,12 @@ def main() -> None:
         return
     options.sleep = options.sleep or not can_throttle()
     print("workers sleep" if options.sleep else f"workers compute in cgroups, periods of {PERIOD_US / 1000:g} ms")
-    least = {"even": options.quota, "throttled": options.throttled}
     for number in range(options.rounds):
         for mode in options.modes.split(","):
-            is_strict = mode == "strict"
-            parts = {name: [options.quota] * (WORKERS - 1) + [part] for name, part in least.items()}
-            before = {name: sum(alone_per_s(options, is_strict, each)) for name, each in parts.items()}
+            before = sums_per_s(options, mode == "strict")
             steps = job(options, mode)
-            after = {name: sum(alone_per_s(options, is_strict, each)) for name, each in parts.items()}
-            sums = {name: (before[name] + after[name]) / 2 for name in parts}
+            after = sums_per_s(options, mode == "strict")
+            sums = {name: (before[name] + after[name]) / 2 for name in before}
             print(f"{number} {mode:8}{report(steps, sums, options.steps)}", flush=True)
 
 
@@ -84,6 +81,13 @@ def report(steps: list[dict[str, float]], sums: dict[str, float], third: int) ->
         f"samples {counts[third - 1]} -> {least:g} after {down} steps, -> {most:g} after {up} steps; "
         f"hash {steps[-1]['hash']}"
     )
+
+
+def sums_per_s(options: argparse.Namespace, is_strict: bool) -> dict[str, float]:
+    """Return the samples per second that the workers can do together, with and without the throttle."""
+    least = {"even": options.quota, "throttled": options.throttled}
+    parts = {name: [options.quota] * (WORKERS - 1) + [part] for name, part in least.items()}
+    return {name: sum(alone_per_s(options, is_strict, each)) for name, each in parts.items()}
 
 
 def alone_per_s(options: argparse.Namespace, is_strict: bool, parts: Sequence[float]) -> list[float]:
