@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 from farandole.testing.running_job import all_training
 from tests.scripts.exact_job import SAMPLES
-from tests.support.jobs import SCRIPTS, RunningJob
+from tests.support.jobs import SCRIPTS, RunningJob, run_alone
 
 pytestmark = pytest.mark.core
 
@@ -39,7 +37,7 @@ def test_after_a_kill_and_a_join_all_models_are_those_of_one_process(tmp_path: P
         running.kill(latest[1]["pid"])
         running.wait_until(beyond(latest[0]["generation"], 2), 60)  # without it, then with its replacement
         running.wait_until(beyond(latest[0]["generation"], 3), 60)
-        subprocess.run([sys.executable, str(SCRIPT), *arguments, str(alone)], check=True, timeout=60)
+        run_alone(SCRIPT, *arguments, str(alone)).check_returncode()
         assert running.wait(120) == 0
     ours, reference = torch.load(disturbed), torch.load(alone)
     assert len(ours["losses"]) == len(reference["losses"]) == EPOCHS * STEPS_PER_EPOCH

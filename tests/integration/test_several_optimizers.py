@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-from tests.support.jobs import SCRIPTS, farandole, farandole_run
+from tests.support.jobs import SCRIPTS, farandole, farandole_run, run_alone
 
-WGAN = str(SCRIPTS / "wgan_job.py")
+WGAN = SCRIPTS / "wgan_job.py"
 
 
 def test_a_generator_that_steps_for_every_third_batch_trains_the_same_whoever_dies(tmp_path: Path) -> None:
     """A worker dies when only the critic has stepped, in a body of its own and before the generator; one after both."""
     killed, ledger = tmp_path / "killed", tmp_path / "ledger"
     killed.mkdir()
-    subprocess.run([sys.executable, WGAN, "--result", str(tmp_path / "alone")], check=True, timeout=60)
+    run_alone(WGAN, "--result", str(tmp_path / "alone")).check_returncode()
     flags = ["-np", "4", "--restarts", "0", "--sample-ledger", str(ledger)]
-    done = farandole_run(*flags, sys.executable, WGAN, "--result", str(tmp_path / "together"), "--killed", str(killed))
+    done = farandole_run(
+        *flags, sys.executable, str(WGAN), "--result", str(tmp_path / "together"), "--killed", str(killed)
+    )
     assert done.returncode == 0, done.stderr
     assert len(list(killed.iterdir())) == 3, done.stderr
     alone, together = (torch.load(tmp_path / name) for name in ("alone", "together"))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.scripts.strict_job import MODELS
 from tests.support.combinations import each_once
-from tests.support.jobs import SCRIPTS, farandole, farandole_run
+from tests.support.jobs import SCRIPTS, farandole, farandole_run, run_alone
 
 pytestmark = pytest.mark.core
 
@@ -34,7 +34,7 @@ def hashes(output: str) -> set[str]:
 @cache
 def hash_alone(*words: str) -> str:
     """The hash of a single process without a launcher, where nothing can be audited."""
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, timeout=120)
+    done = run_alone(SCRIPT, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = hashes(done.stdout)
     return found

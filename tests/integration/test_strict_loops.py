@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import SCRIPTS, farandole_run
+from tests.support.jobs import SCRIPTS, farandole_run, run_alone
 
 SCRIPT = SCRIPTS / "strict_loops_job.py"
 
@@ -35,7 +35,7 @@ def results_of_job(*arguments: str, flags: tuple[str, ...] = ("-np", "2")) -> se
 @cache
 def result_alone(*arguments: str) -> tuple[str, float]:
     """The result of a single process without a launcher."""
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
+    done = run_alone(SCRIPT, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = results(done.stdout)
     return found
@@ -74,8 +74,7 @@ def test_a_loop_body_without_a_backward_pass_leaves_the_statistics_of_its_forwar
 
 @pytest.mark.parametrize("shards", ["2", "4"])
 def test_a_loss_that_depends_on_the_step_of_another_optimizer_is_refused_alone_too(shards: str) -> None:
-    command = [sys.executable, str(SCRIPT), "--loop", "Gan", "--shards", shards]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_alone(SCRIPT, "--loop", "Gan", "--shards", shards)
     assert done.returncode != 0
     assert "a second backward pass for the same batch, in strict mode" in done.stderr
 

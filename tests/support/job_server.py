@@ -1,4 +1,5 @@
 """Starts `farandole ...` in milliseconds: this process has imported torch, and forks the launcher and its fork servers.
+A script that runs on its own, without a launcher, takes the launcher's place.
 Started by launching.py, as `python -m tests.support.job_server DESCRIPTOR`.
 
 The launcher, the agents, the guard and the workers are those of a real job; only the imports are done beforehand. Each
@@ -25,6 +26,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -182,6 +184,8 @@ def _be_launcher(asked: Mapping[str, Any], output: int, error: int) -> NoReturn:
     os.environ.update(asked["environment"])
     tempfile.tempdir = None  # an import may have asked for it
     os.chdir(asked["folder"])
+    if asked["program"] == "python":
+        _end_quickly(_run_script, asked["arguments"])
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
@@ -221,6 +225,14 @@ def _launch(program: str, arguments: Sequence[str], nursery: socket.socket) -> i
     if not any(word in ("--fork-server", "--no-fork-server") for word in arguments):
         agent.make_spawner = lambda use, *rest: make_spawner("on", *rest)  # the first workers as well
     return {"farandole": cli.main, "horovodrun": horovodrun.main}[program](arguments)
+
+
+def _run_script(words: Sequence[str]) -> int:
+    """Do what `python SCRIPT ...` does."""
+    script, *_ = sys.argv = [*words]
+    sys.path[0] = str(Path(script).parent)
+    runpy.run_path(script, run_name="__main__")
+    return 0
 
 
 def _nurse(connection: socket.socket, launcher: int) -> NoReturn:

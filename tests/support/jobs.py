@@ -45,11 +45,23 @@ def horovodrun(*words: str, timeout_s: float = 60.0, fresh: bool = False) -> sub
     return _run([*HOROVODRUN, *words], timeout_s, fresh)
 
 
+def run_alone(script: Path, *words: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run `python SCRIPT ...` to its end, a single process without a launcher. It may leave no process behind."""
+    return _run_program("python", [sys.executable, str(script), *words], 1, timeout_s, fresh=False)
+
+
 def _run(command: Sequence[str], timeout_s: float, fresh: bool) -> subprocess.CompletedProcess[str]:
+    return _run_program(_PROGRAMS[tuple(command[:3])], command, 3, timeout_s, fresh)
+
+
+def _run_program(
+    program: str, command: Sequence[str], words: int, timeout_s: float, fresh: bool
+) -> subprocess.CompletedProcess[str]:
+    """Run a command, of which so many words are the program, to its end."""
     if fresh or needs_imports_of_its_own():
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as error:
-        job = launch(command[3:], output, error, program=_PROGRAMS[tuple(command[:3])])
+        job = launch(command[words:], output, error, program=program)
         try:
             code = job.wait(timeout_s)
         except subprocess.TimeoutExpired:

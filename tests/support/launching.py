@@ -121,7 +121,7 @@ def launch(
     output, error  files for its standard output and standard error
     environment    all of it; None: this process's own
     folder         its current directory; None: this process's own
-    program        "horovodrun" in its place
+    program        "horovodrun" in its place; "python": the first argument is a script, which runs without a launcher
     gone_s         how long what the job leaves behind may take to end by itself
     """
     ours, theirs = socket.socketpair()
