@@ -1,40 +1,55 @@
 """Machines of unequal speed: what four workers train in a second, one of which is throttled for a while, with and
 without balance; and how many steps the balance takes after the throttle begins and ends.
 
-    python -m benchmarks.balance [--modes off,auto,strict] [--quota 40] [--throttled 12] [--steps 40] [--rounds 3]
+    python -m benchmarks.balance [--modes off,auto,strict] [--quota 40] [--throttled 12] [--steps 12] [--rounds 8]
 
 Every worker computes in a cgroup of its own with a part of a processor (--quota, in percent): all four together need
 less than the two processors of a small machine, and other programs take little of it. One of them has --throttled
-percent in the middle third of the job. It needs root, and the controller `cpu` (cgroup v1 or v2). Without it, or with
+percent in the second of three phases. It needs root, and the controller `cpu` (cgroup v1 or v2). Without it, or with
 --sleep, workers sleep in each step instead of computing, longer for each sample while throttled.
 
-"Can do" is measured before and after the job, whose machine may become slower or faster: four workers train at the same
-time with the same parts of a processor, model, local batch and mode, but each in a job of its own, so that none waits
-for another. A worker on an idle machine would do more: they share caches and the memory.
+What the workers can do is measured with four more workers, which have the same parts of a processor, model, local batch
+and mode, and train at the same time, but each in a job of its own, so that none waits for another. The job and these
+four take turns in each round, and a round is compared in itself, since the machine is faster in some minutes than in
+others. In the first turn of a phase the job adapts itself: that round does not count.
+
+The hash of strict mode is compared with that of one worker that trains the same steps on its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gate import Gate, host
+from benchmarks.jobs import farandole_run, run_processes
+from benchmarks.ratios import ratio_of
 
 WORKERS, GLOBAL_BATCH, SHARDS, THROTTLED_RANK = 4, 256, 32, 1
-ALONE_S, MEASURED_S = 25.0, 12.0  # of workers that train alone: with their start, and what is measured of it
+PHASES = ("equal parts", "one throttled", "afterwards")
+JOB, QUIET = "job", "quiet"  # the roles of processes; "0" to "3": alone, with the part of a processor of this rank
 PERIOD_US = 10_000
 _PRODUCTS = 4  # of matrices for each sample, so that a step is long beside the period of a cgroup
+_LONGEST_S = 3600.0
 SLEEP_S = 0.002  # for each sample, where workers sleep
 V1, V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+
+
+class Step(NamedTuple):
+    """A step of a job: its end, and the samples that the worker with the throttle had in it."""
+
+    end_s: float
+    samples: int
 
 
 def main() -> None:
@@ -42,94 +57,80 @@ def main() -> None:
     parser.add_argument("--modes", default="off,auto,strict")
     parser.add_argument("--quota", type=float, default=40.0, help="percent of a processor for each worker")
     parser.add_argument("--throttled", type=float, default=12.0, help="percent of a processor for the throttled worker")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each third of a job")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--steps", type=int, default=12, help="steps of the job in a turn, of which the first is not timed"
+    )
+    parser.add_argument("--turn", type=float, default=6.0, metavar="SECONDS", help="turn of the workers that are alone")
+    parser.add_argument("--rounds", type=int, default=8, help="that count in each phase")
     parser.add_argument("--sleep", action="store_true", help="workers sleep instead of computing")
-    parser.add_argument("--train", metavar="FOLDER", help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    parser.add_argument("--gate", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.train:
-        train(options, Path(options.train))
+    if options.role:
+        train(options)
         return
     options.sleep = options.sleep or not can_throttle()
     print("workers sleep" if options.sleep else f"workers compute in cgroups, periods of {PERIOD_US / 1000:g} ms")
-    for number in range(options.rounds):
-        for mode in options.modes.split(","):
-            before = sums_per_s(options, mode == "strict")
-            steps = job(options, mode)
-            after = sums_per_s(options, mode == "strict")
-            sums = {name: (before[name] + after[name]) / 2 for name in before}
-            print(f"{number} {mode:8}{report(steps, sums, options.steps)}", flush=True)
+    for mode in options.modes.split(","):
+        measure(options, mode)
 
 
-def report(steps: list[dict[str, float]], sums: dict[str, float], third: int) -> str:
-    """Describe a job by the records of rank 0 for each step: its time, and the local batches of the throttled rank."""
-    ends = [step["s"] for step in steps]
-    middle, last = (third + 10, 2 * third), (2 * third + 10, 3 * third)
-
-    def rate(begin: int, end: int) -> float:
-        return GLOBAL_BATCH * (end - begin) / (ends[end - 1] - ends[begin - 1])
-
-    counts = [int(step["samples"]) for step in steps]
-    least, most = statistics.median(counts[slice(*middle)]), statistics.median(counts[slice(*last)])
-    down = next((at - third for at in range(third, 2 * third) if counts[at] <= 1.15 * least), -1)
-    up = next((at - 2 * third for at in range(2 * third, 3 * third) if counts[at] >= 0.9 * most), -1)
-    even, throttled = rate(10, third), rate(*middle)
-    return (
-        f"{even:6.0f} samples/s ({even / sums['even']:.1%}); throttled {throttled:6.0f} "
-        f"({throttled / sums['throttled']:.1%}); afterwards {rate(*last):6.0f} ({rate(*last) / sums['even']:.1%}); its "
-        f"samples {counts[third - 1]} -> {least:g} after {down} steps, -> {most:g} after {up} steps; "
-        f"hash {steps[-1]['hash']}"
-    )
-
-
-def sums_per_s(options: argparse.Namespace, is_strict: bool) -> dict[str, float]:
-    """Return the samples per second that the workers can do together, with and without the throttle."""
-    least = {"even": options.quota, "throttled": options.throttled}
-    parts = {name: [options.quota] * (WORKERS - 1) + [part] for name, part in least.items()}
-    return {name: sum(alone_per_s(options, is_strict, each)) for name, each in parts.items()}
-
-
-def alone_per_s(options: argparse.Namespace, is_strict: bool, parts: Sequence[float]) -> list[float]:
-    """Return the samples per second of workers that train at the same time, each alone with its part of a processor."""
-    if options.sleep:
-        return [part / options.quota / SLEEP_S for part in parts]
-    until_s = time.perf_counter() + ALONE_S
-    with ThreadPoolExecutor(len(parts)) as threads:
-        jobs = [threads.submit(job, options, "alone", is_strict, part, until_s) for part in parts]
-        ends = [[step["s"] for step in each.result() if step["s"] > until_s - MEASURED_S] for each in jobs]
-    late = [each for each in ends if len(each) < 3 or each[0] > until_s - MEASURED_S / 2]
-    assert not late, "a worker had not begun when the others were measured"
-    return [GLOBAL_BATCH // WORKERS * (len(each) - 1) / (each[-1] - each[0]) for each in ends]
+def measure(options: argparse.Namespace, mode: str) -> None:
+    """Print what a job makes of the workers in each phase."""
+    store = host("127.0.0.1")
+    options.gate = f"127.0.0.1:{store.port}"
+    with ThreadPoolExecutor() as threads:
+        started = [threads.submit(run, options, mode, role) for role in (JOB, *map(str, range(WORKERS)))]
+        job, *alone = [each.result() for each in started]
+    before = GLOBAL_BATCH // WORKERS
+    for phase in PHASES:
+        rounds = list(zip(*(each["turns"][phase] for each in (job, *alone)), strict=True))
+        ratios = [
+            per_s(mine, GLOBAL_BATCH) / sum(per_s(each, GLOBAL_BATCH // WORKERS) for each in others)
+            for mine, *others in rounds[1:]
+        ]
+        samples = [Step(*step).samples for turn in job["turns"][phase] for step in turn]
+        after = statistics.median(samples[options.steps :])
+        adapted = next((at for at, count in enumerate(samples) if abs(count - after) <= 0.15 * after), None)
+        low, middle, high = ratio_of(ratios)
+        rate = statistics.median(per_s(mine, GLOBAL_BATCH) for mine, *_ in rounds[1:])
+        print(
+            f"{mode:7} {phase:14} {rate:4.0f} samples/s, {middle:6.1%} [{low:.1%}, {high:.1%}] of what the workers can "
+            f"do; samples of the one: {before:g} -> {after:g} after {adapted} steps",
+            flush=True,
+        )
+        before = after
+    if mode == "strict":
+        quiet = run(options, mode, QUIET)["hash"]
+        print(f"{mode:7} hash {job['hash']}, of one worker alone: {quiet}", flush=True)
 
 
-def job(
-    options: argparse.Namespace,
-    mode: str,
-    is_strict: bool | None = None,
-    part: float | None = None,
-    until_s: float = math.inf,
-) -> list[dict[str, float]]:
-    """Run a job. Return the record of each step: its end, and the samples of the throttled rank."""
-    size = 1 if mode == "alone" else WORKERS
-    flags = ["-q", "-np", str(size), "--balance", "off" if mode in ("off", "alone") else "auto"]
-    if is_strict or mode == "strict":
-        flags += ["--shards", str(SHARDS // WORKERS * size)]
+def per_s(turn: Sequence[Sequence[float]], samples: int) -> float:
+    """Return the samples per second of a turn, whose steps have so many."""
+    steps = [Step(*each) for each in turn]
+    return samples * (len(steps) - 1) / (steps[-1].end_s - steps[0].end_s)
+
+
+def run(options: argparse.Namespace, mode: str, role: str) -> dict[str, Any]:
+    """Run the processes of a role. Return the steps of each turn, by phase, and the hash of the state at the end."""
+    size = WORKERS if role == JOB else 1
+    flags = ["--balance", "auto" if role == JOB and mode != "off" else "off"]
+    if mode == "strict":
+        flags += ["--shards", str(SHARDS if role in (JOB, QUIET) else SHARDS // WORKERS)]
+    own = ["--role", role, "--steps", str(options.steps), "--rounds", str(options.rounds), "--turn", str(options.turn)]
+    own += ["--quota", str(options.quota), "--throttled", str(options.throttled), "--gate", options.gate]
+    own += ["--sleep"] if options.sleep else []
+    command = [*farandole_run(size, "auto", flags), sys.executable, "-m", "benchmarks.balance", *own]
     with tempfile.TemporaryDirectory(prefix="farandole-balance-") as folder:
-        own = ["-m", "benchmarks.balance", "--train", folder, "--modes", mode, "--quota", str(part or options.quota)]
-        own += ["--throttled", str(options.throttled), "--steps", str(options.steps), "--until", str(until_s)]
-        own += ["--sleep"] if options.sleep else []
-        command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, *own]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise SystemExit(done.stdout + done.stderr)
-        by_rank = [json.loads((Path(folder) / f"rank-{rank}").read_text()) for rank in range(size)]
-        ends, samples = by_rank[0], by_rank[THROTTLED_RANK if size > 1 else 0]
-        return [step | {"samples": other["samples"]} for step, other in zip(ends, samples, strict=True)]
+        return run_processes(command, ["--folder", folder], Path(folder), _LONGEST_S)
 
 
-def train(options: argparse.Namespace, folder: Path) -> None:
-    """One worker of a job."""
+# The worker -----------------------------------------------------------------------------------------------------------
+
+
+def train(options: argparse.Namespace) -> None:
+    """Be a worker of a role."""
     import torch
     import torch.nn.functional as F
 
@@ -140,51 +141,74 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     without_compiler()
     fd.init()
     torch.manual_seed(0)
+    role = options.role
+    rank = fd.rank() if role in (JOB, QUIET) else int(role)
     width = 64 if options.sleep else 1024
     model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 8))
     block = torch.randn(384, 384)
     optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    size, is_alone = fd.size(), options.modes == "alone"
     data = torch.utils.data.TensorDataset(torch.randn(40 * GLOBAL_BATCH, 64), torch.randint(0, 8, (40 * GLOBAL_BATCH,)))
-    loader = fd.elastic.DataLoader(data, GLOBAL_BATCH // WORKERS * size, seed=0, tail="drop")
+    batch = GLOBAL_BATCH if role in (JOB, QUIET) else GLOBAL_BATCH // WORKERS
+    loader = fd.elastic.DataLoader(data, batch, seed=0, tail="drop")
     state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
-    last = math.inf if is_alone else 3 * options.steps
-    records: list[dict[str, object]] = []
+    part = options.quota
 
-    def compute(samples: int, is_throttled: bool) -> None:
+    def compute(samples: int) -> None:
         """Take time in proportion to the samples, as a larger model would."""
         if options.sleep:
-            time.sleep(samples * SLEEP_S * (options.quota / options.throttled if is_throttled else 1.0))
-        for _ in range(0 if options.sleep else samples * _PRODUCTS):
+            time.sleep(samples * SLEEP_S * options.quota / part)
+        for _ in range(0 if options.sleep or role == QUIET else samples * _PRODUCTS):
             torch.mm(block, block)
 
-    with throttle(None if options.sleep else options.quota) as set_part:
-        throttled = False
+    def step(batches: Iterator[Any]) -> Step:
         samples = 0
+        for x, y in batches:
+            compute(len(x))
+            samples += len(loader.indices)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if optimizer.step():
+                break
+        return Step(time.perf_counter(), samples)
 
-        @fd.elastic.run
-        def run(state: fd.elastic.TorchState) -> None:
-            nonlocal throttled, samples
-            for _ in loader.epochs(1000):
-                for x, y in loader:
-                    is_due = not is_alone and fd.rank() == THROTTLED_RANK
-                    is_due = is_due and options.steps <= state.step < 2 * options.steps
-                    if is_due != throttled:
-                        throttled = is_due
-                        set_part(options.throttled if is_due else options.quota)
-                    compute(len(x), throttled)
-                    samples += len(loader.indices)
-                    optimizer.zero_grad()
-                    F.cross_entropy(model(x), y).backward()
-                    if optimizer.step():
-                        records.append({"s": time.perf_counter(), "samples": samples})
-                        samples = 0
-                        if state.step >= last or time.perf_counter() >= options.until:
-                            return
+    def turn(batches: Iterator[Any]) -> list[Step]:
+        if role == JOB:
+            return [step(batches) for _ in range(options.steps)]
+        until_s = time.perf_counter() + options.turn
+        steps = [step(batches)]
+        while steps[-1].end_s < until_s or len(steps) < 2:
+            steps.append(step(batches))
+        return steps
 
-        run(state)
-    records[-1]["hash"] = state.hash()[:12]
-    (folder / f"rank-{fd.rank()}").write_text(json.dumps(records))
+    turns: dict[str, list[list[Step]]] = {phase: [] for phase in PHASES}
+
+    def take_turns(batches: Iterator[Any], set_part: Callable[[float], None]) -> None:
+        nonlocal part
+        gate = Gate(options.gate, 2 * WORKERS)
+        for phase in PHASES:
+            if rank == THROTTLED_RANK:
+                part = options.throttled if phase == "one throttled" else options.quota
+                set_part(part)
+            gate.wait_for_all()
+            for number in range(options.rounds + 1):
+                for slot in (JOB, "alone") if number % 2 == 0 else ("alone", JOB):
+                    if (slot == JOB) == (role == JOB):
+                        turns[phase].append(turn(batches))
+                    gate.wait_for_all()
+
+    @fd.elastic.run
+    def train_to_the_end(state: fd.elastic.TorchState) -> None:
+        batches = ((x, y) for _ in loader.epochs(10**6) for x, y in loader)
+        if role == QUIET:
+            for _ in range(len(PHASES) * (options.rounds + 1) * options.steps):
+                step(batches)
+        else:
+            with throttle(None if options.sleep else part) as set_part:
+                take_turns(batches, set_part)
+
+    train_to_the_end(state)
+    if role != JOB or rank == THROTTLED_RANK:
+        (options.folder / "result.json").write_text(json.dumps({"turns": turns, "hash": state.hash()[:12]}))
 
 
 # Parts of a processor -------------------------------------------------------------------------------------------------
@@ -200,7 +224,7 @@ def _has_cpu_controller() -> bool:
 
 
 @contextmanager
-def throttle(percent: float | None) -> Iterator[object]:
+def throttle(percent: float | None) -> Iterator[Callable[[float], None]]:
     """Run this process with a part of a processor. Yields a function that changes the part."""
     if percent is None:
         yield lambda part: None
