@@ -458,6 +458,7 @@ class MetadataSnapshot:
         self._packed = Packed(b"", [])
         self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []  # copies, sources; by device and dtype
 
     def take(self, metadata: Mapping[str, Any]) -> None:
         """Copy the metadata of a StepState. Its "stateful" and "values" may hold any type, the other parts only known
@@ -494,9 +495,16 @@ class MetadataSnapshot:
         if not _are_those(tensors, self._sources, self._copies):
             self._sources = tensors
             self._copies = [tensor.detach().clone() for tensor in tensors]
-        elif tensors:
+            groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+            for tensor, copy in zip(tensors, self._copies, strict=True):
+                copies, sources = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+                copies.append(copy)
+                sources.append(tensor)
+            self._groups = list(groups.values())
+        else:
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, tensors)  # private; see optim/loader_path.py
+                for copies, sources in self._groups:  # on a device each is one operation
+                    torch._foreach_copy_(copies, sources)  # private; see optim/loader_path.py
 
 
 def _are_those(tensors: list[torch.Tensor], before: list[torch.Tensor], copies: list[torch.Tensor]) -> bool:

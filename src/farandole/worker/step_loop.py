@@ -607,19 +607,24 @@ def reseed(seed: int, step: int, rank: int) -> None:
     # Not cryptographic: the fastest function of the standard library that mixes bits well.
     parts = struct.pack("<3Q", seed & _UINT64, step, rank)
     value = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little")
-    if _has_accelerator():
+    kind = _accelerator()
+    if kind not in ("", "cuda"):
         torch.manual_seed(value >> 1)
     else:
-        # torch.manual_seed() also keeps a traceback for devices that may come later: half a millisecond (torch 2.13,
-        # torch/random.py, _manual_seed_impl, and torch/cuda/__init__.py, _lazy_call).
+        # torch.manual_seed() also keeps a traceback for each kind of device that may come later: half a millisecond
+        # (torch 2.13, torch/random.py, _manual_seed_impl, and torch/cuda/__init__.py, _lazy_call).
         torch.default_generator.manual_seed(value >> 1)
+        if kind:
+            torch.cuda.manual_seed_all(value >> 1)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
 
 
 @cache
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
+def _accelerator() -> str:
+    """Return the type of this machine's devices; "" if there are none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "" if found is None else found.type
 
 
 # The comparison of states ---------------------------------------------------------------------------------------------
