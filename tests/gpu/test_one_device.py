@@ -18,6 +18,7 @@ from farandole.optim.bucketed_gradients import Arrivals
 from farandole.state.state_digest import digest_of
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
+from farandole.worker.step_loop import reseed
 from tests.checks.running import explain, problems
 from tests.integration.test_elastic_job import SAMPLES, EndlessJob, beyond, job
 from tests.scripts.process_group_on_a_device import CHECKS
@@ -79,7 +80,7 @@ def test_another_thread_sees_what_several_streams_have_put_into_a_bucket() -> No
         with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
             torch.cuda._sleep(200_000_000)  # some 0.1 s
             half.fill_(3.0)
-            arrivals.trailer()
+            arrivals.record()
     sums: list[float] = []
     thread = threading.Thread(target=arrivals.before(lambda: sums.append(bucket.sum().item())))
     thread.start()
@@ -98,6 +99,14 @@ def test_a_digest_does_not_depend_on_the_device() -> None:
     assert digest_of(tensors) == digest_of([tensor.to(DEVICE) for tensor in tensors])
 
 
+def test_a_step_that_is_repeated_draws_the_same_numbers_on_the_device() -> None:
+    def draw(step: int) -> list[float]:
+        reseed(3, step, 0)
+        return torch.rand(4, device=DEVICE).tolist()
+
+    assert draw(7) == draw(7) != draw(8)
+
+
 def test_a_mean_is_where_the_tensor_was() -> None:
     fd.init()
     try:
@@ -106,6 +115,17 @@ def test_a_mean_is_where_the_tensor_was() -> None:
         fd.shutdown()
     assert mean.device == DEVICE
     assert mean.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")], ids=str)
+def test_an_alltoall_returns_the_numbers_of_rows_where_the_splits_were(device: torch.device) -> None:
+    fd.init()
+    try:
+        rows, received = fd.alltoall(torch.arange(3.0, device=DEVICE), splits=torch.tensor([2], device=device))
+    finally:
+        fd.shutdown()
+    assert (rows.device, received.device) == (DEVICE, device)
+    assert (rows.tolist(), received.tolist()) == ([0, 1], [2])
 
 
 @pytest.mark.parametrize("fused", [False, True])

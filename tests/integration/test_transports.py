@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import cache
 
 import pytest
 import torch
@@ -306,12 +307,22 @@ def test_the_same_operation_on_different_things_is_an_error_too(call: Call) -> N
 
 # Endings ---------------------------------------------------------------------------------------------
 
-LARGE = torch.zeros(10_000_000)
+
+@cache
+def large(device: str) -> torch.Tensor:
+    return torch.zeros(10_000_000, device=device)
+
+
+def large_in_place() -> torch.Tensor:
+    """Return 40 MB on rank 0's device: to move them there is no part of a collective."""
+    return large("cuda:0" if Kind.choice in ("cuda", "nccl") else "cpu")
+
+
 BLOCKING: dict[str, Call] = {
     "all_reduce": lambda transport: transport.all_reduce(torch.zeros(1)),
-    "all_reduce of 40 MB": lambda transport: transport.all_reduce(LARGE),
+    "all_reduce of 40 MB": lambda transport: transport.all_reduce(large_in_place()),
     "all_gather": lambda transport: transport.all_gather(b"payload"),
-    "broadcast": lambda transport: transport.broadcast(LARGE, 0),
+    "broadcast": lambda transport: transport.broadcast(large_in_place(), 0),
     "barrier": lambda transport: transport.barrier(),
 }
 
@@ -340,6 +351,7 @@ def seconds_from_abort_to_error(world: Ring, call: Call) -> float:
 @pytest.mark.parametrize("name", BLOCKING)
 def test_an_abort_from_another_thread_ends_the_call_in_flight_within_5_ms(name: str) -> None:
     skip_without_devices(2)
+    large_in_place()
     taken_s = []
     with listeners(2) as opened:
         for _ in range(15):

@@ -62,11 +62,11 @@ def place(
             f"DataParallel: threads={threads} is for a module on the CPU, this module is on CUDA: pass device_ids="
         )
     ids = range(torch.cuda.device_count()) if device_ids is None else device_ids
-    devices = tuple(_device(each) for each in ids)
+    devices = tuple(_cuda_device(each) for each in ids)
     if not devices or len(set(devices)) < len(devices) or any(each.type != "cuda" for each in devices):
         raise ConfigError(f"DataParallel: device_ids must be different CUDA devices, got {list(ids)}")
     refuse_elsewhere(module, devices[0])
-    return ReplicaPlacement(1, devices, devices[0] if output_device is None else _device(output_device))
+    return ReplicaPlacement(1, devices, devices[0] if output_device is None else _cuda_device(output_device))
 
 
 def refuse_elsewhere(module: torch.nn.Module, home: torch.device) -> None:
@@ -99,10 +99,16 @@ def _device(given: Device) -> torch.device:
     return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
 
 
+def _cuda_device(given: Device) -> torch.device:
+    """Return the device with its number: "cuda" is the current one."""
+    device = _device(given)
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
 # Replicas on CUDA devices, by torch's own functions; their graphs are the caller's ------------------------------------
 #
-# torch's engine has a thread for each device. This part is thin, and not run without such devices: only the copying
-# of data_parallel.py's outputs is tested.
+# torch's engine has a thread for each device. This part is thin; tests/gpu runs it.
 
 
 def compute_on_devices(

@@ -288,7 +288,7 @@ def alltoall_async(
         process_set: The ranks that take part; all ranks unless given.
 
     Returns:
-        A handle; synchronize() returns (tensor, rows received from each rank).
+        A handle; synchronize() returns (tensor, rows received from each rank: int32, on the device of `splits`).
 
     Raises:
         ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.

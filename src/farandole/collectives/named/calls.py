@@ -185,6 +185,8 @@ def submit_exchange(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Seq
     """Submit an alltoall of this tensor as `call`."""
     check_tensor(call, tensor, at_least_1d=True)
     call.add(tensor, splits=splits_of(call, tensor, splits))
+    if isinstance(splits, torch.Tensor) and isinstance(call.handle, AlltoallHandle):
+        call.handle.device = splits.device
     return call.submit()
 
 

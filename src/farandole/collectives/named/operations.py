@@ -220,7 +220,7 @@ def alltoall(
 
     Returns:
         The received rows. With `splits` a pair: the tensor, and the number of its rows from each rank (int32, on
-        the CPU).
+        the device of `splits`).
 
     Raises:
         ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.

@@ -157,13 +157,23 @@ class Handle:
 
 
 class AlltoallHandle(Handle):
-    """The handle of an alltoall. Its result is the tensor, and the number of its rows from each member (int32)."""
+    """The handle of an alltoall. Its result is the tensor, and the number of its rows from each member (int32).
 
-    __slots__ = ()
+    Attributes:
+        device: Where these numbers are to be.
+    """
+
+    __slots__ = ("device",)
+
+    def __init__(self, run_until_done: Callable[[Handle], None] | None = None) -> None:
+        super().__init__(run_until_done=run_until_done)
+        self.device = torch.device("cpu")
 
     def take(self) -> Any:
         tensor = super().take()
-        return None if tensor is None else (tensor, torch.tensor(self.received[0], dtype=torch.int32))
+        if tensor is None:
+            return None
+        return tensor, torch.tensor(self.received[0], dtype=torch.int32, device=self.device)
 
 
 @dataclass(eq=False)
