@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -18,7 +17,7 @@ from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.scripts.strict_job import MODELS, SAMPLES
 from tests.support.combinations import each_once
-from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
+from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run, run_alone
 
 pytestmark = pytest.mark.core
 
@@ -41,9 +40,9 @@ def hashes_of_job(flags: Sequence[str], *arguments: str) -> list[str]:
 
 
 @cache
-def hash_alone(*arguments: str) -> str:
+def hash_alone(*arguments: str, fresh: bool = False) -> str:
     """The hash of a single process without a launcher."""
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
+    done = run_alone(SCRIPT, *arguments, fresh=fresh)
     assert done.returncode == 0, done.stdout + done.stderr
     return hashes(done.stdout)[0]
 
@@ -51,7 +50,7 @@ def hash_alone(*arguments: str) -> str:
 @pytest.mark.parametrize(("model", "world"), each_once([*MODELS], [*WORLDS]))
 def test_every_world_trains_the_same_bits(model: str, world: str) -> None:
     arguments = ("--model", model, "--shards", "8")
-    expected = hash_alone(*arguments)
+    expected = hash_alone(*arguments, fresh=True)
     assert set(hashes_of_job(WORLDS[world], *arguments)) == {expected}
 
 

@@ -45,9 +45,11 @@ def horovodrun(*words: str, timeout_s: float = 60.0, fresh: bool = False) -> sub
     return _run([*HOROVODRUN, *words], timeout_s, fresh)
 
 
-def run_alone(script: Path, *words: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_alone(
+    script: Path, *words: str, timeout_s: float = 120.0, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run `python SCRIPT ...` to its end, a single process without a launcher. It may leave no process behind."""
-    return _run_program("python", [sys.executable, str(script), *words], 1, timeout_s, fresh=False)
+    return _run_program("python", [sys.executable, str(script), *words], 1, timeout_s, fresh)
 
 
 def _run(command: Sequence[str], timeout_s: float, fresh: bool) -> subprocess.CompletedProcess[str]:
