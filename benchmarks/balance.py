@@ -2,6 +2,7 @@
 without balance; and how many steps the balance takes after the throttle begins and ends.
 
     python -m benchmarks.balance [--modes off,auto,strict] [--quota 40] [--throttled 12] [--steps 12] [--rounds 8]
+        [--shards 32]
 
 Every worker computes in a cgroup of its own with a part of a processor (--quota, in percent): all four together need
 less than the two processors of a small machine, and other programs take little of it. One of them has --throttled
@@ -35,7 +36,7 @@ from benchmarks.gate import Gate, host
 from benchmarks.jobs import farandole_run, run_processes
 from benchmarks.ratios import ratio_of
 
-WORKERS, GLOBAL_BATCH, SHARDS, THROTTLED_RANK = 4, 256, 32, 1
+WORKERS, GLOBAL_BATCH, THROTTLED_RANK = 4, 256, 1
 PHASES = ("equal parts", "one throttled", "afterwards")
 JOB, QUIET = "job", "quiet"  # the roles of processes; "0" to "3": alone, with the part of a processor of this rank
 PERIOD_US = 10_000
@@ -62,6 +63,9 @@ def main() -> None:
     )
     parser.add_argument("--turn", type=float, default=6.0, metavar="SECONDS", help="turn of the workers that are alone")
     parser.add_argument("--rounds", type=int, default=8, help="that count in each phase")
+    parser.add_argument(
+        "--shards", type=int, default=32, help="in strict mode: the more, the finer the parts of the workers"
+    )
     parser.add_argument("--sleep", action="store_true", help="workers sleep instead of computing")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     parser.add_argument("--gate", help=argparse.SUPPRESS)
@@ -117,7 +121,7 @@ def run(options: argparse.Namespace, mode: str, role: str) -> dict[str, Any]:
     size = WORKERS if role == JOB else 1
     flags = ["--balance", "auto" if role == JOB and mode != "off" else "off"]
     if mode == "strict":
-        flags += ["--shards", str(SHARDS if role in (JOB, QUIET) else SHARDS // WORKERS)]
+        flags += ["--shards", str(options.shards // (1 if role in (JOB, QUIET) else WORKERS))]
     own = ["--role", role, "--steps", str(options.steps), "--rounds", str(options.rounds), "--turn", str(options.turn)]
     own += ["--quota", str(options.quota), "--throttled", str(options.throttled), "--gate", options.gate]
     own += ["--sleep"] if options.sleep else []
