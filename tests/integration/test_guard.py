@@ -40,6 +40,28 @@ signal.pause()
 """
 
 
+# An agent without workers that is killed while it ends: when it begins to remove its folder. Says the guard's pid.
+ENDING_AGENT = """
+import asyncio, os, shutil, signal, sys, tempfile
+from farandole.agent.agent import WorkerProcesses
+tempfile.tempdir = sys.argv[1]
+
+class Spawner:
+    async def close(self): pass
+
+async def end():
+    processes = WorkerProcesses(lambda guard: Spawner(), None, None, None)
+    processes.start()
+    (processes.scratch / "file").touch()
+    print(processes._guard._process.pid, flush=True)
+    sys.stdin.readline()
+    shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    await processes.end(0.0)
+
+asyncio.run(end())
+"""
+
+
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
@@ -83,6 +105,18 @@ def test_a_kill_9_of_the_agent_takes_the_watched_workers_and_their_children_alon
         os.killpg(released, signal.SIGKILL)  # still there
     assert not scratch.exists()
     assert not any(path.exists() for path in shared)
+
+
+def test_a_kill_9_of_an_agent_that_is_ending_leaves_no_folder_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDING_AGENT, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        guard = os.pidfd_open(int(agent.stdout.readline()))
+        assert len(list(tmp_path.iterdir())) == 1
+        agent.communicate("end\n", timeout=DEADLINE_S)
+        assert agent.returncode == -signal.SIGKILL
+        assert ends_in_time(guard)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_that_a_terminal_or_a_batch_system_sends_ends_the_guard_early(

@@ -728,8 +728,8 @@ class WorkerProcesses:
         await self._spawner.close()
         if self._lives:
             await asyncio.wait(self._lives.values(), timeout=grace_s + _REAP_DEADLINE_S)
-        self._guard.stop()
         shutil.rmtree(self.scratch, ignore_errors=True)
+        self._guard.stop()  # last: it removes the folder if this process is killed meanwhile
 
     async def _live(self, worker: str, environment: dict[str, str]) -> None:
         try:
