@@ -1,4 +1,5 @@
-"""Starts `farandole ...` by the job server (job_server.py), which takes milliseconds in place of seconds of imports.
+"""Starts `farandole ...`, or a script alone, by the job server (job_server.py), which takes milliseconds in place of
+seconds of imports.
 
 What is started is used like a process of subprocess.Popen. One job server serves this process: the first job starts it,
 or a later one should it have died.
