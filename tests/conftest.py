@@ -67,6 +67,16 @@ def _no_step_left_over() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Restore the environment after each test: init() and strict mode set variables of the process, for good."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let no other test run beside one that is marked `alone`, also in other lanes (`make test`). It is for networks
     and deadlines that a busy machine would decide. The lock ends with its process."""

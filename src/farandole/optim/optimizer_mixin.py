@@ -259,6 +259,9 @@ def wrap(optimizer: OptimizerT, mixin: type[WrappedOptimizer]) -> OptimizerT:
         )
     world.current()  # NotInitialized is clearer here than in the first backward pass
     wrapped: OptimizerT = object.__new__(optimizer.__class__)
+    # A dictionary of its own for the given optimizer, first: that of a new object is a view of values inside the object
+    # since Python 3.13, whose garbage collector then counts a reference twice, and clears what is still in use.
+    optimizer.__dict__ = dict(optimizer.__dict__)
     wrapped.__dict__ = optimizer.__dict__
     become(wrapped, mixin)
     return wrapped

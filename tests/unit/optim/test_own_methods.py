@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,6 +229,25 @@ def test_lbfgs_and_sparse_adam_are_refused_at_once() -> None:
             Training(make)
     with pytest.raises(ConfigError, match="LBFGS"):
         Training(lambda p: LookaheadList(torch.optim.LBFGS(p)))
+
+
+class WithCycles(torch.optim.SGD):
+    """An optimizer that only the garbage collector can free, as many are: their hooks refer to them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.own: dict[str, Any] = {"counts": {}, "me": self}
+        self.loop = [self.own]
+
+
+def test_freeing_the_given_optimizer_leaves_the_wrapped_one_whole() -> None:
+    """Both have the same attributes. From Python 3.13 on, the collector has cleared them with the given optimizer."""
+    for _ in range(20):
+        optimizer = fd.DistributedOptimizer(WithCycles(net().parameters(), lr=0.1, momentum=0.9))
+        gc.collect()
+        assert set(optimizer.own) == {"counts", "me"}
+        assert optimizer.loop[0] is optimizer.own
+        assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_the_outermost_optimizer_is_the_one_to_wrap() -> None:
