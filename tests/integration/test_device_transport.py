@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -192,7 +191,5 @@ def test_an_abort_ends_the_wait_for_a_group_and_the_group() -> None:
 def test_a_rank_that_is_lost_ends_the_wait_for_a_group() -> None:
     with making() as (built, both):
         threading.Timer(0.05, built[1].close).start()
-        begun_s = time.monotonic()
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost):  # and not the store's TimeoutError
             both[0].construct(built[0])
-        assert time.monotonic() - begun_s < 4  # long before the store gives up
