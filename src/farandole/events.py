@@ -507,7 +507,27 @@ class TrainingCutShort(Event):
             counts.append(f"{self.steps_left} of {count(self.steps, 'step')} were not applied")
         if self.epochs:
             counts.append(f"{self.epochs_left} of {count(self.epochs, 'epoch')} ended early or were not started")
-        return f"training ended earlier than planned: {'; '.join(counts)}"
+        return f"the script has ended the training itself: {'; '.join(counts)}"
+
+    def verdict(self) -> str:
+        """Return what the last line of the job says of it."""
+        if self.steps:
+            return f"ended by the script after {self.steps - self.steps_left} of {count(self.steps, 'step')}"
+        whole = self.epochs - self.epochs_left
+        return f"ended by the script after {whole} of {count(self.epochs, 'whole epoch')}"
+
+
+@dataclass(frozen=True)
+class JobRemarked(Event):
+    """Something that the result of the training needs to be read with: what was skipped, not trained, or not compared.
+    It stands in the last line of the job; a later one of the same topic replaces it."""
+
+    topic: str
+    text: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"remark: {self.text}"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ def test_steps_that_were_promised_and_not_made_are_told_at_the_end(tmp_path: Pat
     assert job.returncode == 0, job.stderr
     told = "27 of 40 steps were not applied; 3 of 4 epochs ended early or were not started"
     assert told in job.stderr
-    assert job.stderr.splitlines()[-1] == ("[farandole] ended earlier than planned. 2 workers finished the training.")
+    assert job.stderr.splitlines()[-1] == (
+        "[farandole] ended by the script after 13 of 40 steps. 2 workers finished the training."
+    )
     (event,) = [each for each in map(json.loads, events.read_text().splitlines()) if "CutShort" in each["event"]]
     assert (event["steps"], event["steps_left"], event["epochs"], event["epochs_left"]) == (40, 27, 4, 3)
     alone = subprocess.run([*JOB, "break"], capture_output=True, text=True, timeout=60)

@@ -41,6 +41,7 @@ SAMPLES = [
     events.JobBecameStatic(2, ("w0", "w2"), "train.py:41: a second training loader"),
     events.TrainingCutShort(5, 3, 50, 30),
     events.TrainingCutShort(5, 1, 0, 0),
+    events.JobRemarked("skipped steps", "3 of 24 steps were skipped"),
     events.Recovered(2, False, "x", (), (), (), 9.0, 3000.0, 2.0, 1.0, 1.0, 5.0, "w0", 2, 24),
     events.StallNoticed(7, ("w1",), ("w0",), 60.0),
     events.WorkersHung(7, ("w1",), 60.0),
@@ -76,11 +77,11 @@ def test_a_line_says_one_slot_and_two_workers() -> None:
 
 def test_training_that_was_cut_short_is_told_in_what_can_be_counted() -> None:
     assert events.TrainingCutShort(5, 3, 50, 30).line() == (
-        "training ended earlier than planned: 30 of 50 steps were not applied; "
+        "the script has ended the training itself: 30 of 50 steps were not applied; "
         "3 of 5 epochs ended early or were not started"
     )
-    assert events.TrainingCutShort(1, 1, 0, 0).line().endswith("planned: 1 of 1 epoch ended early or were not started")
-    assert events.TrainingCutShort(0, 0, 40, 30).line().endswith("planned: 30 of 40 steps were not applied")
+    assert events.TrainingCutShort(1, 1, 0, 0).line().endswith("itself: 1 of 1 epoch ended early or were not started")
+    assert events.TrainingCutShort(0, 0, 40, 30).line().endswith("itself: 30 of 40 steps were not applied")
 
 
 def test_of_a_stopped_worker_s_threads_the_main_thread_comes_first() -> None:

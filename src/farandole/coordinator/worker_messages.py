@@ -9,6 +9,7 @@ from farandole.coordinator.job import Job, Transition, Worker
 from farandole.events import (
     CheckpointFailed,
     CheckpointSaved,
+    JobRemarked,
     ShardWrong,
     StateHash,
     StateLost,
@@ -38,6 +39,7 @@ from farandole.wire.messages import (
     Probed,
     PublishAnswer,
     Ready,
+    Remark,
     ShardDiffered,
     StateHashed,
     StatesDiffered,
@@ -81,6 +83,8 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
                 _computed_wrongly(transition, message)
             case StragglerSeen():
                 _straggles(transition, message)
+            case Remark(topic, text):
+                transition.log(JobRemarked(topic, text))
             case Failed():
                 _failed(transition, worker, message)
             case Finished():

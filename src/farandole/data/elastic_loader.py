@@ -75,8 +75,9 @@ class ElasticLoader(ABC):
 
     # Iterating -------------------------------------------------------------------------------------------
 
-    def epochs(self, total: int) -> Iterator[Epoch]:
-        """Yield the numbers of the epochs from the current one to `total` - 1, counted from the start of the job.
+    def epochs(self, total: int | None = None, *, steps: int | None = None) -> Iterator[Epoch]:
+        """Yield the numbers of the epochs from the current one to `total` - 1, counted from the start of the job; or as
+        many as `steps` steps take, the last one of which ends behind the last of these steps.
 
         The number advances when every worker has come back for the next one. After a regroup in the tail of an epoch
         (an evaluation) its number comes again, with the remaining batches, often none. `break` in the loop over batches
@@ -85,12 +86,18 @@ class ElasticLoader(ABC):
 
         Args:
             total: Number of epochs of the job.
+            steps: Number of steps of the job, instead.
 
         Returns:
             An iterator over Epoch, a subclass of int.
+
+        Raises:
+            ConfigError: Not exactly one of the two is given.
         """
-        self.record.promise_epochs(total)
-        while self.epoch < total:
+        if (total is None) == (steps is None):
+            raise ConfigError("epochs() takes a number of epochs, epochs(5), or one of steps, epochs(steps=600)")
+        self.record.promise(total, steps)
+        while not self.record.is_done(self.epoch):
             epoch = self.epoch
             self.record.enter(self.cursor)
             yield Epoch.of(self)
@@ -397,15 +404,19 @@ class EpochRecord:
     once_done     completed calls of Epoch.once() in the current epoch
     cut_epochs    epochs that were ended by `break` before their last batch
     cut_steps     steps that were not made in these epochs, as far as they can be counted
-    total         argument of the last call of epochs(total); None: nothing was promised
+    total, steps  arguments of the last call of epochs(); both None: nothing was promised
     by_trainer    remaining steps promised by a framework's trainer, which count instead of `total`
+    decided       decided steps; part of the state where steps were promised
+    last          the epoch in which the last promised step was decided; -1: not yet
     is_through    the current epoch was iterated to its end and not yielded by epochs() since; on this worker only
     is_within     epochs() has yielded the current epoch behind its first batch; on this worker only
     """
 
     def __init__(self) -> None:
-        self.once_done = self.cut_epochs = self.cut_steps = 0
+        self.once_done = self.cut_epochs = self.cut_steps = self.decided = 0
+        self.last = -1
         self.total: int | None = None
+        self.steps: int | None = None
         self.by_trainer: Shortfall | None = None
         self.is_through = self.is_within = False
 
@@ -413,13 +424,36 @@ class EpochRecord:
         """Record that epochs() yields the current epoch, of which `cursor` samples are trained."""
         self.is_through, self.is_within = False, cursor > 0
 
-    def promise_epochs(self, total: int) -> None:
-        """Record a call of epochs(total)."""
-        self.total, self.by_trainer = total, None
+    def promise(self, total: int | None, steps: int | None) -> None:
+        """Record a call of epochs()."""
+        self.total, self.steps, self.by_trainer = total, steps, None
 
     def promise_by_trainer(self, left: Shortfall | None) -> None:
         """Record that a framework's trainer decides the number of steps, of which `left` were not made."""
-        self.total, self.by_trainer = None, left
+        self.total, self.steps, self.by_trainer = None, None, left
+
+    def decide(self, epoch: int) -> None:
+        """Record that a step of this epoch is decided."""
+        self.decided += 1
+        if self.decided == self.steps:
+            self.last = epoch
+
+    @property
+    def has_all_steps(self) -> bool:
+        """True when all promised steps are decided; False where none were promised."""
+        return self.steps is not None and self.decided >= self.steps
+
+    def is_done(self, epoch: int) -> bool:
+        """Return whether epochs() does not yield this epoch any more."""
+        if self.total is not None:
+            return epoch >= self.total
+        return self.has_all_steps and epoch > self.last
+
+    def shortfall(self) -> Shortfall | None:
+        """Return the part of the promised steps that was not made, where steps were promised."""
+        if self.steps is None or self.has_all_steps:
+            return self.by_trainer
+        return Shortfall(0, 0, self.steps, self.steps - self.decided)
 
     def refuse_second_pass(self, epoch: int) -> None:
         """Raise StepError where the loader is iterated again although nothing is left of the epoch: the user would
@@ -445,12 +479,15 @@ class EpochRecord:
     def state_dict(self) -> dict[str, Any]:
         """Return the data that a resumed job needs; empty in an ordinary epoch."""
         once = {"once": self.once_done} if self.once_done else {}
-        return {**once, "cut": [self.cut_epochs, self.cut_steps]} if self.cut_epochs else once
+        cut = {"cut": [self.cut_epochs, self.cut_steps]} if self.cut_epochs else {}
+        decided = {"decided": [self.decided, self.last]} if self.steps is not None else {}
+        return {**once, **cut, **decided}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of state_dict(), which may be among other entries."""
         self.once_done = state.get("once", 0)
         self.cut_epochs, self.cut_steps = state.get("cut", (0, 0))
+        self.decided, self.last = state.get("decided", (0, -1))
         self.is_through = False
 
 

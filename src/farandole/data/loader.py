@@ -276,7 +276,7 @@ class DataLoader(ElasticLoader):
     @property
     def is_over(self) -> bool:
         """True when no batch of the current epoch is left."""
-        return self._is_ended or self.cursor >= self._layout.end
+        return self._is_ended or self.record.has_all_steps or self.cursor >= self._layout.end
 
     def _next(self, goes_on: bool) -> Any:
         while not goes_on and self.is_over:
@@ -361,6 +361,7 @@ class DataLoader(ElasticLoader):
             )
         self._cursor = stop
         self._is_pending = False
+        self.record.decide(self.epoch)
         if self.balance is not None and self.balance.decided(self._layout, global_batch):
             self._index_stream.turn()
 
@@ -384,7 +385,7 @@ class DataLoader(ElasticLoader):
         nothing is left."""
         record, layout = self.record, self._layout
         if record.total is None:
-            return record.by_trainer
+            return record.shortfall()
         steps_left, epochs_left = record.cut_steps, record.cut_epochs
         if self.epoch < record.total:
             steps_left += layout.steps_left(self.cursor, record.total - self.epoch - 1)

@@ -181,7 +181,8 @@ class StreamLoader(ElasticLoader):
         if is_rehearsal and not goes_on:
             self._rehearse_a_change()
         while True:
-            reply, data = self._take() if goes_on or not self._is_ended else (Reply(None, None), None)
+            is_over = self._is_ended or self.record.has_all_steps
+            reply, data = self._take() if goes_on or not is_over else (Reply(None, None), None)
             if reply.batch is not None and reply.behind is not None:
                 return self._hand_out(reply, data, goes_on, is_rehearsal)
             self._restart()
@@ -263,6 +264,7 @@ class StreamLoader(ElasticLoader):
                 f"next batch is requested"
             )
         self._place, self._is_pending = self._behind, False
+        self.record.decide(self.epoch)
         for stream, mark in self._marks_behind.items():
             self._marks[stream] = mark
         self._requests.floor = self._place.offsets
@@ -271,7 +273,7 @@ class StreamLoader(ElasticLoader):
         """Return DataLoader.shortfall() without steps: the number of steps in a stream is unknown."""
         record = self.record
         if record.total is None:
-            return record.by_trainer
+            return record.shortfall()
         epochs_left = record.cut_epochs
         if self.epoch < record.total:
             epochs_left += record.total - self.epoch - record.is_through

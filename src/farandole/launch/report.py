@@ -19,6 +19,8 @@ from farandole.events import (
     ForkServerReady,
     GenerationStarted,
     JobEnds,
+    JobRemarked,
+    StatesDiverged,
     TrainingCutShort,
     TrainingFinished,
     TransportChosen,
@@ -100,7 +102,9 @@ class Report:
         self._raised: set[str] = set()
         self._restarts_of_all = 0
         self._is_new_attempt = False
-        self._is_cut_short = False
+        self._cut_short: TrainingCutShort | None = None
+        self._divergences = 0
+        self._remarks: dict[str, str] = {}  # by topic
         self._alone = set[str]()  # workers that have trained without having met the others
         self._lacks_horovod = False
 
@@ -144,14 +148,22 @@ class Report:
 
     def _verdict(self, exit_code: int) -> str:
         """Return the result in a few words. Workers that did not train together are no success, whatever their exit
-        codes."""
+        codes; nor is a training of which something was left out, or mended."""
+        remarks = list(self._remarks.values())
+        if self._divergences:
+            times = "once" if self._divergences == 1 else f"{self._divergences} times"
+            remarks.insert(0, f"the states of workers differed {times}, and were copied")
+        remarked = f"with remarks: {'; '.join(remarks)}" if remarks else ""
         alone = ""
         if self._alone:
             each = "each for itself" if len(self._alone) > 1 else "for itself"
             alone = f"{_count(len(self._alone), 'worker')} trained {each}, not together with the others"
         if exit_code != 0:
-            return f"failed (exit code {exit_code}){', and ' if alone else ''}{alone}"
-        return alone or ("ended earlier than planned" if self._is_cut_short else "success")
+            return ", ".join(filter(None, [f"failed (exit code {exit_code})", alone and f"and {alone}", remarked]))
+        ended = "" if self._cut_short is None else self._cut_short.verdict()
+        if remarked:
+            ended = ended or "finished"
+        return ", ".join(filter(None, [alone, ended, remarked])) or "success"
 
     def note(self, text: str) -> None:
         """Show a note to the user; also when quiet."""
@@ -189,7 +201,11 @@ class Report:
         elif isinstance(event, WorkerMetOthers):
             self._alone.discard(event.worker)
         elif isinstance(event, TrainingCutShort):
-            self._is_cut_short = True
+            self._cut_short = event
+        elif isinstance(event, JobRemarked):
+            self._remarks[event.topic] = event.text
+        elif isinstance(event, StatesDiverged) and not event.is_fatal:
+            self._divergences += 1
         elif isinstance(event, UserCodeFailed):
             self._raised.add(event.worker)
 

@@ -187,6 +187,19 @@ class StragglerSeen(Message, frozen=True):
     is_slow: bool
 
 
+class Remark(Message, frozen=True):
+    """Something that the result of the job needs to be read with. From rank 0, for the log and the last line of the job
+    only.
+
+    Attributes:
+        topic: A later remark of the same topic replaces this one.
+        text: A clause, without a full stop.
+    """
+
+    topic: str
+    text: str
+
+
 class Failed(Message, frozen=True):
     """User code raised an exception. `summary` is its last line, `traceback` the whole text."""
 
@@ -246,6 +259,7 @@ WorkerMessage: TypeAlias = (
     | StateHashed
     | ShardDiffered
     | StragglerSeen
+    | Remark
     | Failed
     | Finished
     | Leaving

@@ -238,6 +238,21 @@ def test_a_promise_is_kept_also_where_the_last_epoch_is_left_in_its_tail(tail: A
     assert loader.shortfall() is None
 
 
+def test_a_number_of_steps_ends_the_last_epoch_behind_the_last_of_them_also_after_a_state_is_loaded() -> None:
+    loader, seen = make(), []  # 10 samples in global batches of 4
+    for epoch in loader.epochs(steps=5):
+        seen.append((int(epoch), len(train_rest(loader))))
+        loader.load_state_dict(loader.state_dict())
+    assert (seen, loader.shortfall()) == ([(0, 3), (1, 2)], None)
+    assert list(loader.epochs(steps=5)) == []
+    for _ in loader.epochs(steps=9):
+        break
+    assert loader.shortfall() == Shortfall(0, 0, 9, 4)
+    for words in ({}, {"total": 1, "steps": 3}):
+        with pytest.raises(ConfigError):
+            next(loader.epochs(**words))
+
+
 def test_fetching_moves_nothing_that_is_saved() -> None:
     loader = make()
     before = loader.state_dict()

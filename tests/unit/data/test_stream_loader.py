@@ -323,6 +323,14 @@ def test_epochs_that_ended_early_or_were_not_begun_are_counted() -> None:
     assert loader.shortfall() == Shortfall(4, 1, 0, 0)
 
 
+def test_a_number_of_steps_ends_the_last_epoch_behind_the_last_of_them() -> None:
+    loader, seen = StreamLoader(Numbers(), 4, collate_fn=list), []
+    for epoch in loader.epochs(steps=5):
+        seen.append((int(epoch), len(train(loader))))
+        loader.load_state_dict(loader.state_dict())
+    assert (seen, loader.shortfall()) == ([(0, 3), (1, 2)], None)
+
+
 class Regroups(NoLoaderHooks):
     """A worker is lost in the tail of the epoch, once."""
 

@@ -9,7 +9,9 @@ from farandole.events import (
     Event,
     GenerationStarted,
     JobEnds,
+    JobRemarked,
     RegroupBegan,
+    StatesDiverged,
     TrainingCutShort,
     UserCodeFailed,
     WorkerLost,
@@ -72,9 +74,25 @@ def test_a_job_that_did_less_than_was_promised_is_not_called_a_success() -> None
     cut_short = TrainingCutShort(4, 3, 40, 30)
     *_, told_it, _, last = told(STARTED, cut_short, JobEnds(0, "x"))
     assert told_it == f"[farandole] {cut_short.line()}"
-    assert last == "[farandole] ended earlier than planned. This is why."
+    assert last == "[farandole] ended by the script after 10 of 40 steps. This is why."
+    assert told(TrainingCutShort(4, 3, 0, 0))[-1] == "[farandole] ended by the script after 1 of 4 whole epochs. This is why."
     assert told(STARTED, cut_short, loudness=Loudness.QUIET)[0] == f"[farandole] {cut_short.line()}"
     assert told(cut_short, exit_code=3)[-1] == "[farandole] failed (exit code 3). This is why."
+
+
+def test_what_was_left_out_or_mended_is_in_the_last_line() -> None:
+    remarks = [JobRemarked("skipped", "1 of 9 steps was skipped"), JobRemarked("skipped", "2 of 9 steps were skipped")]
+    mended = StatesDiverged(7, "weight", 1, ("w1",), "w0", is_fatal=False)
+    assert told(*remarks)[-1] == "[farandole] finished, with remarks: 2 of 9 steps were skipped. This is why."
+    assert told(mended, remarks[0], mended)[-1] == (
+        "[farandole] finished, with remarks: the states of workers differed 2 times, and were copied; "
+        "1 of 9 steps was skipped. This is why."
+    )
+    assert told(TrainingCutShort(4, 3, 40, 30), mended)[-1] == (
+        "[farandole] ended by the script after 10 of 40 steps, with remarks: the states of workers differed once, and "
+        "were copied. This is why."
+    )
+    assert told(mended, exit_code=3)[-1].startswith("[farandole] failed (exit code 3), with remarks: the states of")
 
 
 def test_the_last_line_of_a_failure_says_why() -> None:
