@@ -75,7 +75,10 @@ def test_a_job_that_did_less_than_was_promised_is_not_called_a_success() -> None
     *_, told_it, _, last = told(STARTED, cut_short, JobEnds(0, "x"))
     assert told_it == f"[farandole] {cut_short.line()}"
     assert last == "[farandole] ended by the script after 10 of 40 steps. This is why."
-    assert told(TrainingCutShort(4, 3, 0, 0))[-1] == "[farandole] ended by the script after 1 of 4 whole epochs. This is why."
+    assert (
+        told(TrainingCutShort(4, 3, 0, 0))[-1]
+        == "[farandole] ended by the script after 1 of 4 whole epochs. This is why."
+    )
     assert told(STARTED, cut_short, loudness=Loudness.QUIET)[0] == f"[farandole] {cut_short.line()}"
     assert told(cut_short, exit_code=3)[-1] == "[farandole] failed (exit code 3). This is why."
 
