@@ -64,7 +64,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 class Placement(msgspec.Struct, frozen=True, array_like=True):
     """The ranks of a worker in one generation.
 
-    All ranks are dense and may change with the generation; the slot of a worker does not.
+    All ranks are dense and may change with the generation; the slot of a worker does not. The local rank is the number
+    of the slot, while the host has no empty slots below.
     """
 
     rank: int

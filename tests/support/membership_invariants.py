@@ -408,19 +408,22 @@ class MembershipInvariants:
             assert self._holders.intersection(starts), "a generation without a holder"
 
     def _check_places(self, by_rank: list[str], starts: dict[str, Start]) -> None:
-        size, rank_of = len(by_rank), {worker: rank for rank, worker in enumerate(by_rank)}
+        size = len(by_rank)
         local: defaultdict[str, list[str]] = defaultdict(list)
         for worker in by_rank:
             local[self._hosts[self.slot_of[worker][0]]].append(worker)
-        across = {
-            local_rank: sorted(rank_of[others[local_rank]] for others in local.values() if len(others) > local_rank)
-            for local_rank in range(max(map(len, local.values())))
-        }
+        across: defaultdict[int, list[int]] = defaultdict(list)
+        for rank, worker in enumerate(by_rank):
+            across[starts[worker].placement.local_rank].append(rank)
+        has_twins = len(set(self._hosts.values())) < len(self._hosts)  # agents of one host number its slots together
+        for mates in local.values():
+            assert {starts[each].placement.local_rank for each in mates} == set(range(len(mates)))
         for rank, worker in enumerate(by_rank):
             start, mates = starts[worker], local[self._hosts[self.slot_of[worker][0]]]
-            place = start.placement
+            place, slot = start.placement, self.slot_of[worker][1]
             assert (place.rank, place.size) == (rank, size)
-            assert (place.local_rank, place.local_size) == (mates.index(worker), len(mates))
+            assert place.local_size == len(mates)
+            assert has_twins or slot >= len(mates) or place.local_rank == slot
             assert place.cross_size == len(across[place.local_rank])
             assert place.cross_rank == across[place.local_rank].index(rank)
             assert (start.previous.worker, start.previous.rank) == (by_rank[rank - 1], (rank - 1) % size)

@@ -213,18 +213,20 @@ def _add_worker(transition: Transition, slot: Slot, is_awaited: bool) -> str:
 def _spawn(transition: Transition, names: Sequence[str]) -> None:
     """Order the start of workers, each for the place that it will most likely get."""
     job = transition.job
-    hosts, ranks = expected_hosts(job)
-    places = placements(hosts)
-    groups = {host: group for group, host in enumerate(dict.fromkeys(hosts))}
+    expected, ranks = expected_slots(job)
+    places = placements(expected)
+    groups = {host: group for group, host in enumerate(dict.fromkeys(host for host, _ in expected))}
     for name in names:
         worker = job.workers[name]
         slot = worker.slot
-        host = job.host_of(worker)
+        host, number = job.host_of(worker), number_on_host(job, slot)
         if slot in ranks:
-            place, size, group_rank, group_size = places[ranks[slot]], len(hosts), groups[host], len(groups)
+            place, size, group_rank, group_size = places[ranks[slot]], len(expected), groups[host], len(groups)
         else:  # beyond the workers with which the training begins
-            place, size = placements([*hosts, host])[-1], len(hosts) + 1
+            place, size = placements([*expected, (host, number)])[-1], len(expected) + 1
             group_rank, group_size = groups.get(host, len(groups)), len({*groups, host})
+        # The script may choose its device before it is admitted, when a live worker may have each lower number.
+        place = msgspec.structs.replace(place, local_rank=number, local_size=max(place.local_size, number + 1))
         if job.generation is None:
             place = msgspec.structs.replace(place, size=max(size, job.target))
         transition.change_worker(name, place=place)
@@ -649,20 +651,21 @@ def worker_capacity(job: Job) -> int:
     return offered - len(given_up)
 
 
-def expected_hosts(job: Job) -> tuple[list[str], dict[Slot, int]]:
-    """Return the hosts of the members that there will most likely be, by rank, and the ranks of the slots of those that
-    are not members yet. At the start the ranks follow the order of the slots; later newcomers come after the members
-    that stay."""
+def expected_slots(job: Job) -> tuple[list[tuple[str, int]], dict[Slot, int]]:
+    """Return the places of the members that there will most likely be, by rank, as placements() takes them, and the
+    ranks of the slots of those that are not members yet. At the start the ranks follow the order of the slots; later
+    newcomers come after the members that stay."""
     if job.generation is None:
         opened = {slot for slot, use in job.slots.items() if use.is_open}
         candidates = [each for each in slot_candidates(job) if each.slot is None or each.slot in opened]
         expected = candidates[: max(job.target, 1)]
         ranks = {each.slot: rank for rank, each in enumerate(expected) if each.slot is not None}
-        return [each.host for each in expected], ranks
+        numbers = [each.index if each.slot is None else number_on_host(job, each.slot) for each in expected]
+        return list(zip([each.host for each in expected], numbers, strict=True)), ranks
     staying = [member for member in job.each_survivor() if not member.is_leaving]
     coming = sorted(job.newcomers(), key=job.slot_order)
-    hosts = [job.host_of(each) for each in (*staying, *coming)]
-    return hosts, {worker.slot: rank for rank, worker in enumerate(coming, len(staying))}
+    slots = [(job.host_of(each), number_on_host(job, each.slot)) for each in (*staying, *coming)]
+    return slots, {worker.slot: rank for rank, worker in enumerate(coming, len(staying))}
 
 
 def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:
@@ -672,30 +675,53 @@ def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:
 # Placements and neighbours of the members of a generation -------------------------------------------------------------
 
 
-def placements(hosts: Sequence[str]) -> list[Placement]:
-    """Return the placements of the members whose hosts are given by rank, numbered as in Horovod.
+def number_on_host(job: Job, slot: Slot) -> int:
+    """Return the number of a slot among all slots of its host, from 0: its index, where the host has one agent."""
+    mine = job.agents[slot.agent]
+    return slot.index + sum(
+        agent.slots
+        for agent in job.agents.values()
+        if agent.host == mine.host and agent.is_connected and (agent.order, agent.name) < (mine.order, mine.name)
+    )
 
-    local_rank counts the members of one host in rank order; cross_rank counts the hosts that have a member with the
-    same local_rank, in the order of those members' ranks.
+
+def placements(slots: Sequence[tuple[str, int]]) -> list[Placement]:
+    """Return the placements of the members whose hosts, and numbers of slots on their hosts, are given by rank.
+
+    As in Horovod, local_rank is a number from 0 to local_size - 1. It is the number of the slot: so the local ranks of
+    the other members stay as they are when a worker is replaced. Only while a host has empty slots, a member whose slot
+    has a number of local_size or more takes that of an empty one. cross_rank counts the hosts that have a member with
+    the same local_rank, in the order of those members' ranks.
     """
-    seen: Counter[str] = Counter()
-    peers_across: defaultdict[int, int] = defaultdict(int)
-    places: list[tuple[int, int]] = []
-    for host in hosts:
-        local_rank = seen[host]
-        places.append((local_rank, peers_across[local_rank]))
-        seen[host] += 1
-        peers_across[local_rank] += 1
+    by_host: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, (host, _) in enumerate(slots):
+        by_host[host].append(rank)
+    local_ranks: dict[int, int] = {}
+    for ranks in by_host.values():
+        free = set(range(len(ranks)))
+        without: list[int] = []
+        for rank in sorted(ranks, key=lambda each: slots[each][1]):
+            if (number := slots[rank][1]) in free:
+                free.remove(number)
+                local_ranks[rank] = number
+            else:
+                without.append(rank)
+        local_ranks.update(zip(without, sorted(free), strict=True))
+    peers_across: Counter[int] = Counter()
+    cross_ranks: list[int] = []
+    for rank in range(len(slots)):
+        cross_ranks.append(peers_across[local_ranks[rank]])
+        peers_across[local_ranks[rank]] += 1
     return [
         Placement(
             rank=rank,
-            size=len(hosts),
-            local_rank=local_rank,
-            local_size=seen[hosts[rank]],
-            cross_rank=cross_rank,
-            cross_size=peers_across[local_rank],
+            size=len(slots),
+            local_rank=local_ranks[rank],
+            local_size=len(by_host[host]),
+            cross_rank=cross_ranks[rank],
+            cross_size=peers_across[local_ranks[rank]],
         )
-        for rank, (local_rank, cross_rank) in enumerate(places)
+        for rank, (host, _) in enumerate(slots)
     ]
 
 

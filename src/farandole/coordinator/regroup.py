@@ -121,7 +121,9 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
     number = change.number
     id = GenerationId(job.run_id, job.coordinator_epoch, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
-    places = capacity.placements([job.host_of(worker) for worker in members])
+    places = capacity.placements(
+        [(job.host_of(worker), capacity.number_on_host(job, worker.slot)) for worker in members]
+    )
     neighbours = capacity.ring_neighbours([(name, address) for name, address in addresses if address is not None])
     starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
     for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):

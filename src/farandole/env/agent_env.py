@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -331,25 +331,20 @@ def torchrun_environment(
     )
 
 
-def set_torchrun_world_size(size: int, devices: Callable[[], int] = lambda: 0) -> None:
-    """Set the number of workers in torchrun's variables, for scripts that compute batch sizes from it. A worker beyond
-    that number, a spare, has the last rank in them: scripts and libraries expect ranks below the number of workers. It
-    keeps its local rank if there is a device of that number.
+def set_torchrun_world_size(size: int) -> None:
+    """Set the number of workers in torchrun's variables, for scripts that compute batch sizes from it.
 
-    Args:
-        size: The number of workers.
-        devices: Returns the number of devices of this host; called only where it matters.
+    A worker beyond that number, a spare, has the last rank in them: scripts and libraries expect ranks below the number
+    of workers. It keeps its local rank, which is the number of its device.
     """
     os.environ.update({name: str(size) for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE") if name in os.environ})
-    for name, most in (
-        ("RANK", size - 1),
-        ("ROLE_RANK", size - 1),
-        ("LOCAL_RANK", size - 1),
-        ("LOCAL_WORLD_SIZE", size),
-    ):
+    for name in ("RANK", "ROLE_RANK"):
         value = os.environ.get(name, "")
-        if value.isdecimal() and int(value) > most and not (name == "LOCAL_RANK" and int(value) < devices()):
-            os.environ[name] = str(most)
+        if value.isdecimal() and int(value) >= size:
+            os.environ[name] = str(size - 1)
+    local_rank, local_size = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local_rank.isdecimal() and local_size.isdecimal():
+        os.environ["LOCAL_WORLD_SIZE"] = str(max(int(local_rank) + 1, min(int(local_size), size)))
 
 
 def read_torchrun_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:

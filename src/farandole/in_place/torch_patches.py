@@ -45,7 +45,7 @@ def install() -> bool:
     workers = read_job_env().in_place
     if _training is not None or not workers or read_worker_env() is None:
         return _training is not None
-    set_torchrun_world_size(workers, torch.cuda.device_count)
+    set_torchrun_world_size(workers)
     registry = Registry()
     _training = Training(workers, registry)
     _note_constructions(registry)

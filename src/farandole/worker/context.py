@@ -209,7 +209,9 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this worker's place among the workers of its host. It may change with the generation: see slot().
+    """Return this worker's place among the workers of its host, from 0 to `local_size() - 1`: the number of its slot.
+    So a replacement gets the number of the dead worker. Only while the host has empty slots may it be another, lower
+    number, and change with the generation: see slot().
 
     See the example of `rank`.
 
@@ -220,7 +222,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Return the number of workers on this host.
+    """Return the number of workers on this host. For a worker that is not admitted yet, `local_rank() + 1`.
 
     See the example of `rank`.
 
@@ -303,7 +305,7 @@ def generation() -> int:
 
 def _enter_alone() -> None:
     nobody = GenerationId(run_id=1, coordinator_epoch=1, number=0, nonce="alone")
-    placement = Placement(0, 1, 0, 1, 0, 1)
+    placement = Placement(0, 1, _slot, _slot + 1, 0, 1)  # the device of a newcomer is not that of a live worker
     named = NamedCollectives(AloneTransport(), placement=placement, connect=_no_connection, settings=_settings())
     world.enter(world.World(nobody, placement, AloneTransport(), named))
 

@@ -90,13 +90,15 @@ def test_the_number_of_workers_in_torchruns_variables_can_be_set(monkeypatch: py
     assert "ROLE_WORLD_SIZE" not in os.environ
 
 
-@pytest.mark.parametrize(("devices", "local_rank"), [(0, "2"), (3, "2"), (4, "3")])
-def test_a_worker_beyond_that_number_has_the_last_rank(
-    monkeypatch: pytest.MonkeyPatch, devices: int, local_rank: str
+def test_a_worker_beyond_that_number_has_the_last_rank_and_keeps_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("RANK", "ROLE_RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    env.set_torchrun_world_size(3, lambda: devices)
-    assert (os.environ["RANK"], os.environ["ROLE_RANK"], os.environ["LOCAL_RANK"]) == ("2", "2", local_rank)
-    assert os.environ["LOCAL_WORLD_SIZE"] == "3"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
+    env.set_torchrun_world_size(3)
+    assert (os.environ["RANK"], os.environ["ROLE_RANK"]) == ("2", "2")
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("3", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    env.set_torchrun_world_size(3)
+    assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "3")
