@@ -1,4 +1,4 @@
-"""Scripts of different styles. The name's first word says what is unusual: its steps, its data, its state, its model."""
+"""Scripts of different styles. The first word of a name says what is unusual: steps, schedule, state, data, model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _SCHEDULERS = {
 }
 _STEP = "loss = F.cross_entropy(model(x), y)\noptimizer.zero_grad()\nloss.backward()\n"
 _CONV = """
-net = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2, padding=1), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
+net = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2, padding=1), nn.ReLU(), nn.Flatten())
+net.append(nn.LazyLinear(2))
 net(torch.zeros(1, 8))
 """
 
@@ -362,9 +363,13 @@ if steps % 5 == 0:
 
 _DATASETS = {
     "data-plain": Piece(),
-    "data-even": Piece(data=Piece.data.replace("Rows()", "Rows(48)")),
-    "data-drop-last": Piece(data=Piece.data.replace("sampler=sampler)", "sampler=sampler, drop_last=True)")),
-    "data-sampler-drops": Piece(data=Piece.data.replace("seed=1)", "seed=1, drop_last=True)")),
+    "data-uneven": Piece(data=Piece.data.replace("Rows()", "Rows(45)")),
+    "data-drop-last": Piece(
+        data=Piece.data.replace("Rows()", "Rows(46)").replace("sampler=sampler)", "sampler=sampler, drop_last=True)")
+    ),
+    "data-sampler-drops": Piece(
+        data=Piece.data.replace("Rows()", "Rows(45)").replace("seed=1)", "seed=1, drop_last=True)")
+    ),
     "data-no-shuffle": Piece(data=Piece.data.replace("seed=1)", "shuffle=False)"), epoch="pass"),
     "data-no-set-epoch": Piece(epoch="pass"),
     "data-loader-processes": Piece(data=Piece.data.replace("sampler=sampler)", "sampler=sampler, num_workers=1)")),

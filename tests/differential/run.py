@@ -1,5 +1,5 @@
 """The same script under torchrun's rules and in place: `python -m tests.differential.run`. Each script is run by two
-processes of torch alone, by `farandole run --in-place` undisturbed, and again with a worker that is killed and replaced.
+processes of torch, by `farandole run --in-place`, and by that again with a worker that is killed and replaced.
 What the workers report at their end is compared, value by value; see tests/README.md.
 
 Exit code 1 if a job said "success" without a remark, and its values differ."""
