@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: help demo test test-hosts test-engines test-page test-trackers test-gpu chaos gallery chaos-report chaos-lost chaos-strict chaos-audits soak schedules fuzz mutate matrix check format bench paths docs dist clean
+.PHONY: help demo test test-long test-all test-failed test-python differential test-hosts test-engines test-page test-trackers test-gpu chaos gallery chaos-report chaos-lost chaos-strict chaos-audits soak schedules fuzz mutate matrix check format bench paths docs dist clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | sort
@@ -12,9 +12,32 @@ help:  ## what there is
 demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 	@$(BIN)/python examples/digits/demo.py
 
-test: $(READY)  ## all tests but the long chaos runs and those of the engines, of the browser and of trackers; LANES=3 files at a time
+LANES ?= 3
+PYTEST = $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser --ignore tests/trackers
+
+test: $(READY)  ## the tests, without long ones and those of the engines, of the browser and of trackers; LANES=3 files at a time
 	@echo "Running the tests, with real processes and real kills; this takes some ten minutes ..."
-	@$(BIN)/python -m pytest -n $${LANES:-3} --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser --ignore tests/trackers
+	@$(PYTEST) -m "not long and not chaos_long and not gpu"
+
+test-long: $(READY)  ## the long tests, which 'make test' leaves out: many jobs each, with faults at many places
+	@echo "Running the long tests; this takes some fifteen minutes ..."
+	@$(PYTEST) -m "long and not gpu"
+
+test-all: test test-long  ## both
+
+test-failed: $(READY)  ## what failed in the last run, one test after the other
+	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+
+test-python:  ## the unit tests with another Python, in .venv-python; PYTHON=python3.13
+	@test -x .venv-python/bin/python || { echo "Installing the pinned packages into .venv-python; torch is large ..."; \
+		$(PYTHON) -m venv .venv-python && \
+		.venv-python/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt && \
+		.venv-python/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . \
+		|| { rm -rf .venv-python; exit 1; }; }
+	@.venv-python/bin/python -m pytest -n $(LANES) --dist loadfile tests/unit tests/property
+
+differential: $(READY)  ## the same scripts under torch and in place, with a kill and a join: their values are compared; ONLY=steps-
+	@$(BIN)/python -m tests.differential.run $(if $(ONLY),--only $(ONLY))
 
 test-hosts: $(READY)  ## of the engines' tests those that this machine has the programs for: sshd, Slurm, mpirun; ENGINE=ssh: only these; installs nothing
 	@echo "Running the tests of hosts that are started by $(if $(ENGINE),$(ENGINE),ssh or Slurm or mpirun), as far as these are installed ..."
@@ -115,7 +138,7 @@ dist: $(READY)  ## wheel and sdist, checked as for a release: twine, an installa
 	@$(BIN)/python -m tests.release.run
 
 clean:  ## remove what the other targets made
-	@rm -rf .venv .venv-browser .venv-engines .venv-trackers .venv-dist .venv-torch site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	@rm -rf .venv .venv-browser .venv-engines .venv-trackers .venv-dist .venv-torch .venv-python site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up is taken up again the next time. A .venv without pip is one whose
