@@ -12,6 +12,8 @@ from farandole.testing.running_job import RunningJob
 from tests.chaos.case import case_of
 from tests.chaos.run import run_one
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.alone
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -54,6 +54,7 @@ def main(checks: Checks, limit_s: float, init: Callable[[], None]) -> None:
     """
     torch.set_num_threads(1)  # the ranks share a machine
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # dynamo's
     wanted = sys.argv[1:] or list(checks)
     init()
     for name in wanted:

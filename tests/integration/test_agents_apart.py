@@ -38,7 +38,7 @@ from farandole.wire.messages import (
 )
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.long, pytest.mark.alone]
 
 TOKEN = new_token()
 BUDGET_S = 0.6

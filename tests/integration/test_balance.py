@@ -19,6 +19,8 @@ from tests.integration.test_strict_mode import hash_alone, hashes
 from tests.scripts.strict_job import GLOBAL_BATCH, SAMPLES
 from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
 
+pytestmark = pytest.mark.long
+
 SCRIPT = SCRIPTS / "strict_job.py"
 EPOCHS = 20  # 80 steps
 SLOW_FROM, SLOW_UNTIL = 12, 40

@@ -15,7 +15,7 @@ from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 SAMPLES = 600
 BUDGET_S = 1.0

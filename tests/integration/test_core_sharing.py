@@ -14,6 +14,8 @@ from farandole.machine import affinity_cores
 from tests.support.jobs import farandole_run
 from tests.support.joined import AGENT
 
+pytestmark = pytest.mark.long
+
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 TELL = """
 import os, torch

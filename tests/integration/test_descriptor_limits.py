@@ -20,6 +20,8 @@ from tests.support import jobs
 from tests.support.jobs import ELASTIC_JOB, check_job
 from tests.support.joined import AGENT
 
+pytestmark = pytest.mark.long
+
 SAMPLES, LONG_S = 600, 60.0
 SETTLED_S = 5.0  # until the launcher has closed what it needed to end a lost worker and to start its replacement
 

@@ -17,6 +17,8 @@ from farandole.ledger.proving import Folder
 from farandole.testing.running_job import FARANDOLE_RUN
 from tests.support.jobs import processes_with
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -20,6 +20,8 @@ from farandole.testing.running_job import FARANDOLE_RUN, RunningJob, all_trainin
 from tests.support.jobs import ELASTIC_JOB, check_job, processes_with
 from tests.support.joined import JoinedJob
 
+pytestmark = pytest.mark.long
+
 SAMPLES, LONG_S = 600, 60.0
 
 

@@ -22,7 +22,7 @@ from farandole.testing.lab.tools import wait_until
 from tests.scripts.lab_listener import PORT
 from tests.support.jobs import SCRIPTS
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 DEADLINE_S = 10.0
 SAY = f"import socket, sys; socket.socket(2, 2).sendto(sys.argv[2].encode(), (sys.argv[1], {PORT}))"

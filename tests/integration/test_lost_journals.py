@@ -15,7 +15,7 @@ from farandole.testing.running_job import all_training
 from tests.support.jobs import check_job
 from tests.support.moving_job import MovingJob
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 SAMPLES, LONG_S = 600, 60.0
 FLAGS = ("-np", "2", "--local-slots", "0")

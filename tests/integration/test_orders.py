@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.jobs import SCRIPTS, farandole_run
 
+pytestmark = pytest.mark.long
+
 EPOCHS, EVALUATED = 4, 41
 MEAN = (EVALUATED - 1) / 2
 

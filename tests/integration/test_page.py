@@ -19,6 +19,8 @@ import pytest
 from farandole.testing.running_job import all_training
 from tests.support.jobs import ELASTIC_JOB, RunningJob, farandole
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("aiohttp", reason="it needs aiohttp: pip install 'farandole[page]'")
 pytest.importorskip("prometheus_client", reason="it needs prometheus_client: pip install 'farandole[page]'")
 

@@ -17,7 +17,7 @@ from farandole.wire.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tests.support.jobs import check_job
 from tests.support.moving_job import MovingJob
 
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 SAMPLES, LONG_S = 600, 60.0
 FLAGS = ("-np", "2", "--local-slots", "0")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.jobs import SCRIPTS, farandole, farandole_run, run_alone
+
+pytestmark = pytest.mark.long
+
 
 WGAN = SCRIPTS / "wgan_job.py"
 

@@ -14,7 +14,7 @@ from tests.scripts.strict_job import MODELS
 from tests.support.combinations import each_once
 from tests.support.jobs import SCRIPTS, farandole, farandole_run, run_alone
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.long, pytest.mark.core]
 
 SCRIPT = SCRIPTS / "strict_job.py"
 OVER_TCP, ON_TWO_HOSTS = ["-np", "4", "--transport", "tcp"], ["-np", "4", "-H", "localhost:2,127.0.0.1:2"]

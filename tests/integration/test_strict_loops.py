@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.jobs import SCRIPTS, farandole_run, run_alone
 
+pytestmark = pytest.mark.long
+
 SCRIPT = SCRIPTS / "strict_loops_job.py"
 
 

@@ -19,7 +19,7 @@ from tests.scripts.strict_job import MODELS, SAMPLES
 from tests.support.combinations import each_once
 from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run, run_alone
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.long, pytest.mark.core]
 
 SCRIPT = SCRIPTS / "strict_job.py"
 WORLDS = {

@@ -9,6 +9,8 @@ import pytest
 from tests.scripts.tracked_job import STEPS
 from tests.support.tracked_jobs import check_curves, curves_of, run_recipe, undisturbed
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.timeout(300)
 def test_each_step_is_in_the_file_once_and_the_bar_shows_all_of_them(tmp_path: Path) -> None:
