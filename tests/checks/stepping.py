@@ -13,6 +13,7 @@ import torch
 
 import farandole as fd
 from farandole.collectives import world
+from farandole.collectives.connection_pair import bytes_of
 from farandole.errors import CollectiveMismatch, ConfigError, RecoverableError, StepError
 from farandole.state import step
 from farandole.state.step import Batch, GlobalBatch
@@ -86,7 +87,7 @@ def refuse_drift(model: torch.nn.Module) -> None:
     """The same bits on all ranks."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(parameter).numpy().tobytes())
     everybody = world.current().transport.all_gather(digest.digest())
     assert len(set(everybody)) == 1, "ranks have different parameters"
 

@@ -14,7 +14,7 @@ from farandole.collectives.device_transport import DeviceTransport, StagedTransp
 from farandole.collectives.nccl_transport import NcclGroups, own_nccl_problem
 from farandole.collectives.ring import RingTransport
 from farandole.errors import ConfigError
-from farandole.optim.bucketed_gradients import Arrivals
+from farandole.optim.buckets import Arrivals
 from farandole.state.state_digest import digest_of
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 
 import farandole as fd
-from tests.checks import c10d_collectives, c10d_libraries, c10d_messages, c10d_misuse, c10d_subgroups
+from tests.checks import c10d_collectives, c10d_libraries, c10d_messages, c10d_misuse, c10d_subgroups, odd_tensors
 from tests.checks.running import checks_in, main
 
-CHECKS = checks_in(c10d_collectives, c10d_messages, c10d_subgroups, c10d_misuse, c10d_libraries)
+CHECKS = checks_in(c10d_collectives, c10d_messages, c10d_subgroups, c10d_misuse, c10d_libraries, odd_tensors)
 
 
 def init() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import farandole as fd
-from tests.checks import stepping
+from tests.checks import layouts, stepping
 from tests.checks.running import checks_in, main
 
-CHECKS = checks_in(stepping)
+CHECKS = checks_in(stepping, layouts)
 
 if __name__ == "__main__":
     main(CHECKS, limit_s=20, init=fd.init)

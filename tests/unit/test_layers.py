@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "ray": {"launch"},
     "spark": {"launch"},
     "parallel": set(),
-    "checkpoint": {"state"},
+    "checkpoint": {"collectives", "state"},
     "sharding": {"collectives", "process_group", "state"},
     "worker": {"collectives", "process_group", "state", "optim", "data", "ledger", "checkpoint"},
     "elastic": {"collectives", "process_group", "state", "optim", "data", "worker"},

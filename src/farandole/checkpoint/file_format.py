@@ -16,6 +16,7 @@ from farandole.checkpoint.folder import Found, write_file
 from farandole.checkpoint.manifest import FileSum
 from farandole.checkpoint.snapshot import from_json
 from farandole.checkpoint.store import Store, write_all
+from farandole.collectives.connection_pair import as_bytes, byte_view, bytes_of
 from farandole.errors import ConfigError
 
 STATE, TENSORS = "state.json", "tensors.safetensors"
@@ -92,7 +93,7 @@ def write_tensors(
         sum = _ChecksumWriter(file)
         sum.write(_header(tensors, keys))
         for key in keys:
-            memory = memoryview(_bytes_of(tensors[key].detach().cpu().contiguous()))
+            memory = byte_view(bytes_of(tensors[key].detach().cpu()))
             for start in range(0, len(memory), _SLICE_BYTES):
                 check()
                 sum.write(memory[start : start + _SLICE_BYTES])
@@ -122,7 +123,7 @@ def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.
             dtype = getattr(torch, exact[_EXACT + key]) if _EXACT + key in exact else _DTYPES[entry["dtype"]]
             shape = entry["shape"][:-1] if _EXACT + key in exact else entry["shape"]
             tensors[key] = torch.empty(shape, dtype=dtype)
-            crc = zlib.crc32(_read_exactly(file, path, _bytes_of(tensors[key])), crc)
+            crc = zlib.crc32(_read_exactly(file, path, byte_view(as_bytes(tensors[key]))), crc)
     if crc != expected.crc32:
         raise ConfigError(f"{path} is damaged: its checksum is {crc:08x}, expected {expected.crc32:08x}")
     return tensors
@@ -160,11 +161,6 @@ def _header(tensors: Mapping[str, torch.Tensor], names: list[str]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, not a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _read_exactly(file: BinaryIO, path: str, room: bytearray | memoryview) -> memoryview:

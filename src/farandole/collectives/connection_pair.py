@@ -406,16 +406,35 @@ def flat_on_its_device(tensor: torch.Tensor) -> torch.Tensor:
             f"a transport takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
             f"{tensor.stride()} on {tensor.device}"
         )
-    return tensor.detach().view(-1)
+    return _in_one_row(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as flat uint8, outside autograd; writing into it writes into the tensor.
 
-    Raises RuntimeError for a tensor that is not contiguous.
+    Raises RuntimeError for a tensor that is not contiguous, ValueError for one that torch conjugates or negates only
+    when it is read.
     """
-    flat = tensor.detach().view(-1)
+    flat = _in_one_row(tensor)
     return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's values in their logical order as flat uint8, for reading: its memory, or a
+    copy."""
+    return as_bytes(tensor.detach().contiguous().resolve_conj().resolve_neg())
+
+
+def _in_one_row(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} is a lazy conjugate or negative: its memory has other values; "
+            f"call resolve_conj().resolve_neg()"
+        )
+    flat = tensor.detach().view(-1)
+    # torch calls one element contiguous whatever its stride, e.g. a column of a matrix with one row, and view() to
+    # another dtype does not.
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 def memory_at(tensor: torch.Tensor, start: int, stop: int) -> memoryview:
@@ -433,4 +452,5 @@ _READ_ONLY = 0x100  # PyBUF_READ
 
 def byte_view(flat: torch.Tensor) -> memoryview:
     """Return the memory of a one-dimensional tensor as bytes; writing into it writes into the tensor."""
-    return flat.view(torch.uint8).numpy().data
+    view: memoryview = as_bytes(flat).numpy().data
+    return view

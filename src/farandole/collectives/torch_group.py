@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from farandole.collectives.connection_pair import Broken, dtype_code
+from farandole.collectives.connection_pair import Broken, as_bytes, dtype_code
 from farandole.collectives.ring import Header, RingTransport, TransportOperation
 from farandole.collectives.ring_store import ExchangedStore
 from farandole.collectives.transport import Reduction
@@ -121,7 +121,7 @@ class GroupOperations:
         """Broadcast a flat tensor that is not empty, as a transport does."""
         header = self._header(self._broadcast, flat, source)
         self._ring.exchange(header, b"")
-        data = flat.view(torch.uint8)
+        data = as_bytes(flat)
         copy = self.group.take(data, torch.uint8, is_read=self._ring.rank == source)
         self._run(header, lambda: self.group.broadcast(copy, source, self._wake.set))
         self.group.give(copy, data)

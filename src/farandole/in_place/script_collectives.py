@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from farandole.collectives import world
-from farandole.collectives.connection_pair import as_bytes, byte_view
+from farandole.collectives.connection_pair import byte_view, bytes_of
 from farandole.collectives.transport import Reduction
 from farandole.membership import Placement
 from farandole.worker.worker_recovery import BodyCalls
@@ -163,7 +163,7 @@ def _unpack(raw: bytes) -> _Contribution:
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
-    return bytes(byte_view(as_bytes(tensor.detach().cpu().contiguous()))) if tensor.numel() else b""
+    return bytes(byte_view(bytes_of(tensor.detach().cpu()))) if tensor.numel() else b""
 
 
 def _like(tensor: torch.Tensor, raw: bytes) -> torch.Tensor:

@@ -16,7 +16,7 @@ from farandole.collectives.named.negotiation import Adasum, Average
 from farandole.collectives.named.process_sets import global_process_set
 from farandole.collectives.named.tensor_queue import synchronize
 from farandole.errors import StepError
-from farandole.optim.optimizer_mixin import WrappedOptimizer, counts_passes, zeroing
+from farandole.optim.optimizer_mixin import WrappedOptimizer, closure_of, counts_passes, zeroing
 from farandole.optim.options import Options
 from farandole.state import loop_hooks, step
 
@@ -52,13 +52,14 @@ class DeltaOptimizer(WrappedOptimizer):
         if counts_passes():
             self._passes.count(id(parameter))
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Step, combine the changes, and apply the result. Returns the closure's loss, or True without a closure."""
         _refuse_batch()
+        closure, apply = closure_of(self, closure, args, kwargs)
         moved = [parameter for parameter in self._parameter_names if parameter.requires_grad]
         is_alone = world.current().placement.size == 1
         before = [] if is_alone else [parameter.detach().clone() for parameter in moved]
-        loss = self._apply(None if closure is None else self._counted(closure), self._gradients())
+        loss = apply(gradients=self._gradients()) if closure is None else apply(self._counted(closure))
         self._passes.forget()
         if not is_alone:
             self._combine(moved, before)

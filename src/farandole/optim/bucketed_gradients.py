@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
 
 import torch
 
 from farandole.collectives import world
 from farandole.collectives.background import Background
 from farandole.collectives.named.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
-from farandole.collectives.shared_memory_tensors import reserve_zeros, shareable_zeros
+from farandole.collectives.shared_memory_tensors import shareable_zeros
 from farandole.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.collectives.transport import Transport
 from farandole.collectives.transport_choice import host_transport
 from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.machine import now_s, usable_cores
-from farandole.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, cut, fastest
+from farandole.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, fastest
+from farandole.optim.buckets import Arrivals, Buckets
 from farandole.optim.step_agreement import StepHeader, conclude, describe, header_of, packed_at_end
 from farandole.state.step import Batch
 
@@ -239,9 +238,12 @@ class BucketedGradients:
     # From the sum to .grad -------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Set every `.grad` to its view of the bucket."""
+        """Set every `.grad` to its part of the bucket."""
         for parameter in self.parameters:
-            parameter.grad = self._buckets.view(parameter) if parameter.requires_grad else None
+            if parameter.requires_grad:
+                self._buckets.publish(parameter)
+            else:
+                parameter.grad = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all gradients, in as few tensors as possible."""
@@ -308,126 +310,6 @@ class CompressedReduce:
         trailers = transport.all_reduce(small, trailer)
         flat.copy_(small)
         return trailers
-
-
-# Buckets --------------------------------------------------------------------------------------------------------------
-#
-# Flat buffers into which gradients are copied while they are in the cache, and from which they are reduced; and the
-# agreement of all ranks on their buckets.
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients that are reduced at once. `flat` is a part of a buffer, `parameters` those whose gradients are in
-    it."""
-
-    flat: torch.Tensor
-    parameters: tuple[torch.Tensor, ...]
-
-
-class Buckets:
-    """Buffers, one for each dtype, on the parameters' device, with their partition into buckets. Their order is that in
-    which gradients arrive: the last parameter's first.
-
-    flats    the buffers
-    buckets  at least one; empty if there are no parameters
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._order = list(reversed(parameters))
-        self.device = self._order[0].device if self._order else torch.device("cpu")
-        self.flats = []
-        self._view: dict[int, torch.Tensor] = {}
-        for dtype, members in _by_dtype(self._order).items():
-            sizes = [member.numel() for member in members]
-            flat = shareable_zeros(sum(sizes), dtype, self.device)
-            self.flats.append(flat)
-            for member, piece in zip(members, torch.split(flat, sizes), strict=True):
-                self._view[id(member)] = piece.view_as(member)
-        wait_for_device(self.device)  # other streams that write gradients here need not know the current one
-        self.cut(0)
-
-    def view(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the buffer part for the parameter's gradient; same shape and dtype."""
-        return self._view[id(parameter)]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self.flats)
-
-    def cut(self, least_bytes: int) -> None:
-        """Make buckets of at least this size; with 0 one for each dtype."""
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._order]
-        groups = cut(sizes, [str(parameter.dtype) for parameter in self._order], least_bytes)
-        self.buckets = [self._bucket([self._order[place] for place in group]) for group in groups]
-        if not self.buckets:
-            self.buckets = [Bucket(torch.empty(0), ())]
-
-    def _bucket(self, parameters: list[torch.Tensor]) -> Bucket:
-        """Make a bucket of parameters that are adjacent in a buffer: they have one dtype, and follow each other."""
-        first = self.view(parameters[0])
-        flat = next(each for each in self.flats if each.dtype == first.dtype)
-        begin = first.storage_offset() - flat.storage_offset()
-        count = sum(parameter.numel() for parameter in parameters)
-        return Bucket(flat[begin : begin + count], tuple(parameters))
-
-
-def reserve(parameters: Iterable[torch.Tensor]) -> None:
-    """Allocate the memory that Buckets of these parameters will need, if they are on the CPU. A newcomer does so, so
-    that no worker waits for it in its first step."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.device.type == "cpu"]
-    for dtype, members in _by_dtype(trained).items():
-        reserve_zeros(sum(member.numel() for member in members), dtype)
-
-
-def _by_dtype(parameters: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    return found
-
-
-# The order of a device's operations in several streams ----------------------------------------------------------------
-#
-# Gradients are written in the streams of backward(), and a thread reduces them in another stream. On the CPU there is
-# nothing to do.
-
-T = TypeVar("T")
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait until the operations queued in the current stream have completed."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-class Arrivals:
-    """The streams that have written to a bucket. The writing thread calls record()."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._is_needed = device, device.type == "cuda"
-        self._streams: set[Any] = set()
-
-    def record(self) -> None:
-        """Note that the current stream has just received a write."""
-        if self._is_needed:
-            self._streams.add(torch.cuda.current_stream(self._device))
-
-    def before(self, task: Callable[[], T]) -> Callable[[], T]:
-        """Return the task for another thread, ordered after all recorded writes. It is not ordered after later
-        operations of these streams, so that backward() continues meanwhile."""
-        if not self._is_needed:
-            return task
-        events = [stream.record_event() for stream in self._streams]
-        self._streams.clear()
-        return partial(self._run, events, task)
-
-    def _run(self, events: list[Any], task: Callable[[], T]) -> T:
-        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        for event in events:
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            return task()
 
 
 # The agreement before the first reduction of a generation: the same gradients, in the same buckets --------------------

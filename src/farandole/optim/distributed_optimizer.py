@@ -17,7 +17,7 @@ from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
 from farandole.optim.loader_path import LoaderPath
 from farandole.optim.named_path import NamedPath
-from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, become, wrap, zeroing
+from farandole.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, become, closure_of, wrap, zeroing
 from farandole.optim.options import Options, groups_of, recommend_fused
 from farandole.state import step
 from farandole.state.step import Batch
@@ -157,16 +157,18 @@ class ReducingOptimizer(WrappedOptimizer):
 
     # Methods that the user calls -------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Reduce the remaining gradients, and apply all of them (see DistributedOptimizer)."""
+    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Reduce the remaining gradients, and apply all of them (see DistributedOptimizer). Arguments other than a
+        closure are those of the optimizer's class."""
+        closure, apply = closure_of(self, closure, args, kwargs)
         batch = step.batch()
         if batch is not None:
-            return self._loader_path.step(self, batch, self._apply, closure)
+            return self._loader_path.step(self, batch, apply, closure)
         if self._loss == "sum":
             raise StepError('loss="sum" needs a batch of a DataLoader of Farandole, and there is none; use op=Sum')
         if closure is None:
             self._reduce_for_step()
-        loss = self._apply(None if closure is None else self._reduced(closure), self._gradients())
+        loss = apply(gradients=self._gradients()) if closure is None else apply(self._reduced(closure))
         self._named_path.forget()
         step.mark_stepped(self)
         return loss if closure is not None else True

@@ -1,13 +1,13 @@
 """The gradients of the named path in buckets: one named operation for each dtype, instead of one for each gradient.
 
-Each gradient is copied into its bucket when it arrives, while it is in the cache, and `.grad` becomes a view of the
+Each gradient is copied into its bucket when it arrives, while it is in the cache, and `.grad` becomes a part of the
 bucket: nothing is copied back. All ranks decide alike which gradients are in buckets, from the optimizer's arguments
 and the parameters alone, so that a worker that has just joined decides as the others do.
 """
 
 from __future__ import annotations
 
-import sys
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from farandole.collectives.named.calls import REDUCIBLE
 from farandole.collectives.named.compression import BF16Compressor, FP16Compressor, NoneCompressor
 from farandole.collectives.transport import Reduction
-from farandole.optim.bucketed_gradients import Buckets
+from farandole.optim.buckets import Buckets, has_own_order, is_same_memory
 from farandole.optim.options import Options
 
 # Buffers of one set of parameters. A script that keeps the gradients of its last step needs two of them.
@@ -51,7 +51,7 @@ class NamedBuckets:
         self._parameters = [parameter for parameter, _ in named]
         self._ids = set(map(id, self._parameters))
         # A different set of gradients on another rank differs in its size, which is an error on all ranks.
-        self._name = f"gradients.{named[0][1]}"
+        self._name = f"gradients.{named[0][1]}{_order_of(self._parameters)}"
         self._buffers: list[_Buffer] = []
         self._now: _Buffer | None = None  # that of the current step
         self._kept_apart: list[torch.Tensor] = []  # parameters whose `.grad` is not in its bucket
@@ -65,40 +65,41 @@ class NamedBuckets:
         gradient = parameter.grad
         if gradient is None or id(parameter) not in self._ids:
             return
-        view = self._buffer().views[id(parameter)]
-        if gradient is not view and _can_move(gradient, view):
+        view = self._buffer().buckets.view(parameter)
+        if not is_same_memory(gradient, view) and _can_move(gradient, view):
             view.copy_(gradient)
-            parameter.grad = view
+            self._buffer().buckets.publish(parameter)
 
     def fill(self) -> None:
         """Take all gradients, with zeros where there is none."""
         self._kept_apart.clear()
-        views = self._buffer().views
-        for parameter in self._parameters:
-            gradient, view = parameter.grad, views[id(parameter)]
-            if gradient is view:
-                continue
-            if gradient is None:
+        buckets = self._buffer().buckets
+        moved = [each for each in self._parameters if not is_same_memory(each.grad, buckets.view(each))]
+        # Read before anything is written: a script can give a parameter the gradient of another one.
+        values = [buckets.apart(each.grad) for each in moved]
+        for parameter, value in zip(moved, values, strict=True):
+            gradient, view = parameter.grad, buckets.view(parameter)
+            if value is None:
                 view.zero_()
             else:
-                view.copy_(gradient.detach())
-                if not _can_move(gradient, view):
-                    self._kept_apart.append(parameter)
-                    continue
-            parameter.grad = view
+                view.copy_(value)
+            if gradient is not None and not _can_move(gradient, view):
+                self._kept_apart.append(parameter)
+            else:
+                buckets.publish(parameter)
 
     def flats(self) -> list[tuple[str, torch.Tensor]]:
         """Return what is to be reduced, a flat tensor for each dtype, with a name."""
-        flats = self._buffer().flats
+        flats = self._buffer().buckets.flats
         return [(f"{self._name}.{number}" if number else self._name, flat) for number, flat in enumerate(flats)]
 
     def publish(self) -> None:
         """Write the reduced gradients where `.grad` is not in its bucket. The next gradient begins another step."""
-        views = self._buffer().views
+        buckets = self._buffer().buckets
         for parameter in self._kept_apart:
             gradient = parameter.grad
             assert gradient is not None
-            gradient.detach().copy_(views[id(parameter)])
+            gradient.detach().copy_(buckets.view(parameter))
         self.forget()
 
     def forget(self) -> None:
@@ -120,28 +121,31 @@ class _Buffer:
     """Buckets, and whether somebody else refers to a gradient in them."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        buckets = Buckets(parameters)
-        self.flats = buckets.flats
-        self.views = {id(parameter): buckets.view(parameter) for parameter in parameters}
-        del buckets
-        self._storages, self._references = self._count_storages(), self._count_references()
+        self.buckets = Buckets(parameters)
+        self._place = {flat.dtype: place for place, flat in enumerate(self.buckets.flats)}
+        self._storages = self._count_storages()
 
     def is_kept(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether a script refers to a gradient that is not a `.grad` any more, or to a part of one."""
-        if any(now > first for now, first in zip(self._count_storages(), self._storages, strict=True)):
-            return True
-        counted = zip(parameters, self.views.values(), self._count_references(), self._references, strict=True)
-        return any(now > first and parameter.grad is not view for parameter, view, now, first in counted)
+        known = list(self._storages)
+        for parameter in parameters:
+            view = self.buckets.view(parameter)
+            if is_same_memory(parameter.grad, view):
+                known[self._place[view.dtype]] += 1
+        return any(now > ours for now, ours in zip(self._count_storages(), known, strict=True))
 
     def _count_storages(self) -> list[int]:
         """Return the number of tensors on each buffer, which is larger when a script has made a view of one."""
         # Private; torch 2.13 uses it for the memory of CUDA graphs (torch/_inductor/cudagraph_trees.py).
-        return [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats]
-
-    def _count_references(self) -> list[int]:
-        return [sys.getrefcount(view) for view in self.views.values()]
+        return [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.buckets.flats]
 
 
 def _can_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
     """Return whether `view` can take the place of `.grad`: not of one through which autograd differentiates."""
     return not gradient.requires_grad and gradient.dtype == view.dtype and gradient.layout == torch.strided
+
+
+def _order_of(parameters: Sequence[torch.Tensor]) -> str:
+    """Return a part of the name of buckets: ranks whose parameters have other orders in memory must not add them up."""
+    strides = [each.stride() if has_own_order(each) else () for each in parameters]
+    return f".{zlib.crc32(repr(strides).encode()):08x}" if any(strides) else ""

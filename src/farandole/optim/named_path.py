@@ -45,7 +45,7 @@ class NamedPath:
         self._options = options
         self._passes = passes
         self._sparse_dims: dict[int, int] = {}
-        self._buckets: dict[tuple[int, ...], NamedBuckets] = {}  # by the ids of their parameters
+        self._buckets: dict[tuple[Any, ...], NamedBuckets] = {}  # by the parameters: ids, dtypes and strides
         self._newest: NamedBuckets | None = None  # those of the last reduction
         self._pass_id: int | None = None
         self.was_synchronized = False
@@ -139,7 +139,8 @@ class NamedPath:
         dense = [each for each in named if fits(each.parameter) and not self._is_sparse(each.parameter)]
         if not dense:
             return None
-        key = tuple([id(each.parameter) for each in dense])
+        # A module can be cast, or moved to another memory format, between two steps.
+        key = tuple([(id(each.parameter), each.parameter.dtype, each.parameter.stride()) for each in dense])
         if key not in self._buckets:
             if len(self._buckets) == _MOST_SETS:
                 del self._buckets[next(iter(self._buckets))]

@@ -7,8 +7,9 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -37,12 +38,20 @@ class ScaledStep(torch.optim.Optimizer):
     _base_scales: bool
     """True when the user's class unscales and skips by itself, as fused ones do."""
 
-    def _apply(self, closure: Callable[[], float] | None = None, gradients: Iterable[torch.Tensor] = ()) -> Any:
-        """Run the step of the user's class. If a GradScaler has called, its rules apply: `gradients` are unscaled
-        before, and nothing happens on inf or NaN. The GradScaler sets `grad_scale` and `found_inf` on this object,
-        which the user's class must not see, and removes them."""
+    def _apply(
+        self,
+        closure: Any = None,
+        gradients: Iterable[torch.Tensor] = (),
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Run the step of the user's class, with its further `arguments` and `options`. If a GradScaler has called, its
+        rules apply: `gradients` are unscaled before, and nothing happens on inf or NaN. The GradScaler sets
+        `grad_scale` and `found_inf` on this object, which the user's class must not see, and removes them."""
+        takes_none = closure is None and not arguments and not _demands_closure(super().step.__func__)  # type: ignore[attr-defined]
+        first = () if takes_none else (closure, *arguments)  # a class may have step(self), without a closure
         if self._base_scales:
-            return super().step(closure)
+            return super().step(*first, **options)
         names = ("grad_scale", "found_inf")
         asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
         scale, found_inf = asked.get("grad_scale"), asked.get("found_inf")
@@ -53,7 +62,7 @@ class ScaledStep(torch.optim.Optimizer):
                 inverse = scale.double().reciprocal().float()
                 for gradient in gradients:
                     gradient.mul_(inverse.to(gradient.device, gradient.dtype))
-            return super().step(closure)
+            return super().step(*first, **options)
         finally:
             self.__dict__.update(asked)
 
@@ -62,6 +71,27 @@ class ScaledStep(torch.optim.Optimizer):
 
     def _gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
+
+
+@functools.lru_cache(maxsize=64)
+def _demands_closure(step: Callable[..., Any]) -> bool:
+    """Return whether the first argument of step(), after `self`, has no default."""
+    first = next(iter(list(inspect.signature(step).parameters.values())[1:]), None)
+    return (
+        first is not None
+        and first.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        and first.default is inspect.Parameter.empty
+    )
+
+
+def closure_of(
+    optimizer: ScaledStep, first: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Callable[[], Any] | None, Callable[..., Any]]:
+    """Return the closure among the arguments of step(), and `apply` of the optimizer, with the other arguments: classes
+    of one's own may have such, or others instead of a closure."""
+    if first is not None and not callable(first):
+        return None, lambda gradients=(): optimizer._apply(first, gradients, arguments, options)
+    return first, functools.partial(optimizer._apply, arguments=arguments, options=options)
 
 
 STEPPED_TWICE = "optimizer.step() was called twice for one batch of the loader; call it once in each loop body"

@@ -24,7 +24,8 @@ from farandole.collectives.shard_tree import Division, Leaf, leaves
 from farandole.collectives.transport import Transport
 from farandole.collectives.world import World
 from farandole.errors import ConfigError
-from farandole.optim.bucketed_gradients import BucketedGradients, Buckets
+from farandole.optim.bucketed_gradients import BucketedGradients
+from farandole.optim.buckets import Buckets, laid_out
 from farandole.optim.step_agreement import conclude, header_of
 from farandole.state import loop_hooks, step
 from farandole.state.numerics import RepeatedShards, refuse_others
@@ -253,12 +254,12 @@ class ShownZeros:
             sizes = [member.numel() for member in members]
             flat = self._flats[dtype] = _unwritten_zeros(sum(sizes), dtype)
             for member, piece in zip(members, torch.split(flat, sizes), strict=True):
-                self._views[id(member)] = piece.view_as(member)
+                self._views[id(member)] = laid_out(piece, member)
             self._versions[dtype] = flat._version
 
     def show(self, parameter: torch.Tensor) -> None:
         """Set the parameter's `.grad`."""
-        parameter.grad = self._views[id(parameter)]
+        parameter.grad = self._views[id(parameter)].detach()
 
     def restore(self) -> None:
         """Zero what was written since."""

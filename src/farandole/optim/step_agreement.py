@@ -13,6 +13,7 @@ import torch
 
 from farandole.collectives import world
 from farandole.errors import CollectiveMismatch, ConfigError, StepError
+from farandole.optim.buckets import has_own_order
 from farandole.state import loop_hooks, step
 from farandole.state.step import Batch
 
@@ -200,7 +201,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
 
     generation  number of its generation
     step        decided steps before this one
-    plan        digest of the reduced parameters (shapes and dtypes), 63 bits
+    plan        digest of the reduced parameters (shapes, dtypes, orders in memory), 63 bits
     epoch, start, stop  the global batch; all -1 without a loader of Farandole
     samples     real samples of this rank's local batch
     prepared    number of the planned generation it holds; 0 for none
@@ -256,7 +257,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
 _MEANINGS = {
     "generation": "generation",
     "step": "step counter",
-    "plan": "model (number, shapes or dtypes of the parameters)",
+    "plan": "model (number, shapes, dtypes or memory formats of the parameters)",
     "epoch": "epoch",
     "start": "first sample of the global batch",
     "stop": "end of the global batch",
@@ -323,15 +324,17 @@ def check_devices(parameters: Mapping[torch.Tensor, str]) -> None:
 
 
 def describe(parameters: Mapping[torch.Tensor, str]) -> list[str]:
-    """Return name, shape and dtype of each parameter."""
+    """Return name, shape, dtype and order in memory of each parameter."""
     return [f"{name} {_kind(parameter)}" for parameter, name in parameters.items()]
 
 
 def digest(parameters: Mapping[torch.Tensor, str]) -> int:
-    """Return 63 bits that tell models apart by number, shapes and dtypes of their parameters; not by names."""
+    """Return 63 bits that tell models apart by number, shapes, dtypes and orders in memory of their parameters; not by
+    names."""
     text = ";".join(_kind(parameter) for parameter in parameters)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _kind(parameter: torch.Tensor) -> str:
-    return f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}"
+    order = f" in memory by strides {parameter.stride()}" if has_own_order(parameter) else ""
+    return f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}{order}"

@@ -4,8 +4,8 @@ loader_path.py decides its time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from farandole.collectives import world
 from farandole.collectives.named.compression import NoneCompressor
 from farandole.errors import ConfigError, StepError
 from farandole.optim.bucketed_gradients import BucketedGradients
+from farandole.optim.buckets import has_own_order
 from farandole.optim.options import Options, refuse_for_loader
 from farandole.optim.passes import Passes
 from farandole.optim.step_agreement import check_devices, conclude_alone, digest
@@ -97,6 +98,7 @@ class StepReduction:
 
     def _forget_plan(self) -> None:
         self._planned: dict[torch.Tensor, str] | None = None
+        self._forms: list[Any] = []  # of the planned parameters, as the buckets have them
         self._ids: frozenset[int] = frozenset()
         self._own: LocalGradients | None = None
         self._bucketed: BucketedGradients | None = None
@@ -120,7 +122,7 @@ class StepReduction:
                 )
             check_devices(named)
             self._planned, self._digest = named, digest(named)
-            self._ids = frozenset(map(id, named))
+            self._ids, self._forms = frozenset(map(id, named)), _forms(named)
         return self._planned
 
     def concerns(self, parameter: torch.Tensor) -> bool:
@@ -133,6 +135,11 @@ class StepReduction:
     def begin(self, batch: Batch) -> None:
         """Begin a global batch, with the first of its batches in which the optimizer takes part."""
         self._batch, self._kept = batch, None
+        if self._planned is not None and (forms := _forms(self._planned)) != self._forms:
+            # A module was cast, or moved to another memory format, and its buckets have the former one.
+            check_devices(self._planned)
+            self._digest, self._forms = digest(self._planned), forms
+            self._own = self._bucketed = self._sharded = None
         _active.add(id(self), batch.global_batch)
 
     @property
@@ -239,6 +246,10 @@ class StepReduction:
         for parameter in self.gradients.parameters:
             self.gradients.zero(parameter)
         self.gradients.publish()
+
+
+def _forms(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    return [(each.dtype, each.stride() if has_own_order(each) else (), each.device) for each in parameters]
 
 
 # The optimizers that reduce gradients for the same global batch -------------------------------------------------------

@@ -215,7 +215,7 @@ def _cut(what: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> l
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a contiguous one in the memory of the host for _write_back()."""
     require_dense(tensor)
-    is_usable = is_in_host_memory(tensor) and tensor.is_contiguous()
+    is_usable = is_in_host_memory(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     return tensor.detach() if is_usable else torch.empty(tensor.shape, dtype=tensor.dtype)
 
 

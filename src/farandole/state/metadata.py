@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader
 
-from farandole.collectives.connection_pair import as_bytes
+from farandole.collectives.connection_pair import bytes_of
 from farandole.collectives.named.objects import (
     allgather_object,
     broadcast_object,
@@ -386,11 +386,7 @@ def is_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return (
-            one.shape == other.shape
-            and one.dtype == other.dtype
-            and torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
-        )
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bytes_of(one), bytes_of(other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
@@ -404,7 +400,7 @@ def is_same(one: Any, other: Any) -> bool:
 def _pickled(value: Any) -> bytes:
     """Pickle a copy of the value: the bytes would otherwise show which parts are one object."""
     packed = pack(value)
-    return pack(unpack(packed)).skeleton + b"".join(bytes(as_bytes(each.contiguous())) for each in packed.tensors)
+    return pack(unpack(packed)).skeleton + b"".join(bytes(bytes_of(each)) for each in packed.tensors)
 
 
 def pack_metadata(metadata: Mapping[str, Any]) -> Packed:

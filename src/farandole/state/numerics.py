@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
-from farandole.collectives.connection_pair import as_bytes
+from farandole.collectives.connection_pair import bytes_of
 from farandole.collectives.transport import Transport
 from farandole.env import read_mkl_reproducibility
 from farandole.errors import ConfigError, StepError
@@ -138,7 +138,7 @@ class RepeatedShards:
 
 
 def _crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(as_bytes(tensor.detach().contiguous()).numpy().data)
+    return zlib.crc32(bytes_of(tensor.detach()).numpy().data)
 
 
 class LayerTrace:
@@ -229,7 +229,7 @@ def _self_test() -> str:
     def take(result: torch.Tensor, *inputs: torch.Tensor) -> None:
         gradients = torch.autograd.grad(result.float().square().sum(), inputs)
         for each in (result, *gradients):
-            found.update(each.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            found.update(bytes_of(each).numpy().data)
 
     with torch.enable_grad():
         for rows, inputs, outputs in ((1, 784, 64), (5, 37, 19), (64, 512, 10), (32, 256, 256)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from farandole.collectives.connection_pair import as_bytes
+from farandole.collectives.connection_pair import bytes_of
 from farandole.collectives.transport import Transport
 
 
@@ -125,7 +125,7 @@ class _Cursor:
         """Yield pairs of equally long views, (part of a tensor, part of the piece), until the end of the piece."""
         done = 0
         while done < piece.numel():
-            raw = as_bytes(self._tensors[self._index].contiguous())
+            raw = bytes_of(self._tensors[self._index])
             count = min(raw.numel() - self._offset, piece.numel() - done)
             if count:
                 yield raw[self._offset : self._offset + count], piece[done : done + count]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from farandole.collectives.connection_pair import as_bytes, memory_at
+from farandole.collectives.connection_pair import bytes_of, memory_at
 from farandole.state.optimizer_state import with_inner
 
 STRIKES = 3
@@ -86,7 +86,7 @@ class StateDigest:
 
     def _of_suspects(self, step: int) -> int:
         found = (each.find() for each in self._compared() if each.name in self.suspects)
-        pieces = [as_bytes(tensor.contiguous()) for tensor in found if tensor is not None]
+        pieces = [bytes_of(tensor) for tensor in found if tensor is not None]
         block = self._of_block(step) if is_due(step) else 0
         return (digest(pieces) ^ block) or 1
 
@@ -135,10 +135,10 @@ def _bytes(tensor: torch.Tensor, start: int, stop: int) -> Piece:
     if tensor.is_contiguous() or tensor.dim() == 0:
         if tensor.is_cpu and stop - start < LONG_BYTES:
             return memory_at(tensor, start, stop)
-        return as_bytes(tensor.contiguous())[start:stop]
+        return bytes_of(tensor)[start:stop]
     row = tensor.numel() * tensor.element_size() // tensor.shape[0]
     first, last = start // row, -(-stop // row)
-    return as_bytes(tensor[first:last].contiguous())[start - first * row : stop - first * row]
+    return bytes_of(tensor[first:last])[start - first * row : stop - first * row]
 
 
 # A 64-bit digest of tensors, which tells copies of one state apart at memory speed; not for security ------------------
@@ -194,7 +194,7 @@ def digest(pieces: Iterable[Piece]) -> int:
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the digest of whole tensors, in their logical order."""
-    return digest(as_bytes(tensor.contiguous()) for tensor in tensors)
+    return digest(bytes_of(tensor) for tensor in tensors)
 
 
 def _add(value: int, raw: torch.Tensor) -> int:

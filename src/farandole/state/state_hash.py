@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from farandole.collectives.connection_pair import as_bytes
+from farandole.collectives.connection_pair import bytes_of
 from farandole.state.state_digest import NamedTensor
 
 
@@ -16,5 +16,5 @@ def hash_of(tensors: Iterable[NamedTensor]) -> str:
         tensor = each.find()
         if tensor is not None:
             found.update(f"{each.name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            found.update(as_bytes(tensor.detach().cpu().contiguous()).numpy().data)
+            found.update(bytes_of(tensor.detach().cpu()).numpy().data)
     return found.hexdigest()

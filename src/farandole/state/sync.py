@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import torch
 
-from farandole.collectives.connection_pair import as_bytes
+from farandole.collectives.connection_pair import bytes_of
 from farandole.collectives.transport import Transport
 from farandole.errors import FatalError
 from farandole.membership import Progress
@@ -239,7 +239,7 @@ def _hash(metadata: packing.Packed) -> int:
         return 0
     hashed = hashlib.blake2b(metadata.skeleton, digest_size=7)
     for tensor in metadata.tensors:
-        hashed.update(as_bytes(tensor.cpu().contiguous()).numpy().data)
+        hashed.update(bytes_of(tensor.cpu()).numpy().data)
     return int.from_bytes(hashed.digest(), "big") or 1
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from farandole.collectives.connection_pair import as_bytes, memory_at
+from farandole.collectives.connection_pair import bytes_of, memory_at
 from farandole.collectives.transport import Transport
 
 logger = logging.getLogger("farandole")
@@ -219,7 +219,7 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of one shape have the same bytes; on a device, the same values."""
     if one.device.type != "cpu":
         return torch.equal(one, other)
-    return torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
+    return torch.equal(bytes_of(one), bytes_of(other))
 
 
 def _can_be_sampled(tensor: torch.Tensor) -> bool:

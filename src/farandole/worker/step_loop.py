@@ -23,7 +23,7 @@ from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, J
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
-from farandole.optim.bucketed_gradients import reserve
+from farandole.optim.buckets import reserve
 from farandole.optim.ddp.module import adopt
 from farandole.optim.distributed_optimizer import ReducingOptimizer
 from farandole.state import loop_hooks, step

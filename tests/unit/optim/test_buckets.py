@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farandole.collectives.shared_memory_tensors import can_share_memory
-from farandole.optim.bucketed_gradients import Buckets, reserve
+from farandole.optim.buckets import Buckets, reserve
 
 pytestmark = [pytest.mark.core, pytest.mark.skipif(not can_share_memory(), reason="no shared memory on this platform")]
 

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farandole.collectives import world
 from farandole.errors import ConfigError, RecoverableError
+from farandole.optim.buckets import laid_out
 from farandole.optim.step_agreement import StepHeader, absorb, conclude, packed_at_end
 from farandole.process_group.works import failure, overlapped, plain_collectives
 from farandole.state import step
@@ -146,7 +147,10 @@ class StepPass:
                 part.mul_(factor)  # left by an earlier pass in no_sync(), and not used in this one
             earlier = self._accumulated.of(parameter)
             if earlier is not None:
-                _as_in_bucket(part, parameter).add_(earlier, alpha=scale)
+                # GradBucket.gradients() assumes the contiguous order, but the reducer copies in that of the parameter
+                # (torch 2.13, torch/csrc/distributed/c10d: GradBucket::getGradients() in comm.hpp,
+                # initialize_bucket_views() in reducer.hpp).
+                laid_out(part, parameter).add_(earlier, alpha=scale)
 
     def _submit(self, flat: torch.Tensor) -> None:
         if self._overlaps:
@@ -184,18 +188,6 @@ def _holding(tensor: torch.Tensor) -> Future[torch.Tensor]:
     future: Future[torch.Tensor] = Future()
     future.set_result(tensor)
     return future
-
-
-def _as_in_bucket(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a bucket's part in the order of the reducer's copy: the order of the parameter's memory if it is dense
-    (channels_last). `GradBucket.gradients()` assumes the contiguous order (torch 2.13,
-    torch/csrc/distributed/c10d: GradBucket::getGradients() in comm.hpp, initialize_bucket_views() in reducer.hpp)."""
-    if parameter.is_contiguous():
-        return part
-    # The operator exists in torch 2.6 to 2.15 at least; its Python form in torch/_prims_common has had several names.
-    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return part.view(-1).as_strided(parameter.shape, parameter.stride())
-    return part
 
 
 # Gradients of the processed micro-batches of a global batch -----------------------------------------------------------

@@ -15,6 +15,7 @@ from farandole.optim.optimizer_mixin import (
     OwnMethods,
     as_schedulers_patch_it,
     call_dropped,
+    closure_of,
     overriding_methods,
     protect,
     refuse_closure,
@@ -39,16 +40,17 @@ class SteppingOptimizer(OwnMethods):
     _farandole_reduced: frozenset[int]  # parameters, by id
     _farandole_global_batch: GlobalBatch | None  # the global batch that was applied last
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Step as torch does. With a batch of a DataLoader of Farandole it returns True if all workers have applied the
         step. False: a worker was lost and the same batch comes again, or further micro-batches follow."""
+        closure, apply = closure_of(self, closure, args, kwargs)
         batch = step.batch()
         if batch is None:
-            loss = self._apply(closure, self._gradients())
+            loss = apply(gradients=self._gradients()) if closure is None else apply(closure)
             step.mark_stepped(self)
             return loss
         if closure is not None:
-            return self._step_with(closure, batch)
+            return self._step_with(closure, batch, apply)
         are_reduced = self._begin_step(batch)
         if not batch.is_last:
             return False
@@ -58,18 +60,18 @@ class SteppingOptimizer(OwnMethods):
         self._refuse_local_gradients(are_reduced)
         if step.awaits_others(self):
             protect(self)
-        self._apply(gradients=self._gradients())
+        apply(gradients=self._gradients())
         self._end_step(batch)
         return True
 
-    def _step_with(self, closure: Callable[[], Any], batch: Batch) -> Any:
+    def _step_with(self, closure: Callable[[], Any], batch: Batch, apply: Callable[..., Any]) -> Any:
         """Step with a closure. The optimizer runs backward passes itself; it may change parameters between them."""
         refuse_closure(batch)
         if step.is_aborted():
             return call_dropped(closure)
         step.begin_applying(self)
         protect(self)
-        loss = self._apply(closure)
+        loss = apply(closure)
         if not step.is_aborted():
             self._decide_within(batch)
         return loss
