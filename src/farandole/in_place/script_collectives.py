@@ -36,8 +36,9 @@ class SurvivingTransport:
     remaining rank to all.
     """
 
-    def __init__(self, calls: BodyCalls, placement: Placement) -> None:
+    def __init__(self, calls: BodyCalls, placement: Placement, note_lack: Callable[[], None]) -> None:
         self._calls, self.rank, self.size = calls, placement.rank, placement.size
+        self._note_lack = note_lack  # called when a contribution is missing
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         before = tensor.detach().clone()
@@ -50,6 +51,7 @@ class SurvivingTransport:
 
         def combine(parts: list[bytes]) -> bytes:
             several = [_unpack(each) for each in parts]
+            self._note_lack()
             values = torch.stack([_like(before, each.tensor) for each in several])
             payloads = tuple(payload for each in several for payload in each.payloads)
             return _pack(_Contribution(_raw(_REDUCED[op](values).to(before.dtype)), payloads))
@@ -68,6 +70,7 @@ class SurvivingTransport:
             return _pack(_Contribution(payloads=tuple(world.current().transport.all_gather(payload))))
 
         def combine(parts: list[bytes]) -> bytes:
+            self._note_lack()
             return _pack(_Contribution(payloads=tuple(one for each in parts for one in _unpack(each).payloads)))
 
         result = self._calls.complete(
@@ -89,6 +92,8 @@ class SurvivingTransport:
         def combine(parts: list[bytes]) -> bytes:
             several = [_unpack(each) for each in parts]
             chosen = next((each for each in several if each.is_source), several[0])
+            if not chosen.is_source:
+                self._note_lack()
             return _pack(_Contribution(chosen.tensor))
 
         mine = _Contribution(_raw(before), is_source=self.rank == source)

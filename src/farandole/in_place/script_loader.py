@@ -133,18 +133,6 @@ class ScriptHooks(LoaderHooks, Protocol):
         """Note it no longer."""
         ...
 
-    def missing_bodies(self) -> int:
-        """Return how many loop bodies other workers have run more often than this one in the epoch, since a fault."""
-        ...
-
-    def begin_missing_body(self) -> None:
-        """Run a loop body without effect from now on."""
-        ...
-
-    def end_missing_body(self) -> None:
-        """Restore what it has changed."""
-        ...
-
 
 class NoScriptHooks(NoLoaderHooks):
     """The hooks of a ScriptLoader without a run loop."""
@@ -158,15 +146,6 @@ class NoScriptHooks(NoLoaderHooks):
     def end_counting(self) -> None:
         pass
 
-    def missing_bodies(self) -> int:
-        return 0
-
-    def begin_missing_body(self) -> None:
-        pass
-
-    def end_missing_body(self) -> None:
-        pass
-
 
 class ScriptLoader(DataLoader):
     """The loader of a training whose epochs are the script's iterations over its own DataLoader.
@@ -177,8 +156,6 @@ class ScriptLoader(DataLoader):
 
     Attributes:
         is_left: The code of the script after the batches of this epoch has run.
-        bodies: Loop bodies in this iteration of the script.
-        is_making_up: The script runs a loop body without effect, which other workers have run before a fault.
         static_because: Why all workers are to leave the step loop at the next boundary; empty: they are not. Newcomers
             receive it with the position.
         batch_of_all: Samples of one batch of the script on each of the workers of the start.
@@ -216,8 +193,7 @@ class ScriptLoader(DataLoader):
             multiprocessing_context=theirs.multiprocessing_context,
         )
         self.hooks = NoScriptHooks()
-        self.is_left = self.is_making_up = False
-        self.bodies = 0
+        self.is_left = False
         self.static_because = ""
         self.batches_of_step = 0
         self._bodies = 0  # loop bodies since the first batch, while the batches of a step are counted
@@ -239,7 +215,6 @@ class ScriptLoader(DataLoader):
 
     def begin_epoch(self) -> None:
         """Begin the current epoch, or go on in it, with the number that the script has given to its sampler."""
-        self.bodies, self.is_making_up = 0, False
         if not self._their_order.set_number(self.epoch, self.number()):
             self._restart()
 
@@ -258,29 +233,6 @@ class ScriptLoader(DataLoader):
     # Batches of a step -------------------------------------------------------------------------------------
 
     def __next__(self) -> Any:
-        if self.is_making_up:
-            step.close()
-            self.hooks.end_missing_body()
-            self.is_making_up = False
-            data = self._hand_out(is_rehearsal=False)
-        else:
-            data = self._next_batch()
-        if self.hooks.missing_bodies():
-            data = self._make_up()
-        self.bodies += 1
-        return data
-
-    def _make_up(self) -> Any:
-        """Hand out the batch without effect at first, so that the script's count of its batches, on which its
-        collectives may depend, is the same on all workers: others have run the body of an aborted step, which this
-        worker had not begun."""
-        step.close()
-        self._restart()
-        self.hooks.begin_missing_body()
-        self.is_making_up = True
-        return self._hand_out(is_rehearsal=True)
-
-    def _next_batch(self) -> Any:
         if self.batches_of_step or self.batch is None:
             return super().__next__()
         step.end_body()

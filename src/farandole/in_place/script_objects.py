@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 _PACKAGES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["farandole"]))
 _LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
-_SIMPLE = (bool, int, float, list, dict, set, tuple)
-_MOST_NAMES = 8
 
 
 class Noted(Generic[T]):
@@ -125,15 +123,6 @@ def line_of_script() -> str:
     """Return file and line of the innermost frame that belongs to none of torch, Lightning and Farandole."""
     frame = _frame_of_script()
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "unknown line"
-
-
-def names_of_script() -> str:
-    """Return the names of the script's variables with simple values, where it iterates over its batches."""
-    frame = _frame_of_script()
-    if frame is None or frame.f_locals is frame.f_globals:
-        return ""
-    names = [name for name, value in frame.f_locals.items() if isinstance(value, _SIMPLE) and not name.startswith("_")]
-    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
 def runs_in_lightning() -> bool:

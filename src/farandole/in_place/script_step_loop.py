@@ -4,59 +4,95 @@ from the iterator of the script's DataLoader (script_loader.py)."""
 from __future__ import annotations
 
 import logging
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
+
+import msgspec
 
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.errors import RecoverableError
 from farandole.in_place.script_collectives import SurvivingTransport
 from farandole.in_place.script_loader import ScriptLoader
+from farandole.in_place.script_state import ScriptState
 from farandole.liveness.status_reporting import InPhase
-from farandole.membership import Phase
+from farandole.membership import Phase, Placement
 from farandole.optim.ddp.module import paths_of
-from farandole.state import step
+from farandole.process_group.works import set_placement_of_scripts
+from farandole.state import packing, step
 from farandole.state.step_state import StepState
+from farandole.state.sync import receive
+from farandole.wire.messages import Remark
 from farandole.worker.context import WorkerJob
-from farandole.worker.step_loop import StepLoop, reseed
+from farandole.worker.leaving import remark
+from farandole.worker.step_loop import StepLoop
 
 logger = logging.getLogger("farandole")
 
-_BODIES = struct.Struct("<q")
+
+class _ScriptStanding(msgspec.Struct, frozen=True):
+    """What the others have to know of a worker's script at a regroup.
+
+    place   decided steps, epoch, and whether it was left, that its values belong to; nothing where it has those of a
+            newcomer
+    size    bytes of its values: (skeleton, tensors)
+    """
+
+    place: tuple[int, ...]
+    size: tuple[int, int]
+
+
+class ScriptedState(StepState):
+    """A StepState beside the values that only the script knows."""
+
+    script: ScriptState | None = None
+
+    def before_applying(self) -> None:
+        super().before_applying()
+        if self.script is not None:
+            self.script.look()
+
+    def aborted(self) -> None:
+        super().aborted()
+        if self.script is not None:
+            self.script.save()
 
 
 class InPlaceLoop(StepLoop):
     """The step loop of a script that is never called again: faults are absorbed wherever the script is.
 
-    begin_passing, stop_passing  run code of the script without effect from now on, and no longer
-    is_first_rank                the script was started as rank 0 of the job
+    script         the values that only the script knows
+    is_first_rank  the script was started as rank 0 of the job
     """
 
     def __init__(
         self,
         job: WorkerJob | None,
-        state: StepState,
+        state: ScriptedState,
         loader: ScriptLoader,
-        begin_passing: Callable[[], None],
-        stop_passing: Callable[[], None],
+        script: ScriptState,
         is_first_rank: bool,
     ) -> None:
         super().__init__(job, state)
-        self._begin_passing, self._stop_passing = begin_passing, stop_passing
+        state.script = self._script = script
+        self._compared_at = (-1, -1)  # epoch and step at which the workers have compared the script's values last
+        self._lacks_values = job is not None and job.is_newcomer()  # of the others' script
+        self._received: dict[str, Any] | None = None  # these values, until the script is where theirs was
+        self._seen: Placement | None = None  # rank and size for the rest of a loop body that has lost a worker
         self._is_first_rank = is_first_rank  # or the loss of that worker was reported
         self._script_loader = loader
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
         self._is_at_epoch_end = False
         self._has_stepped = False
         self._has_repeated = False  # a batch of this epoch came again
-        self._has_other_count = job is not None and job.is_newcomer()  # of the batches of this epoch
-        self._missing_bodies = 0
         self._stack = ExitStack()
 
     def install(self) -> None:
         """Receive requests. Raises ConfigError for objects that cannot be made elastic, with nothing changed."""
         self._stack.enter_context(self.installed())
+        set_placement_of_scripts(lambda: self._seen)
+        self._stack.callback(set_placement_of_scripts, None)
         for path in paths_of(self._state.modules()):
             path.mean_over = self._script_loader.batch_of_all
         self._stack.enter_context(InPhase(Phase.USER))
@@ -64,7 +100,6 @@ class InPlaceLoop(StepLoop):
     def enter(self) -> None:
         """Enter the loop with all workers, or join them."""
         self._enter(lambda: None)
-        self._has_other_count &= self._script_loader.cursor > 0
 
     def leave(self) -> None:
         """Wait until the script has ended on all workers, and leave the loop."""
@@ -128,7 +163,7 @@ class InPlaceLoop(StepLoop):
     def transport_of_call(self) -> Transport:
         """Return the transport for a collective that the script calls."""
         self._calls_in_batches |= step.batch() is not None
-        return SurvivingTransport(self._calls, world.current().placement)
+        return SurvivingTransport(self._calls, self._seen or world.current().placement, self._note_lack)
 
     def reach_epoch(self, epoch: int) -> None:
         """Wait until all workers have ended the epochs before `epoch`. They may regroup."""
@@ -139,7 +174,6 @@ class InPlaceLoop(StepLoop):
             if self.reach_epoch_end() and loader.epoch < epoch:
                 loader.advance()
                 self.begin_epoch()
-                self._has_other_count = False
         self._is_at_epoch_end = False
 
     def _end_batches(self) -> None:
@@ -158,22 +192,75 @@ class InPlaceLoop(StepLoop):
         loader.end_epoch()
 
     def leave_batches(self) -> bool:
-        self._missing_bodies = 0
         self._state.capture()
         return True
 
-    # Loop bodies of an aborted step that this worker had not begun: calls of the loader --------------------------
+    # The values of the script ------------------------------------------------------------------------------
 
-    def missing_bodies(self) -> int:
-        return self._missing_bodies
+    def reach_boundary(self) -> None:
+        super().reach_boundary()
+        here = (self._script_loader.epoch, self._state.step)
+        if step.is_undecided() or not self._is_due(here):
+            return
+        try:
+            self._compare_scripts()
+        except RecoverableError:
+            if self._job is None:
+                raise
+            self._regroup()
+            self._pass_boundary()
+        self._compared_at = here
 
-    def begin_missing_body(self) -> None:
-        self._missing_bodies -= 1
-        self._begin_passing()
+    def _is_due(self, here: tuple[int, int]) -> bool:
+        """Return whether the workers compare what the script has changed: in steps 1, 2, 4, 8, ..., and in each epoch
+        before its first batch."""
+        decided = here[1]
+        is_early = decided & (decided - 1) == 0
+        is_new = here != self._compared_at and not self._script_loader.is_over
+        return is_new and decided > 0 and (is_early or here[0] != self._compared_at[0])
 
-    def end_missing_body(self) -> None:
-        self._stop_passing()
-        reseed(self._script_loader.seed, self._state.step, world.current().placement.rank)
+    def _compare_scripts(self) -> None:
+        if world.current().placement.size > 1:
+            mine = msgspec.msgpack.encode(self._script.changed())
+            by_rank = world.current().transport.all_gather(mine)
+            self._script.compare([msgspec.msgpack.decode(each, type=dict[str, int]) for each in by_rank])
+
+    def _pass_boundary(self) -> None:
+        super()._pass_boundary()
+        self._script.take(self._is_due((self._script_loader.epoch, self._state.step)))
+
+    def _put_back(self) -> None:
+        is_repeated = step.is_undecided()
+        super()._put_back()
+        if is_repeated:
+            self._script.roll_back()
+
+    def arrive(self) -> None:
+        """Load the values of the others' script: this worker's script is where theirs was."""
+        received, self._received, self._lacks_values = self._received, None, False
+        if received is None:
+            return
+        loaded, missing = self._script.apply(received)
+        if loaded:
+            logger.warning("carried over from the script's variables: %s", _some(loaded))
+        if missing and self._job is not None:
+            text = f"a newcomer lacks {_some(missing)}, which the others' script has"
+            self._job.link.send(Remark("newcomer", text))
+
+    def _exchange_scripts(self, place: tuple[int, ...]) -> None:
+        """Let workers whose script is behind that of the others receive its values."""
+        transport = world.current().transport
+        packed = packing.pack(self._script.pack() if place else None)
+        size = (len(packed.skeleton), packing.total_bytes(packed.tensors))
+        by_rank = transport.all_gather(msgspec.msgpack.encode(_ScriptStanding(place, size)))
+        standings = [msgspec.msgpack.decode(each, type=_ScriptStanding) for each in by_rank]
+        newest = max(each.place for each in standings)
+        if all(each.place == newest for each in standings):
+            return
+        source = next(rank for rank, each in enumerate(standings) if each.place == newest)
+        received = receive(transport, source, packed, standings[source].size, needed=place < newest)
+        if place < newest:
+            self._received, self._lacks_values = received, True
 
     def prepared(self) -> int:
         """See StepLoop. A newcomer has not the script's count of batches: where collectives may depend on that count,
@@ -199,19 +286,30 @@ class InPlaceLoop(StepLoop):
     def _completes_calls(self) -> bool:
         return self._job is not None
 
+    def _connect_in_body(self) -> None:
+        self._seen = self._seen or world.current().placement
+        super()._connect_in_body()
+
+    def _note_lack(self) -> None:
+        text = "a collective of the script lacks the contribution of a lost worker"
+        remark(self._job, "collective of the script", text)
+
     def _regroup(self) -> None:
         self._has_repeated |= step.is_aborted()
-        is_counted = not (self._is_at_epoch_end or self._has_other_count)
+        loader = self._script_loader
+        place = () if self._lacks_values else (self._state.step, loader.epoch, int(loader.is_left))
+        is_in_batches = not (self._lacks_values or self._is_at_epoch_end)
         while True:
             super()._regroup()
+            self._seen = None
             try:
-                bodies = self._script_loader.bodies if is_counted else -1
-                by_rank = world.current().transport.all_gather(_BODIES.pack(bodies))
+                self._exchange_scripts(place)
             except RecoverableError:
                 continue
             break
-        most = max(_BODIES.unpack(each)[0] for each in by_rank)
-        self._missing_bodies = max(0, most - bodies) if is_counted else 0
+        self._compared_at = (loader.epoch, self._state.step)
+        if is_in_batches and not loader.is_left:
+            self.arrive()
         if world.current().placement.rank == 0 and not self._is_first_rank:
             self._is_first_rank = True
             logger.warning(
@@ -223,3 +321,10 @@ class InPlaceLoop(StepLoop):
     def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
         """Do nothing: the first batch of the newcomer was one without effect."""
         return False
+
+
+_MOST_NAMES = 12
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")

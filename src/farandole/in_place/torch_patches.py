@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from farandole.in_place.script_loader import NUMBERED
 from farandole.in_place.script_objects import Noted, Registry
 from farandole.in_place.training import Training, torchs_iterator
 from farandole.process_group.autoload import BACKEND
+from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.registration import let_whole_groups_follow
 from farandole.worker import context
 
@@ -61,7 +63,9 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     let_whole_groups_follow()
     init, destroy = distributed_c10d.init_process_group, distributed_c10d.destroy_process_group
     new_group, broadcast_objects = distributed_c10d.new_group, distributed_c10d.broadcast_object_list
+    new_signature = inspect.signature(new_group)
     monitored, signature = distributed_c10d.monitored_barrier, inspect.signature(init)
+    requested: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # the backend of each group, as torch would name it
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -84,6 +88,7 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
         training.begin_world()
         hook = sys.excepthook
         init(BACKEND)
+        requested[dist.group.WORLD] = _name_of(arguments.get("backend"))
         # See open_default_group() in process_group/registration.py.
         sys.excepthook = hook
         _end_with_script(training)
@@ -98,10 +103,15 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     def new_group_of(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return a group of Farandole, whatever backend is requested: one that follows the world where it has all
         workers."""
+        backend = new_signature.bind(ranks, *args, **kwargs).arguments.get("backend")
         if ranks is None or len(ranks) == dist.get_world_size():
-            return new_group()
-        registry.note_obstacle(f"the script has a process group of ranks {list(ranks)}, which do not stay the same")
-        return new_group(ranks, *args, **{**kwargs, "backend": None})
+            group = new_group()
+        else:
+            registry.note_obstacle(f"the script has a process group of ranks {list(ranks)}, which do not stay the same")
+            group = new_group(ranks, *args, **{**kwargs, "backend": None})
+        if isinstance(group, FarandoleGroup):  # this process is in it
+            requested[group] = _name_of(backend) if backend else requested[dist.group.WORLD]
+        return group
 
     @functools.wraps(broadcast_objects)
     def broadcast_object_list(object_list: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,6 +130,14 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
         chosen: Any = dist.group.WORLD if group is None else group
         chosen.monitored_barrier(limit, wait_all_ranks)
 
+    theirs = distributed_c10d.get_backend
+
+    @functools.wraps(theirs)
+    def get_backend(group: Any = None) -> str:
+        """Return the backend that the script has requested: scripts tell from it whether and how to train together."""
+        return requested.get(dist.group.WORLD if group is None else group, theirs(group))
+
+    dist.get_backend = get_backend  # type: ignore[assignment]  # not in distributed_c10d, whose functions need to know the real one
     for replacement in (init_process_group, destroy_process_group, broadcast_object_list, monitored_barrier):
         _replace_function(replacement)
     new_group_of.__name__ = "new_group"
@@ -130,6 +148,11 @@ def _is_known(backend: str | None) -> bool:
     """Return whether torch knows the backend, or all backends of a list such as "cpu:gloo,cuda:nccl"."""
     names = [] if backend is None else [each.rpartition(":")[2] for each in backend.lower().split(",")]
     return all(name in dist.Backend.backend_list for name in names)
+
+
+def _name_of(backend: str | None) -> str:
+    """Return the name that torch's get_backend() has for a requested backend."""
+    return backend.lower() if backend else "undefined"
 
 
 def _replace_function(replacement: Callable[..., Any]) -> None:

@@ -31,8 +31,9 @@ from farandole.errors import ConfigError, FarandoleError, StepError
 from farandole.in_place.loop_shape import line_that_counts
 from farandole.in_place.script_collectives import EchoTransport
 from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader, refuse_unsuitable
-from farandole.in_place.script_objects import Objects, Registry, line_of_script, names_of_script, runs_in_lightning
-from farandole.in_place.script_step_loop import InPlaceLoop
+from farandole.in_place.script_objects import Objects, Registry, line_of_script, runs_in_lightning
+from farandole.in_place.script_state import ScriptState
+from farandole.in_place.script_step_loop import InPlaceLoop, ScriptedState
 from farandole.process_group.works import set_transport_of_scripts
 from farandole.state import step
 from farandole.state.step import StepStatus
@@ -54,6 +55,7 @@ class Training:
         self.workers, self._registry = workers, registry
         self._static_because = ""  # why the job stays static
         self._state: StepState | None = None
+        self._script: ScriptState | None = None
         self._loop: InPlaceLoop | None = None
         self._objects: Objects | None = None
         self._loader: ScriptLoader | None = None
@@ -158,17 +160,19 @@ class Training:
         try:
             loader = ScriptLoader(theirs, self.workers)
             objects = self._registry.objects()
-            state = StepState(
+            state = ScriptedState(
                 **{"model": None, "optimizer": None, **objects.modules, **objects.optimizers, **objects.others},
                 loader=loader,  # type: ignore[arg-type]  # as TorchState(loader=...) of each DataLoader
                 rehearse=False,
             )
-            loop = InPlaceLoop(context.job(), state, loader, self.begin_passing, self.stop_passing, self.is_first_rank)
+            script = ScriptState(lambda: [*_parts_of(state), *objects.optimizers.values(), *objects.others.values()])
+            loop = InPlaceLoop(context.job(), state, loader, script, self.is_first_rank)
             loop.install()
         except FarandoleError as error:
             self._stay_static(str(error))
             return False
         self._loader, self._theirs, self._objects, self._loop, self._state = loader, theirs, objects, loop, state
+        self._script = script
         if not self._has_to_join:
             loop.enter()
         return True
@@ -291,10 +295,12 @@ class Training:
         loop, loader = self._loop, self._loader
         assert loop is not None
         assert loader is not None
-        has_yielded = False
+        script = self._script
+        assert script is not None
+        script.batches = 0
         loader.end_rehearsal()
         if self._has_to_join:
-            has_yielded = True
+            script.batches += 1
             yield loader.rehearse()
             loader.end_rehearsal()
             if self._is_done_already(loader, begun):
@@ -302,13 +308,15 @@ class Training:
             self._join(loop, loader)
         if self._real is not None:
             if not self._arrives(loader, begun):
-                if not has_yielded:
+                if not script.batches:
+                    script.batches += 1
                     yield loader.rehearse()
                     loader.end_rehearsal()
                 return
             self.stop_passing()
         loop.reach_epoch(begun + self._offset)
         loader.begin_epoch()
+        loop.arrive()
         self._began_at = loader.cursor
         yield from self._batches(loop, loader)
         if loader.is_left and not self._static_because:
@@ -328,7 +336,7 @@ class Training:
                     return
                 if taken:
                     loader.static_because = loader.static_because or self._reason_in_batches(loader, taken)
-                if loader.static_because and not loader.is_making_up:
+                if loader.static_because:
                     position = loop.become_static_in_batches(loader.static_because, began_at)
                     if position is not None:
                         self._be_static(loader.static_because)
@@ -344,6 +352,8 @@ class Training:
                     return
                 taken += 1
                 self._is_in_batches = True
+                if self._script is not None:
+                    self._script.batches += 1
                 yield batch
         finally:
             self._is_in_batches = False
@@ -414,13 +424,7 @@ class Training:
             optimizer.zero_grad()
         loop.enter()
         self._has_to_join = False
-        names = names_of_script()
-        logger.warning(
-            "joined at %s; carried over: %s; not carried over: what the script keeps in variables%s",
-            loader,
-            self._objects,
-            f" ({names})" if names else "",
-        )
+        logger.warning("joined at %s; carried over: %s", loader, self._objects)
         self.begin_passing()
 
     def _arrives(self, loader: ScriptLoader, begun: int) -> bool:
@@ -465,6 +469,13 @@ class Training:
         if self._loop is None or self.passes_over:
             return world.current().transport
         return self._loop.transport_of_call()
+
+
+def _parts_of(state: StepState) -> Iterator[object]:
+    """Yield the parameters and buffers of a state."""
+    for module in state.modules():
+        yield from module.parameters()
+        yield from module.buffers()
 
 
 def _shuffles(theirs: TorchDataLoader[Any]) -> bool:

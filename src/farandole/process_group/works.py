@@ -22,6 +22,7 @@ from farandole.collectives.point_to_point import Expected, P2PMessage, PointToPo
 from farandole.collectives.subgroup_transport import SubgroupTransport, connect_members
 from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError, StepError
+from farandole.membership import Placement
 from farandole.process_group.c10d_collectives import in_place
 from farandole.process_group.torch_versions import FORGETS_WORKS, ended_work
 
@@ -312,11 +313,16 @@ class Everybody:
 
     @property
     def rank(self) -> int:
-        return self.worlds.current().placement.rank
+        return self._placement.rank
 
     @property
     def size(self) -> int:
-        return self.worlds.current().placement.size
+        return self._placement.size
+
+    @property
+    def _placement(self) -> Placement:
+        seen = _placement_of_scripts() if _placement_of_scripts is not None and self.worlds is JOB else None
+        return seen or self.worlds.current().placement
 
     def transport(self, op: str) -> Transport:
         if _of_scripts is not None and is_completed_after_a_loss(self):
@@ -344,6 +350,16 @@ def set_transport_of_scripts(transport: Callable[[str], Transport] | None) -> No
     """Set the function that returns the transport for a collective of the script, by its name; None: the world's."""
     global _of_scripts
     _of_scripts = transport
+
+
+_placement_of_scripts: Callable[[], Placement | None] | None = None
+
+
+def set_placement_of_scripts(placement: Callable[[], Placement | None] | None) -> None:
+    """Set the function that returns rank and size as scripts see them, in a loop body that has begun in another
+    generation; None, also as its result: those of the world."""
+    global _placement_of_scripts
+    _placement_of_scripts = placement
 
 
 def is_completed_after_a_loss(members: GroupMembers) -> bool:

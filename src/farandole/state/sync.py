@@ -180,7 +180,7 @@ def synchronize(
             source = findings.judge_metadata(_tables(transport, state.digests.by_name()))
     new_tensors, copied = None, set[int]()
     while behind:
-        received = _receive(transport, source, tensors, standings[source].tensors, needed=transport.rank in behind)
+        received = receive(transport, source, tensors, standings[source].tensors, needed=transport.rank in behind)
         new_tensors = received or new_tensors
         copied |= behind
         tables = _tables(transport, _by_name(new_tensors or state.live_tensors()))
@@ -193,7 +193,7 @@ def synchronize(
             source = findings.judge(tables, without=copied)
         behind = findings.differing_from(source, tables)
     if copied or compares_all or not _have_same_metadata(standings):
-        new_metadata = _receive(transport, source, metadata, standings[source].metadata, needed=True)
+        new_metadata = receive(transport, source, metadata, standings[source].metadata, needed=True)
         if transport.rank != source:
             if new_tensors is not None:
                 state.is_holder = False  # incomplete from the first byte until the last
@@ -323,7 +323,7 @@ def _tables(transport: Transport, mine: Mapping[str, int]) -> Tables:
     return [msgspec.msgpack.decode(each, type=dict[str, int]) for each in packed]
 
 
-def _receive(transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool) -> Any:
+def receive(transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool) -> Any:
     """Broadcast one packed value from `source`. Returns the value in staging memory where it is needed, else None."""
     skeleton = torch.empty(sizes[0], dtype=torch.uint8)
     if transport.rank == source:

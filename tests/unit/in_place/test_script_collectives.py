@@ -40,6 +40,10 @@ class Broken:
         raise PeerLost("barrier", 1, 1)
 
 
+lacks: list[int] = []
+"""Ranks that have noted a missing contribution."""
+
+
 def among_two(use: Any) -> list[Any]:
     """The results of ranks 0 and 2 of the broken world, which are connected again as ranks 0 and 1 of two."""
 
@@ -51,7 +55,8 @@ def among_two(use: Any) -> list[Any]:
             is_connected = True
 
         calls = BodyCalls(lambda: 1, lambda: True, lambda: is_connected, connect, lambda: transport)
-        result = use(SurvivingTransport(calls, Placement(2 * transport.rank, 3, 0, 1, 0, 1)), transport.rank)
+        placement = Placement(2 * transport.rank, 3, 0, 1, 0, 1)
+        result = use(SurvivingTransport(calls, placement, lambda: lacks.append(transport.rank)), transport.rank)
         calls.gather_at_boundaries(transport, b"")
         return result
 
@@ -65,7 +70,9 @@ def test_a_sum_lacks_the_contribution_of_the_lost_worker() -> None:
         return tensor.tolist(), trailers
 
     expected = ([3.0, 20.0], [b"\0", b"\1", b"\0"])  # the lowest rank's trailer in place of the lost one's
+    lacks.clear()
     assert among_two(use) == [expected, expected]
+    assert sorted(lacks) == [0, 1]
 
 
 @pytest.mark.parametrize(("op", "value"), [(Reduction.MIN, 2), (Reduction.MAX, 5), (Reduction.PRODUCT, 10)])
@@ -91,7 +98,9 @@ def test_a_broadcast_has_one_value_on_all_also_when_its_source_is_lost(source: i
         transport.barrier()
         return tensor.tolist()
 
+    lacks.clear()
     assert among_two(use) == [[value, value]] * 2
+    assert bool(lacks) == (source == 1)
 
 
 def test_a_worker_that_passes_over_is_answered_as_if_all_had_done_the_same() -> None:

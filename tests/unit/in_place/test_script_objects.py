@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
-from farandole.in_place.script_objects import Noted, Registry, line_of_script, names_of_script
+from farandole.in_place.script_objects import Noted, Registry, line_of_script
 
 
 def test_an_object_is_noted_as_long_as_it_exists_with_the_line_that_constructed_it() -> None:
@@ -35,8 +35,5 @@ def test_without_a_parallel_module_nothing_is_reduced() -> None:
         Registry().objects()
 
 
-def test_names_are_those_of_the_scripts_simple_values() -> None:
-    best, losses, module, _hidden = 0.5, [1.0], torch.nn.Linear(1, 1), 3
-    assert names_of_script() == "best, losses"
+def test_the_line_of_the_script_is_that_of_its_innermost_frame() -> None:
     assert line_of_script().startswith("test_script_objects.py:")
-    assert [best, losses, module, _hidden]

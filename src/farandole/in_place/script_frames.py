@@ -1,0 +1,69 @@
+"""The frames of the script, from its first function to the loop over its batches: its variables, and the counts of
+enumerate(). Both can be written, by way of CPython's own structures. script_state.py reads and writes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, GeneratorType
+from typing import Any
+
+import torch
+
+_PACKAGES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["farandole"]))
+
+
+def frames_of_script() -> list[FrameType]:
+    """Return the frames that belong to none of torch, Farandole and the start of Python, the outermost one first."""
+    frames = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((*_PACKAGES, "<frozen")):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def set_locals(frame: FrameType, values: Mapping[str, Any]) -> None:
+    """Write variables of a function that is running. They have to exist."""
+    frame.f_locals.update(values)
+    if sys.version_info < (3, 13):  # later versions write through (PEP 667)
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+def shift_counts(by: int) -> bool:
+    """Add a number to the count of each enumerate() that is waiting for a batch now. Returns whether all counts could
+    be changed.
+
+    The count has no name in Python: it is the first field of the object (CPython 3.11 to 3.14, Objects/enumobject.c,
+    en_index), and is read after the batch has come. A write that does not show in `__reduce__()` is reported.
+    """
+    waiting = [frame.f_locals.get("self") for frame in frames_of_script() if frame.f_code.co_name == "__next__"]
+    asking = set(map(id, waiting))
+    done = True
+    for each in gc.get_objects():
+        if type(each) is enumerate and _asks(each, asking):
+            count = _count_of(each)
+            place = ctypes.c_ssize_t.from_address(id(each) + object.__basicsize__)
+            if place.value == count and count + by >= 0:
+                place.value = count + by
+            done &= _count_of(each) == count + by
+    return done
+
+
+def _count_of(each: enumerate[Any]) -> int:
+    arguments: Any = each.__reduce__()[1]
+    return int(arguments[1])
+
+
+def _asks(iterator: Any, asking: set[int]) -> bool:
+    """Return whether an iterator is waiting for its next value: its innermost generator is running."""
+    if isinstance(iterator, GeneratorType):
+        return iterator.gi_running
+    if type(iterator) in (enumerate, zip, map, filter):
+        return any(_asks(each, asking) for each in iterator.__reduce__()[1])
+    return id(iterator) in asking

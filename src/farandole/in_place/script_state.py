@@ -1,0 +1,515 @@
+"""What only the script knows: the variables of its functions, their objects, and the tensors in them.
+
+    boundary        everything that holds values is copied, so that a loop body that comes again begins as it began
+    some boundaries all workers compare what has changed since the start: what differs is each worker's own
+    regroup         a newcomer, or a worker that is behind, receives what has changed and is the same on all workers
+
+Nothing is chosen by its type: a value belongs to the training if the script has changed it, and all workers have
+changed it alike. docs/decisions/0066-state-of-the-script.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import hashlib
+import logging
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+
+from farandole.in_place.script_frames import frames_of_script, set_locals, shift_counts
+from farandole.state.metadata import load_value
+from farandole.state.state_digest import digest_of
+
+logger = logging.getLogger("farandole")
+
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_LONG = 1000  # a list with more items is looked at as a whole
+_MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
+_MOST_DEPTH = 12
+_SAMPLED_BYTES = 64 << 20  # of a larger tensor, a sample is compared
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, torch.nn.Module)
+_MODULE_KEYS = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
+_DATA = (DataLoader, Dataset, Sampler, BatchSampler)
+_NOT_ENTERED = (torch.Tensor, np.ndarray, ModuleType, torch.distributed.ProcessGroup, *_DATA)
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "farandole", "builtins"}
+
+
+class Holder:
+    """Something that holds values by key: variables of a function, attributes of an object, a dictionary, a list."""
+
+    def __init__(self, path: str, target: Any, kind: str) -> None:
+        self.path, self.target, self.kind = path, target, kind
+
+    def read(self) -> dict[Any, Any]:
+        """Return the values by key."""
+        target = self.target
+        if self.kind == "frame":
+            return dict(target.f_locals)
+        if self.kind == "object":
+            return _attributes(target)
+        if self.kind == "cell":
+            return {"": target.cell_contents} if _is_filled(target) else {}
+        if self.kind == "globals":
+            return {key: value for key, value in target.items() if not key.startswith("__")}
+        if self.kind == "set":
+            return {"": frozenset(target)}
+        return dict(target) if self.kind == "dict" else dict(enumerate(target))
+
+    def write(self, values: Mapping[Any, Any]) -> None:
+        """Set some of the values."""
+        target = self.target
+        if self.kind == "frame":
+            set_locals(target, values)
+        elif self.kind == "object":
+            for key, value in values.items():
+                _set_attribute(target, key, value)
+        elif self.kind == "cell":
+            target.cell_contents = values[""]
+        elif self.kind in ("dict", "globals"):
+            target.update(values)
+        elif self.kind == "set":
+            target.clear()
+            target.update(values[""])
+        else:
+            for place, value in values.items():
+                if place < len(target):
+                    target[place] = value
+                else:
+                    target.append(value)
+
+    def restore(self, values: Mapping[Any, Any]) -> None:
+        """Return to the values of an earlier read()."""
+        now = self.read()
+        if self.kind in ("dict", "list"):
+            gone = [key for key in now if key not in values]
+            if self.kind == "dict":
+                for key in gone:
+                    if not _is_passing(now[key]):
+                        del self.target[key]
+            else:
+                for _ in gone:
+                    self.target.pop()
+        is_set = self.kind == "set"
+        changed = values if is_set else {key: each for key, each in values.items() if now.get(key, now) is not each}
+        if changed:
+            self.write(changed)
+
+    def name_of(self, key: Any) -> str:
+        if self.kind in ("frame", "object", "globals"):
+            return f"{self.path}.{key}" if self.path else str(key)
+        return self.path if self.kind == "cell" else f"{self.path}[{key!r}]"
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if isinstance(value, type):
+        return {key: each for key, each in vars(value).items() if not key.startswith("__") and not callable(each)}
+    if isinstance(value, torch.nn.Module):
+        return {key: each for key, each in vars(value).items() if key not in _MODULE_KEYS}
+    found = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def _set_attribute(target: Any, key: str, value: Any) -> None:
+    if isinstance(target, type) or key not in getattr(target, "__dict__", ()):
+        object.__setattr__(target, key, value) if not isinstance(target, type) else setattr(target, key, value)
+    else:
+        vars(target)[key] = value
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _is_passing(value: Any) -> bool:
+    """Return whether a value is a result with a graph: it is computed anew in each loop body, and may be large."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in _PLAIN or isinstance(value, np.generic | enum.Enum):
+        return True
+    if type(value) in (list, tuple, set, frozenset, deque):
+        return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
+    return type(value) is dict and all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether a value is compared and carried as a whole."""
+    if isinstance(value, torch.Tensor):
+        return value.grad_fn is None and value.layout is torch.strided
+    return bool(value.dtype != object) if isinstance(value, np.ndarray) else _is_plain(value)
+
+
+@torch.no_grad()
+def _digest(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.frombuffer(np.ascontiguousarray(value).tobytes() or b"\0", dtype=np.uint8).copy())
+    if isinstance(value, torch.Tensor):
+        size, value = value.numel() * value.element_size(), value.detach()
+        if size > _SAMPLED_BYTES and value.is_contiguous():
+            flat = value.view(-1)
+            return digest_of([flat[:4096], flat[:: max(1, flat.numel() // 65536)].contiguous()])
+        return digest_of([value])
+    text = repr(sorted(map(repr, value)) if isinstance(value, set | frozenset) else value)
+    return int.from_bytes(hashlib.blake2b(f"{type(value)}{text}".encode(), digest_size=7).digest(), "big")
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+def roots_of_script() -> list[Holder]:
+    """Return the variables of the script: of its modules, and of its functions up to the loop over its batches."""
+    frames = frames_of_script()
+    roots = [Holder(name, each.__dict__, "globals") for name, each in _own_modules(len(sys.modules)).items()]
+    inner = [each for each in frames if each.f_code.co_name != "<module>"]
+    return [*roots, *(Holder(f"{each.f_code.co_qualname}()", each, "frame") for each in inner)]
+
+
+@functools.lru_cache(maxsize=1)
+def _own_modules(_: int) -> dict[str, ModuleType]:
+    """Return the modules that belong to the script; its main one without a name. `_`: the number of all modules."""
+    found: dict[str, ModuleType] = {"": sys.modules["__main__"]}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        is_module = type(module) is ModuleType and module is not found[""] and name != "__mp_main__"
+        if is_module and file and _is_own(file):
+            found[name] = module
+    return found
+
+
+_INSTALLED = (
+    *(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["farandole"])),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+_PACKAGES = tuple(f"{path}/" for path in _INSTALLED)
+
+
+@functools.cache
+def _is_own(file: str) -> bool:
+    """Return whether a file belongs to the script, and to no installed package."""
+    return file.endswith(".py") and not file.startswith(_PACKAGES) and "site-packages" not in file
+
+
+def _holder(path: str, value: Any) -> Holder | None:
+    """Return the holder that a value is; None for one that holds nothing of the script's."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, _NOT_ENTERED):
+        return None
+    if isinstance(value, dict):
+        return Holder(path, value, "dict")
+    if isinstance(value, list | deque):
+        return Holder(path, value, "list")
+    if isinstance(value, set):
+        return Holder(path, value, "set")
+    if isinstance(value, tuple):
+        return Holder(path, value, "tuple")
+    if isinstance(value, CellType):
+        return Holder(path, value, "cell")
+    if isinstance(value, FunctionType):
+        is_own = value.__closure__ and _is_own(value.__code__.co_filename)
+        return Holder(path, value.__closure__, "tuple") if is_own else None
+    if isinstance(value, MethodType):
+        return _holder(path, value.__self__)
+    if isinstance(value, type):
+        file = getattr(sys.modules.get(value.__module__), "__file__", None)
+        is_own = value.__module__ == "__main__" or (file is not None and _is_own(file))
+        return Holder(path, value, "object") if is_own and not issubclass(value, enum.Enum) else None
+    if isinstance(value, enum.Enum):
+        return None
+    if kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, _NAMESPACES):
+        return None
+    return Holder(path, value, "object") if hasattr(value, "__dict__") or hasattr(kind, "__slots__") else None
+
+
+class Found:
+    """The result of a search.
+
+    copies   of each holder that can change: its values
+    entries  the values that are compared and carried, by their names
+    """
+
+    def __init__(self, roots: Iterable[Holder], skipped: Iterable[object]) -> None:
+        self.copies: list[tuple[Holder, dict[Any, Any]]] = []
+        self.entries: dict[str, tuple[Holder, Any, Any]] = {}
+        self.holders: dict[str, Holder] = {}
+        self._seen = set(map(id, skipped))
+        self._kept: list[object] = []  # what was seen stays, so that no id is used twice
+        for root in roots:
+            self._visit(root, 0)
+
+    def _visit(self, holder: Holder, depth: int) -> None:
+        values = holder.read() if not isinstance(holder.target, list | deque) else self._items(holder)
+        self.holders[holder.path] = holder
+        if holder.kind != "tuple":
+            self.copies.append((holder, {key: each for key, each in values.items() if not _is_passing(each)}))
+        self._kept.append(holder.target)
+        for key, value in values.items():
+            if type(key) in _PLAIN or type(key) is tuple:
+                self._look_at(holder, key, value, depth)
+
+    def _items(self, holder: Holder) -> dict[Any, Any]:
+        return holder.read() if len(holder.target) <= _LONG else {}
+
+    def _look_at(self, holder: Holder, key: Any, value: Any, depth: int) -> None:
+        is_new = type(value) in _PLAIN or id(value) not in self._seen
+        if not is_new:
+            return
+        if type(value) not in _PLAIN:
+            self._seen.add(id(value))
+            self._kept.append(value)
+        inner = _holder(holder.name_of(key), value) if depth < _MOST_DEPTH else None
+        if _is_value(value) and (holder.kind != "tuple" or isinstance(value, torch.Tensor)):
+            self.entries[holder.name_of(key)] = (holder, key, value)
+            if inner is not None and inner.kind == "list":
+                self.holders[inner.path] = inner
+                if len(value) <= _LONG:
+                    self.copies.append((inner, inner.read()))
+            elif inner is not None:
+                self._visit_plain(inner)
+        elif inner is not None:
+            if isinstance(value, DistributedDataParallel):
+                inner = Holder(f"{inner.path}.module", value.module, "object")
+            self._visit(inner, depth + 1)
+
+    def _visit_plain(self, holder: Holder) -> None:
+        self.holders[holder.path] = holder
+        if holder.kind in ("dict", "set") and len(holder.target) <= _LONG:
+            self.copies.append((holder, holder.read()))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, by name."""
+        return {name: each for name, (_, _, each) in self.entries.items() if isinstance(each, torch.Tensor)}
+
+
+# The state ------------------------------------------------------------------------------------------------------------
+
+
+class ScriptState:
+    """The values of the script that are in no TorchState.
+
+    Args:
+        owned: Returns the objects that are restored and carried in another way.
+        roots: Returns where to search.
+
+    Attributes:
+        batches: The number of batches that the script has in this iteration, as its enumerate() counts them.
+    """
+
+    def __init__(
+        self, owned: Callable[[], Iterable[object]], roots: Callable[[], list[Holder]] = roots_of_script
+    ) -> None:
+        self._owned, self._roots = owned, roots
+        self.batches = 0
+        self._batches_then = 0
+        self._of: list[object] = []  # where the search began
+        self._copies: list[tuple[Holder, dict[Any, Any]]] = []
+        self._watched: list[Holder] = []
+        self._last: dict[str, int] | None = None  # digests of the last search
+        self._changed: set[str] = set()  # names of what has changed since the start
+        self._unequal: set[str] = set()  # of these, what has differed between workers
+        self._tensors = _Tensors()
+
+    # A loop body that comes again ---------------------------------------------------------------------------
+
+    def take(self, is_due: bool) -> None:
+        """Remember everything, at a boundary; search anew where it is due, or the functions are others."""
+        roots = self._roots()
+        of = [each.target for each in roots]
+        if is_due or len(of) != len(self._of) or any(one is not other for one, other in zip(of, self._of, strict=True)):
+            self._of = of
+            self._search(roots)
+        else:
+            self._copies = [(each, _kept_of(each.read())) for each in self._watched]
+            self._tensors.take()
+        self._batches_then = self.batches
+
+    def roll_back(self) -> None:
+        """Return to the last take()."""
+        for holder, values in self._copies:
+            try:
+                holder.restore(values)
+            except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+                logger.warning("%s of the script has changed in an aborted step, and stays so: %s", holder.path, error)
+        self._tensors.put_back()
+        self.set_batches(self._batches_then)
+
+    def look(self) -> None:
+        """Notice which tensors the loop body has changed before its step."""
+        self._tensors.look()
+
+    def save(self) -> None:
+        """Copy the tensors that the rest of the loop body changes: its step is aborted."""
+        self._tensors.save()
+
+    def set_batches(self, batches: int) -> None:
+        """Let enumerate() go on from another number of batches."""
+        if batches != self.batches and not shift_counts(batches - self.batches):
+            logger.warning("enumerate() over the batches goes on from %d instead of %d", self.batches, batches)
+        self.batches = batches
+
+    def _search(self, roots: list[Holder]) -> Found:
+        found = Found(roots, self._owned())
+        before = {holder.path: values for holder, values in self._copies}
+        self._copies = found.copies
+        if len(found.copies) > _MOST_HOLDERS:
+            self._watched = [each for each, values in found.copies if _is_watched(each, values, before)]
+        else:
+            self._watched = [each for each, _ in found.copies]
+        digests = {name: _digest(value) for name, (_, _, value) in found.entries.items()}
+        if self._last is not None:
+            self._changed |= {name for name, each in digests.items() if self._last.get(name) != each}
+        self._last = digests
+        self._tensors.learn(found.tensors(), digests)
+        return found
+
+    # Between workers ----------------------------------------------------------------------------------------
+
+    def changed(self) -> dict[str, int]:
+        """Return the digests of what has changed since the start, as far as it may be the same on all workers."""
+        digests = self._last or {}
+        return {name: digests[name] for name in self._changed - self._unequal if name in digests}
+
+    def compare(self, tables: Sequence[Mapping[str, int]]) -> None:
+        """Note what differs between workers: the changed() of each."""
+        for name in set().union(*tables):
+            if len({table.get(name) for table in tables}) > 1:
+                self._unequal.add(name)
+
+    def pack(self) -> dict[str, Any]:
+        """Return what other workers need: the values themselves, not copies."""
+        found = self._search(self._roots())
+        names = [name for name in found.entries if name in self._changed - self._unequal]
+        entries = []
+        for name in names:
+            holder, key, value = found.entries[name]
+            entries.append((name, holder.path, key, value.detach() if isinstance(value, torch.Tensor) else value))
+        return {"entries": entries, "unequal": sorted(self._unequal), "batches": self.batches}
+
+    def apply(self, packed: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Load what another worker has packed where this one is. Returns the names of what was loaded, and of what has
+        no place here."""
+        found = Found(self._roots(), self._owned())
+        loaded, missing = [], []
+        for name, path, key, value in packed["entries"]:
+            holder = found.holders.get(path)
+            if holder is None or (holder.kind == "tuple" and name not in found.entries):
+                missing.append(name)
+                continue
+            live = found.entries[name][2] if name in found.entries else holder.read().get(key)
+            if isinstance(live, torch.Tensor) == isinstance(value, torch.Tensor) and _digest(live) == _digest(value):
+                continue
+            _load(holder, key, live, value)
+            loaded.append(name)
+        self.set_batches(packed["batches"])
+        self._unequal |= set(packed["unequal"])
+        self._changed |= {name for name, *_ in packed["entries"]} | self._unequal
+        self._copies, self._last = [], None
+        self._search(self._roots())
+        return loaded, missing
+
+
+def _kept_of(values: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: each for key, each in values.items() if not _is_passing(each)}
+
+
+def _is_watched(holder: Holder, values: Mapping[Any, Any], before: Mapping[str, Mapping[Any, Any]]) -> bool:
+    """Return whether a holder of many is copied at each boundary: its values have changed, or often change."""
+    if holder.kind in ("frame", "globals") or not isinstance(holder.target, torch.nn.Module | dict | list):
+        return True
+    then = before.get(holder.path)
+    return then is not None and (then.keys() != values.keys() or any(then[key] is not values[key] for key in then))
+
+
+@torch.no_grad()
+def _load(holder: Holder, key: Any, live: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (value.shape, value.dtype):
+            live.detach().copy_(value)
+            return
+        made = value.to(live.device) if isinstance(live, torch.Tensor) else value
+        is_parameter = isinstance(live, torch.nn.Parameter)
+        holder.write({key: torch.nn.Parameter(made, live.requires_grad) if is_parameter else made})
+    elif isinstance(live, np.ndarray) and isinstance(value, np.ndarray) and live.shape == value.shape:
+        live[...] = value
+    elif isinstance(value, deque) and isinstance(live, deque):
+        live.clear()
+        live.extend(value)
+    else:
+        loaded = load_value(live, value)
+        if loaded is not live:
+            holder.write({key: loaded})
+
+
+class _Tensors:
+    """The bytes of the script's tensors. Only tensors that the loop body is known to change are copied: before its
+    step at each boundary, after it where the step is aborted."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, torch.Tensor] = {}
+        self._digests: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+        self._early: set[str] = set()
+        self._late: set[str] = set()
+        self._is_learning = False
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def learn(self, tensors: Mapping[str, torch.Tensor], digests: Mapping[str, int]) -> None:
+        """Watch these tensors from now on, and find out what the next loop body changes."""
+        same = {name for name, each in tensors.items() if self._live.get(name) is each}
+        self._late |= {name for name in same if self._digests[name] != digests[name]} - self._early
+        self._live, self._digests = dict(tensors), {name: digests[name] for name in tensors}
+        self._is_learning = True
+        self._copy()
+
+    def take(self) -> None:
+        """Remember the tensors, at a boundary."""
+        self._late |= self._written() - self._early
+        self._is_learning = False
+        self._copy()
+
+    def look(self) -> None:
+        if self._is_learning:
+            self._early |= {name for name, each in self._live.items() if _digest(each) != self._digests[name]}
+        else:
+            self._early |= self._written()
+
+    @torch.no_grad()
+    def save(self) -> None:
+        written = self._written()
+        for name in self._late - self._early - self._copies.keys():
+            if name in self._live and name not in written:
+                self._copies[name] = self._live[name].detach().clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for name, copy in self._copies.items():
+            self._live[name].detach().copy_(copy)
+        self._versions = {name: each._version for name, each in self._live.items()}
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        self._versions = {name: each._version for name, each in self._live.items()}
+        self._copies = {name: each.detach().clone() for name, each in self._live.items() if name in self._early}
+
+    def _written(self) -> set[str]:
+        return {name for name, each in self._live.items() if each._version != self._versions[name]}

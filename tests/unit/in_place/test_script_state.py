@@ -1,0 +1,157 @@
+"""What only the script knows: a loop body that comes again begins as it began, and other workers receive what all have
+changed alike."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from farandole.in_place.script_frames import frames_of_script, set_locals, shift_counts
+from farandole.in_place.script_state import Holder, ScriptState
+
+
+class Trainer:
+    """Keeps what trainers keep: counts, results, lists, an average of the weights, a center, a queue."""
+
+    def __init__(self) -> None:
+        self.count, self.rank, self.seconds = 0, 0, 0.0
+        self.best = {"accuracy": 0.0}
+        self.history: list[float] = []
+        self.last: deque[int] = deque(maxlen=3)
+        self.net = torch.nn.Linear(2, 2)
+        self.average = copy.deepcopy(self.net)
+        self.center = torch.zeros(2)
+        self.queue = [torch.zeros(2) for _ in range(2)]
+        self.values = np.zeros(2)
+        self.flags = {"warm"}
+
+    def before_step(self) -> None:
+        self.count += 1
+        self.best["accuracy"] = self.best[f"of {self.count}"] = self.count / 10
+        self.history.append(self.count / 10)
+        self.last.append(self.count)
+        self.center = self.center * 0.9 + 1
+        self.queue[self.count % 2].data.fill_(self.count)  # without a new version of the tensor
+        self.net.eval()
+        self.flags.add(f"{self.count}")
+
+    def after_step(self) -> None:
+        self.average.weight.data.mul_(0.5)
+        self.values += 1
+
+    def picture(self) -> Any:
+        tensors = [self.average.weight, self.center, *self.queue]
+        plain = (self.count, dict(self.best), list(self.history), list(self.last), sorted(self.flags))
+        return plain, [each.tolist() for each in tensors], self.net.training
+
+
+def state_of(trainer: Trainer, **further: Any) -> ScriptState:
+    roots = [Holder("trainer", trainer, "object"), *(Holder(key, each, "dict") for key, each in further.items())]
+    return ScriptState(lambda: list(trainer.net.parameters()), lambda: roots)
+
+
+def train(trainer: Trainer, state: ScriptState, steps: int) -> None:
+    for number in range(steps):
+        state.take(is_due=number < 3)
+        trainer.before_step()
+        state.look()
+        trainer.after_step()
+    state.take(is_due=True)
+
+
+def test_a_loop_body_that_comes_again_begins_as_it_began() -> None:
+    trainer = Trainer()
+    state = state_of(trainer)
+    train(trainer, state, 5)
+    state.take(is_due=False)
+    trainer.net.train()
+    state.take(is_due=False)
+    before = trainer.picture()
+    trainer.before_step()
+    state.save()  # the step is aborted
+    trainer.average.weight.data.mul_(0.5)
+    assert trainer.picture() != before
+    state.roll_back()
+    assert trainer.picture() == before
+
+
+def test_a_newcomer_receives_what_all_have_changed_alike_and_keeps_what_is_its_own() -> None:
+    torch.manual_seed(0)
+    trainers = [Trainer() for _ in range(3)]
+    for rank, trainer in enumerate(trainers):
+        trainer.rank, trainer.average = rank, copy.deepcopy(trainers[0].average)
+    states = [state_of(trainer) for trainer in trainers]
+    for rank in (0, 1):
+        train(trainers[rank], states[rank], 4)
+        trainers[rank].seconds = 1.5 + rank
+        states[rank].take(is_due=True)
+    tables = [state.changed() for state in states[:2]]
+    for state in states[:2]:
+        state.compare(tables)
+    train(trainers[2], states[2], 1)  # as it passes over what is done
+    loaded, missing = states[2].apply(copy.deepcopy(states[0].pack()))
+    assert not missing
+    assert trainers[2].picture() == trainers[0].picture()
+    assert trainers[2].values.tolist() == [4.0, 4.0]
+    assert (trainers[2].rank, trainers[2].seconds) == (2, 0.0)
+    assert "trainer.count" in loaded
+    assert not any("seconds" in name or "rank" in name for name in loaded)
+
+
+def test_what_has_no_place_on_a_newcomer_is_named() -> None:
+    here: dict[str, Any] = {"teacher": None}
+    there: dict[str, Any] = {"teacher": None}
+    ours, theirs = state_of(Trainer(), main=here), state_of(Trainer(), main=there)
+    theirs.take(is_due=True)
+    there["teacher"] = torch.nn.Linear(1, 1)
+    theirs.take(is_due=True)
+    _, missing = ours.apply(theirs.pack())
+    assert any("teacher" in name for name in missing)
+
+
+def test_results_with_a_graph_are_not_kept() -> None:
+    trainer, main = Trainer(), dict[str, Any]()
+    state = state_of(trainer, main=main)
+    state.take(is_due=True)
+    main["loss"] = trainer.net(torch.ones(1, 2)).sum()
+    state.take(is_due=True)
+    assert not any("loss" in values for _, values in state._copies)
+    assert not any("loss" in name for name in state.changed())
+
+
+def test_variables_of_running_functions_are_written() -> None:
+    count, inner_count = 0, 0
+
+    def nested() -> None:
+        nonlocal inner_count
+        inner_count += 1
+        frame = next(each for each in frames_of_script() if each.f_code.co_name.startswith("test_variables"))
+        set_locals(frame, {"count": 7, "inner_count": 8})
+
+    nested()
+    assert (count, inner_count) == (7, 8)
+
+
+def test_enumerate_goes_on_from_another_number_of_batches() -> None:
+    def batches() -> Iterator[str]:
+        yield "a"
+        yield "b"
+        assert shift_counts(-1)
+        yield "b again"
+        yield "c"
+
+    def log_every(iterable: Any) -> Iterator[Any]:
+        yield from iterable
+
+    other = enumerate("xyz")
+    next(other)
+    expected = [(0, "a"), (1, "b"), (1, "b again"), (2, "c")]
+    assert list(enumerate(batches())) == expected
+    assert list(enumerate(log_every(batches()))) == expected
+    assert [(number, batch) for number, (batch,) in enumerate(zip(batches(), strict=True))] == expected
+    assert next(other) == (1, "y")
