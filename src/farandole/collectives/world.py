@@ -42,6 +42,7 @@ _current: World | None = None
 _not_initialized = "Farandole has not been initialized; call farandole.init() first"
 _refusal: str | None = None
 _interruption: str | None = None
+_is_forked_child = False
 _on_enter: list[Callable[[World | None], None]] = []
 
 
@@ -91,10 +92,11 @@ def is_entered() -> bool:
 def refuse_collectives(why: str | None) -> None:
     """Refuse collectives from now on: no call may start, or wait for, an operation that another rank can fail.
 
-    None permits them again.
+    None permits them again, but never in a forked child.
     """
     global _refusal
-    _refusal = why
+    if not (_is_forked_child and why is None):
+        _refusal = why
 
 
 def interrupt_collectives(why: str | None) -> None:
@@ -118,9 +120,17 @@ def raise_if_refused(op: str) -> None:
         raise GenerationEnded(op, current().id.number, _interruption)
 
 
+def is_forked_child() -> bool:
+    """Return whether this process was forked by one that had a world. Then it must leave alone what belongs to the
+    worker: its connections, its files, the threads that it lacks."""
+    return _is_forked_child
+
+
 def _refuse_in_child() -> None:
     """Refuse collectives in a forked child: it inherits its parent's rank, but must not act as that rank."""
+    global _is_forked_child
     if _current is not None:
+        _is_forked_child = True
         refuse_collectives(
             f"in process {os.getpid()}, which was forked by a worker and is not a worker itself: train in the worker, "
             f"or start the child process with multiprocessing's spawn method"

@@ -123,8 +123,8 @@ class Training:
             self._become_static_in_step(optimizer, self._loop)
 
     def end(self) -> None:
-        """Handle the end of the script, or of its process group. Idempotent."""
-        if self._is_over:
+        """Handle the end of the script, or of its process group. Idempotent. A forked child is not the script."""
+        if self._is_over or world.is_forked_child():
             return
         self._is_over = True
         set_transport_of_scripts(None)

@@ -32,6 +32,7 @@ class MetricsFile:
         self.path = os.fspath(path)
         self._run = ""
         self._descriptor: int | None = None
+        self._process = os.getpid()
         self._lock = threading.Lock()  # protects the fields below
         self._waiting: list[tuple[int, Mapping[str, float]]] = []
         self._written_s = -_WRITE_EVERY_S
@@ -66,7 +67,7 @@ class MetricsFile:
         except BaseException:
             os.close(descriptor)
             raise
-        self._run, self._descriptor = run, descriptor
+        self._run, self._descriptor, self._process = run, descriptor, os.getpid()
         atexit.register(self.flush)
         return newest
 
@@ -87,7 +88,10 @@ class MetricsFile:
                 threading.Thread(target=self._watch, name="farandole-metrics", daemon=True).start()
 
     def flush(self) -> None:
-        """Append what waits. Raises OSError when that fails, or has failed before."""
+        """Append what waits. Raises OSError when that fails, or has failed before. A forked child appends nothing: its
+        parent does."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._raise_failure()
             self._append()

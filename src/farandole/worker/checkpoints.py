@@ -175,14 +175,17 @@ class Checkpoints:
 
     def in_emergency(self) -> None:
         """Save the live state of a job that ends unfinished, if this worker is the emergency writer."""
-        if self.is_emergency_writer():
+        if self.is_emergency_writer() and not world.is_forked_child():
             self._give_up()
             self._staging.copies.finish()
             self._state.capture()
             self._write_now()
 
     def close(self) -> None:
-        """Stop the writer. A checkpoint that was begun and is not published is removed."""
+        """Stop the writer. A checkpoint that was begun and is not published is removed. In a forked child nothing
+        happens: the writer is its parent's."""
+        if world.is_forked_child():
+            return
         self._give_up()
         self._authority.close()
 

@@ -113,6 +113,9 @@ def shutdown() -> None:
     """
     if not world.is_entered():
         return
+    if world.is_forked_child():
+        world.enter(None)
+        return
     if _job is not None:
         _job.leave()
     elif _fixed is not None:
@@ -159,8 +162,10 @@ def _join() -> None:
 
 
 def _end() -> None:
-    """Leave the job at exit: no call may follow."""
+    """Leave the job at exit: no call may follow. A forked child has no job to leave."""
     global _job, _fixed
+    if world.is_forked_child():
+        return
     shutdown()
     object_state.install_saver(None)
     for each in (_job, _fixed):
@@ -357,6 +362,9 @@ def _report_exceptions(job: WorkerJob) -> None:
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if world.is_forked_child():
+            show(kind, error, trace)
+            return
         if isinstance(error, JobEnded):
             return  # The job's end has a reported reason; a traceback from each worker would only hide it.
         summary = _in_one_line(traceback.format_exception_only(kind, error)[-1].strip())

@@ -5,6 +5,7 @@ finished.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -46,6 +47,10 @@ class leaving_on_sigterm:  # noqa: N801 - reads as a statement
 
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         assert self._job is not None
+        if world.is_forked_child():  # not the worker is asked to leave: the child ends, as without this handler
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if self._job.link.is_over:
             if not self._may_end():
                 return

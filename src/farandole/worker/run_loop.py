@@ -72,7 +72,8 @@ def run(
         try:
             return _loop(job, state).run(lambda: function(state, *args, **kwargs))
         finally:
-            flush_trackers(state)
+            if not world.is_forked_child():  # the worker itself writes what was logged
+                flush_trackers(state)
 
     return elastic
 

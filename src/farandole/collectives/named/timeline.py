@@ -77,6 +77,10 @@ class Timeline:
                     os.path.abspath(path), mark_cycles, self._pause_s, self._most_records, continues=True
                 )
 
+    def forget(self) -> None:
+        """Leave the file to the process that has forked this one, and has the thread that writes it."""
+        self._lock, self._recording = threading.Lock(), None
+
     def stop(self) -> None:
         """Stop recording; all events are in the file when this returns. Does nothing while it is off."""
         with self._lock:
@@ -318,6 +322,8 @@ process_timeline = Timeline()
 """The timeline of every NamedCollectives of this process."""
 
 atexit.register(process_timeline.stop)  # the last events are in the file too
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=process_timeline.forget)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
