@@ -9,9 +9,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from farandole.collectives import world
+from farandole.collectives.named.stages import LEAVE_TOGETHER
+from farandole.collectives.world import World
+from farandole.errors import CollectiveMismatch, RecoverableError
 from farandole.events import JobRemarked, TrainingCutShort
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
@@ -80,11 +84,31 @@ def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None,
     """
     here = world.current()
     if job is None:
-        here.transport.barrier()
+        _meet_at_end(here)
         if shortfall is not None and here.placement.rank == 0:  # there is no coordinator to report it
             logger.warning(TrainingCutShort.of(shortfall).line())
         return True
     with InPhase(Phase.FINISHED):
         job.link.send(Finished(here.id.number, shortfall, static_because))
+        with suppress(RecoverableError):  # the coordinator's order says what to do
+            _meet_at_end(here)
         job.has_finished = job.link.wait_for_release(here.id.number)
     return job.has_finished
+
+
+def _meet_at_end(here: World) -> None:
+    """Meet all workers at the end of the function. Raises CollectiveMismatch, on all of them, when another one waits
+    for this one in a collective within the function: both would wait for ever."""
+    end = here.named.begin_end() if here.named is not None else None
+    try:
+        here.transport.barrier()
+    except CollectiveMismatch as error:
+        raise CollectiveMismatch(
+            f"this worker has left the elastic function, and another one has not ({error}): {LEAVE_TOGETHER}"
+        ) from error
+    except RecoverableError:
+        if end is not None:
+            end.take()  # raises the mismatch that has made the other worker leave
+        raise
+    if end is not None:
+        end.take()

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from farandole.collectives import agreement, world
+from farandole.collectives.named.stages import DECIDE_TOGETHER
 from farandole.collectives.transport import Transport
 from farandole.env import read_job_env
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, JobEnded, RecoverableError, StateDiverged
@@ -156,6 +157,8 @@ class StepLoop:
     def _has_finished(self, static_because: str = "") -> bool:
         """Wait for the other workers at the end of the function. False: a regroup is due. `static_because`: as in
         Finished."""
+        if self._connection is not None:
+            return False
         if not all_have_finished(self._job, self._shortfall(), static_because):
             return False
         if self._checkpoints is not None and not static_because:
@@ -328,6 +331,11 @@ class StepLoop:
             digest = int(state_hash[:16], 16) if state_hash else self._watch.sample()
             trailer = _EPOCH_END.pack(epoch, state.step, self.prepared(), digest)
             trailers = world.current().transport.all_gather(trailer)
+        except CollectiveMismatch as error:
+            raise CollectiveMismatch(
+                f"this worker has ended epoch {epoch} after step {state.step}, and another one has not ({error}): all "
+                f"workers have to leave the loop over the batches together. {DECIDE_TOGETHER}"
+            ) from error
         except RecoverableError:
             if self._job is None:
                 raise

@@ -25,12 +25,14 @@ from farandole.collectives.connection_pair import Wake
 from farandole.collectives.named.negotiation import NamedSettings, Negotiation
 from farandole.collectives.named.pending import StallWatch
 from farandole.collectives.named.stages import (
+    END,
     GLOBAL_SET,
     AllJoined,
     Execute,
     Fail,
     Key,
     Kind,
+    Request,
     RequestList,
     Response,
     SetAdded,
@@ -130,6 +132,15 @@ class NamedCollectives:
         self._queue.add(submissions, wakes=not is_awaited)
         if self._wake is None:
             self._run_alone()
+
+    def begin_end(self) -> Handle:
+        """Submit that this rank's elastic function has returned. The handle ends when that of each rank has; with
+        CollectiveMismatch, on all ranks, when another one waits for this one in an operation."""
+        handle = Handle(run_until_done=self.run_until_done)
+        self._queue.add([Submission(Request(END), handle=handle)])
+        if self._wake is None:
+            self._run_alone()
+        return handle
 
     def run_until_done(self, handle: Handle) -> None:
         """Run rounds in the calling thread until the handle is done or this rank has left, unless another thread runs
@@ -277,6 +288,8 @@ class NamedCollectives:
         """Record the requests of a round on the timeline."""
         self._timeline.cycle()
         for rank, key in self._negotiation.requested(request_lists):
+            if key == END:
+                continue
             self._timeline.negotiate_start(key.name, key.kind)
             self._timeline.rank_ready(key.name, rank)
 
@@ -309,6 +322,11 @@ class NamedCollectives:
 
     def _execute(self, response: Execute) -> None:
         operations = response.operations
+        if operations[0].key == END:
+            if (submission := self._queue.find(END)) is not None:
+                submission.finish(None)
+                self._queue.forget([submission])
+            return
         if self._timeline.is_on:
             for operation in operations:
                 self._timeline.negotiate_end(operation.key.name)

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from farandole.collectives.named.pending import PendingTable, Stall
 from farandole.collectives.named.stages import (
+    END,
     GLOBAL_SET,
     AllJoined,
     Execute,
@@ -28,6 +29,7 @@ from farandole.collectives.named.stages import (
     Response,
     SetAdded,
     SetRemoved,
+    fail_after_end,
     fail_contradictory,
     fail_expired,
     fail_group,
@@ -39,7 +41,7 @@ from farandole.collectives.transport import Reduction
 from farandole.errors import ConfigError, ProtocolError
 
 _SET_CHANGES = {Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET}
-_CACHED = set(Kind) - _SET_CHANGES - {Kind.JOIN, Kind.BARRIER}
+_CACHED = set(Kind) - _SET_CHANGES - {Kind.JOIN, Kind.BARRIER, Kind.END}
 
 
 class Negotiation:
@@ -104,8 +106,8 @@ class Negotiation:
                 yield rank, request.key
 
     def waiting(self) -> list[Stall]:
-        """Return all operations that wait for ranks, oldest first. Joins are not among them."""
-        operations = self._pending.all()
+        """Return all operations that wait for ranks, oldest first. Joins are not among them, nor is the end."""
+        operations = [pending for pending in self._pending.all() if pending.key != END]
         return [
             Stall(pending.key, tuple(pending.requested_by()), tuple(awaited), pending.number)
             for pending, awaited in zip(operations, self._pending.all_awaited(operations), strict=True)
@@ -138,6 +140,7 @@ class Negotiation:
         fails += self._give_up(request_lists)
         for cluster in self._pending.take_contradictory():
             fails += fail_contradictory(cluster)
+        fails += self._fail_after_end()
         self._use(matched)
         return [*fails, *executes, *self._all_joined(), *self._change_sets(set_changes)]
 
@@ -199,6 +202,20 @@ class Negotiation:
                 together = self._pending.cluster([pending], by_name=False)
                 fails += fail_expired(pending, awaited, self._pending.take(together))
         return fails
+
+    def _fail_after_end(self) -> list[Fail]:
+        """Fail what waits for a rank that has left the elastic function: it would wait for ever."""
+        end = self._pending.get(END)
+        if end is None:
+            return []
+        ended = end.requested_by()
+        operations = [pending for pending in self._pending.all() if pending is not end]
+        all_awaited = self._pending.all_awaited(operations)
+        stuck = [each for each, awaited in zip(operations, all_awaited, strict=True) if set(ended) & set(awaited)]
+        if not stuck:
+            return []
+        together = [end, *self._pending.cluster(stuck, by_name=False)]
+        return fail_after_end(ended, stuck[0], self._pending.take(together))
 
     def _all_joined(self) -> list[Response]:
         responses: list[Response] = []

@@ -36,6 +36,7 @@ class Kind(enum.IntEnum):
     JOIN = 7
     ADD_PROCESS_SET = 8
     REMOVE_PROCESS_SET = 9
+    END = 10
 
 
 class Key(msgspec.Struct, frozen=True, array_like=True):
@@ -44,6 +45,10 @@ class Key(msgspec.Struct, frozen=True, array_like=True):
     process_set: int
     kind: Kind
     name: str
+
+
+END = Key(GLOBAL_SET, Kind.END, "elastic function")
+"""A rank requests it when its elastic function has returned; it submits nothing more before all have requested it."""
 
 
 # Requested ------------------------------------------------------------------------------------------------------------
@@ -351,6 +356,7 @@ _CHECKS: dict[Kind, tuple[Check, ...]] = {
     # Summed before it is scattered: the first dimension is compared too.
     Kind.REDUCESCATTER: (_dtypes, _scalars, _shapes, _ops, _scales, _devices),
     Kind.BARRIER: (),
+    Kind.END: (),
     Kind.ADD_PROCESS_SET: (_sets,),
     Kind.REMOVE_PROCESS_SET: (_sets,),
 }
@@ -413,6 +419,23 @@ def fail_expired(pending: PendingOperation, awaited: Sequence[int], together: Se
     what = f"{operation_in_words(pending.key)} was given up after waiting for too long"
     message = f"{what}: {submitted_by} submitted it, {missing} did not"
     return [Fail(each.key, message) for each in together]
+
+
+def fail_after_end(
+    ended: Sequence[int], pending: PendingOperation, together: Sequence[PendingOperation]
+) -> list[Fail]:
+    """Fail an operation that waits for ranks that have left the elastic function, all operations that belong to it, and
+    the end itself."""
+    has = "has" if len(ended) == 1 else "have"
+    message = (
+        f"{ranks_in_words(ended)} {has} left the elastic function, and {operation_in_words(pending.key)} of "
+        f"{ranks_in_words(pending.requested_by())} waits for {'it' if len(ended) == 1 else 'them'}: {LEAVE_TOGETHER}"
+    )
+    return [Fail(each.key, message) for each in together]
+
+
+DECIDE_TOGETHER = "Decide it by a value that is the same on all of them, such as fd.any(condition) or fd.mean(loss)"
+LEAVE_TOGETHER = f"all workers have to leave it at the same point of the loop. {DECIDE_TOGETHER}"
 
 
 def _shortened(names: list[str]) -> str:

@@ -95,6 +95,17 @@ def test_a_barrier_passes_while_other_operations_are_outstanding() -> None:
     assert run(2, outstanding) == [2.0, 2.0]
 
 
+def test_all_ranks_get_an_error_where_one_has_left_for_which_another_waits() -> None:
+    def leave(named: NamedCollectives) -> bool:
+        handle = allreduce(named, "x", torch.ones(1)) if named.rank == 0 else named.begin_end()
+        with pytest.raises(CollectiveMismatch, match="rank 1 has left the elastic function"):
+            handle.take()
+        named.begin_end().take()
+        return bool(allreduce(named, "x", torch.ones(1)).take().item() == 2.0)
+
+    assert run(2, leave) == [True, True]
+
+
 def test_ranks_that_disagree_all_get_the_error_and_go_on() -> None:
     def disagree(named: NamedCollectives) -> float:
         dtype = torch.float32 if named.rank == 0 else torch.int64

@@ -6,6 +6,7 @@ import pytest
 
 from farandole.collectives.named.negotiation import Negotiation
 from farandole.collectives.named.stages import (
+    END,
     AllJoined,
     Execute,
     Fail,
@@ -21,6 +22,7 @@ from farandole.errors import ProtocolError
 from tests.support.negotiating import Ranks, allreduce, group, request
 
 JOIN = request(Kind.JOIN, "join")
+ENDED = Request(END)
 
 
 def add(*ranks: int, name: str = "0") -> Request:
@@ -230,6 +232,31 @@ def test_other_kinds_fail_while_a_rank_has_joined(kind: Kind) -> None:
     ranks.round([], [JOIN])
     decisions = ranks.round([request(kind)], [], [request(kind)])
     assert "rank 1 has called join(); only allreduce and barrier work then" in message(decisions[0])
+
+
+def test_the_end_is_reached_once_all_ranks_have_left_and_is_no_stall_before() -> None:
+    ranks = Ranks(2)
+    assert ranks.round([ENDED]) == []
+    assert ranks.negotiations[0].waiting() == []
+    (decision,) = ranks.round([], [ENDED])
+    assert isinstance(decision, Execute)
+
+
+def test_what_waits_for_a_rank_that_has_left_fails_with_the_end() -> None:
+    ranks = Ranks(3)
+    ranks.round([ENDED])
+    decisions = ranks.round([], [allreduce()])
+    assert {each.key for each in decisions if isinstance(each, Fail)} == {END, allreduce().key}
+    assert "rank 0 has left the elastic function, and allreduce 'allreduce.x' of rank 1 waits for it" in message(
+        decisions[0]
+    )
+
+
+def test_what_was_submitted_before_a_rank_left_is_carried_out() -> None:
+    ranks = Ranks(2)
+    assert ranks.round([allreduce(), ENDED]) == []
+    (decision,) = ranks.round([], [allreduce()])
+    assert names(decision) == ["x"]
 
 
 def test_what_a_rank_submitted_before_it_joined_counts() -> None:
