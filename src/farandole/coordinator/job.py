@@ -168,11 +168,12 @@ class Change:
 @dataclass(frozen=True)
 class Loss:
     """A member that was lost since the last START (after the release: that failed). `sentence` says how; a worker that
-    is `dying` gets a more exact one later."""
+    is `dying` gets a more exact one later, and its exit code."""
 
     sentence: str
     raised: str | None = None
     dying: str | None = None
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True)

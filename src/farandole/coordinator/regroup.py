@@ -73,6 +73,13 @@ def abort_for_faults(transition: Transition) -> None:
 
 def end_if_hopeless(transition: Transition) -> None:
     """End a job in which no further generation can ever start."""
+    if _have_all_left(transition.job):
+        transition.end(
+            0,
+            "All workers exited with code 0 before the elastic function had returned: the script caught an exception "
+            "that left it, or called sys.exit().",
+        )
+        return
     if is_state_lost(transition.job) and transition.job.has_checkpoint and not _is_end_of_all(transition.job):
         resume_from_checkpoint(transition)
     reason = _why_hopeless(transition.job)
@@ -294,6 +301,11 @@ def _record_shortage(transition: Transition, change: Change) -> None:
             f"{transition.now_s - change.short_since_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g}): "
             f"{why_not_refilled(transition.job)}.",
         )
+
+
+def _have_all_left(job: Job) -> bool:
+    """Return whether all members have left the elastic function by themselves, and ended well."""
+    return bool(job.losses) and not any(job.each_survivor()) and all(loss.exit_code == 0 for loss in job.losses)
 
 
 def _is_end_of_all(job: Job) -> bool:

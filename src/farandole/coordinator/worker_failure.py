@@ -6,7 +6,8 @@ before generation 1   killed by a signal: replaced, or its host is banned; anyth
 a static script       exit code 0: one worker is done; anything else ends the job; so it is in a job that has become
                       static (shutdown.py)
 either of these       with --max-restarts: all workers are started again, or the job ends (whole_restart.py)
-an elastic job        a member: lost, whatever its exit code, and the survivors regroup;
+an elastic job        a member: lost, whatever its exit code, and the survivors regroup; the job ends with success when
+                      all have exited with code 0 (regroup.py);
                       others: replaced, or they had left anyway;
                       with --on-failure host the whole host is banned (capacity.py), in the same regroup
 after the release     exit code 0: done; anything else is reported and makes the job fail
@@ -126,11 +127,14 @@ def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
 def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
     losses = []
     for one in gone:
-        _log_loss(transition, one)
+        if one.exit_code == 0 and not any(transition.job.each_survivor()):
+            _log_end(transition, one)
+        else:
+            _log_loss(transition, one)
         if one.worker.is_dying:
             _complete_loss(transition, one)
         elif transition.job.is_member(one.worker.name):
-            losses.append(Loss(one.sentence(transition.job), one.worker.raised))
+            losses.append(Loss(one.sentence(transition.job), one.worker.raised, exit_code=one.exit_code))
             if one.worker.raised:
                 # If all raise the same exception, none is restarted: wait until the others prove to be healthy
                 # (regroup.py).
@@ -144,7 +148,9 @@ def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
 def _complete_loss(transition: Transition, one: ExitRecord) -> None:
     """Complete the loss, if it still counts, that was recorded when the worker was dying."""
     losses = [
-        replace(loss, sentence=one.sentence(transition.job), dying=None) if loss.dying == one.worker.name else loss
+        replace(loss, sentence=one.sentence(transition.job), dying=None, exit_code=one.exit_code)
+        if loss.dying == one.worker.name
+        else loss
         for loss in transition.job.losses
     ]
     transition.change(losses=tuple(losses))

@@ -81,6 +81,25 @@ def test_when_all_are_dying_the_job_ends_with_how_they_ended() -> None:
     assert "SIGSEGV" in reason
 
 
+def test_when_all_end_well_by_themselves_the_job_ends_with_success() -> None:
+    told = dying(dying(ToldJob(2).training(), "w0"), "w1")
+    told.exited("w1", 0)
+    assert told.job.ending is None
+    told.exited("w0", 0)
+    code, reason = told.ending
+    assert code == 0
+    assert reason.startswith("All workers exited with code 0 before the elastic function had returned")
+    assert told.logged(WorkerLost) == []
+
+
+def test_when_one_ends_well_and_another_is_killed_the_state_is_lost() -> None:
+    told = dying(dying(ToldJob(2).training(), "w0"), "w1")
+    told.exited("w1", 0).exited("w0", -9)
+    code, reason = told.ending
+    assert code == 1
+    assert "state of the job is lost" in reason
+
+
 def test_a_newcomer_is_not_started_without_state_while_the_last_holder_is_dying() -> None:
     told = ToldJob(1, slots=2, max_np=2).training()
     told.feed(ScaleRequested(2)).hello("w1").elastic("w1")
