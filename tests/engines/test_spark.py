@@ -96,7 +96,7 @@ def test_functions_run_in_tasks_and_survive_the_end_of_one(tmp_path: Path) -> No
     assert done.returncode == 0
     assert "PLACES [(0, 'spark-task-" in done.stdout
     assert "TRACEBACK LookupError: nothing here" in done.stdout
-    assert "ELASTIC [(True, 2)]" in done.stdout
+    assert "ELASTIC [(True, 2), (True, 2)]" in done.stdout
     assert (tmp_path / "killed").exists()
     assert "ROWS True" in done.stdout
     assert processes_with("\0--host\0spark-task-") == []

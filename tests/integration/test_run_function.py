@@ -171,8 +171,9 @@ def test_functions_work_together_and_what_they_print_is_in_files(tmp_path: Path)
         assert (tmp_path / "logs" / f"rank.{rank}" / "stdout").read_text() == f"rank {rank} has 3.0\n"
 
 
-def test_an_elastic_function_returns_the_results_of_the_first_ranks(tmp_path: Path) -> None:
-    """One worker is killed on the way; as many as min_num_proc are promised, and their results are given."""
+def test_an_elastic_function_returns_the_results_of_the_workers_that_completed_it(tmp_path: Path) -> None:
+    """One worker is killed on the way; it depends on the time whether its replacement joins. The results have the ranks
+    at the end, also of workers that have called shutdown()."""
 
     def train(folder: str) -> tuple[int, int, bool]:
         import os
@@ -200,10 +201,13 @@ def test_an_elastic_function_returns_the_results_of_the_first_ranks(tmp_path: Pa
                 state.commit()
             return state.batch
 
-        return go_on(state), farandole.rank(), (pathlib.Path(folder) / "killed").exists()
+        batches, rank = go_on(state), farandole.rank()
+        farandole.shutdown()
+        return batches, rank, (pathlib.Path(folder) / "killed").exists()
 
-    results = fd.run(train, (str(tmp_path),), num_proc=3, min_num_proc=2, max_num_proc=3)
-    assert results == [(20, 0, True), (20, 1, True)]
+    results = fd.run(train, (str(tmp_path),), num_proc=3, min_num_proc=1, max_num_proc=3)
+    assert len(results) in (2, 3)
+    assert results == [(20, rank, True) for rank in range(len(results))]
 
 
 # Errors ---------------------------------------------------------------------------------------------------

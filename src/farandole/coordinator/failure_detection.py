@@ -175,7 +175,8 @@ def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> N
     trouble = job.links
     deadline_s = transition.now_s + EXIT_EXPLAINS_S if trouble.deadline_s is None else trouble.deadline_s
     link = (min(reporter.name, hint.peer), max(reporter.name, hint.peer))
-    transition.change(links=replace(trouble, hints=trouble.hints | {link}, deadline_s=deadline_s))
+    left = {**trouble.left, reporter.name: hint.detail} if hint.direction == "left" else trouble.left
+    transition.change(links=replace(trouble, hints=trouble.hints | {link}, left=left, deadline_s=deadline_s))
 
 
 def judge_links(transition: Transition) -> None:
@@ -249,7 +250,10 @@ def _judge_hints(transition: Transition) -> None:
     named = tuple(f"{one}-{other}" for one, other in sorted(hints))
     if job.links.retries < MOST_RETRIES:
         transition.change(links=LinkTrouble(retries=job.links.retries + 1))
-        regroup.abort(transition, f"connections failed between living workers ({', '.join(named)})")
+        left = [f"{name}: {why}" for name, why in sorted(job.links.left.items())]
+        # The connections of those that have left fail at their neighbours.
+        reason = "; ".join(left) or f"connections failed between living workers ({', '.join(named)})"
+        regroup.abort(transition, reason)
     else:
         transition.change(links=LinkTrouble())
         _stop(transition, hints, cover_but_one_holder(job, hints), is_proved=False)

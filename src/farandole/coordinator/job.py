@@ -226,6 +226,7 @@ class LinkTrouble:
     """Reports of failed connections between members that both live.
 
     hints       pairs of workers, reported in the running generation
+    left        why members have left it by themselves, without a fault of the others, by name
     deadline_s  when a report that no exit has explained counts
     retries     generations with unchanged members that were started for such reports, in a row
     findings    the newest one of each member that has probed its neighbours in the running generation
@@ -234,6 +235,7 @@ class LinkTrouble:
     """
 
     hints: frozenset[tuple[str, str]] = frozenset()
+    left: Mapping[str, str] = field(default_factory=dict)
     deadline_s: float | None = None
     retries: int = 0
     findings: Mapping[str, Finding] = field(default_factory=dict)

@@ -121,8 +121,7 @@ def run(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         num_proc: The number of workers.
-        min_num_proc: The fewest workers that may continue in an elastic function; the results are then those of the
-            first `min_num_proc` ranks. Without it, all are needed.
+        min_num_proc: The fewest workers that may continue in an elastic function. Without it, all are needed.
         max_num_proc: The most workers that may ever train.
         hosts: For example "localhost:4,b:4". Agents on other machines are started by ssh.
         hostfile: A file with lines such as `b slots=4`.
@@ -158,7 +157,8 @@ def run(
         mpi_args: Without effect.
 
     Returns:
-        The results of the workers, by rank.
+        The results of the workers that completed the function, by rank: `num_proc` of them, but of an elastic function
+        as many as there were at its end.
 
     Raises:
         FunctionFailed: A worker raised; with the traceback of the first one. It is a RuntimeError.
@@ -272,12 +272,11 @@ def run_function(
     executable: str | None = None,
     checkpoint: CheckpointEnv | None = None,
     start: StartSettings | None = None,
-    returns_all: bool = False,
     streams: Streams = (None, None),
     progress: str = "never",
 ) -> list[T]:
-    """Run a function as run() does, for a job with this `config`, and return the results of the first `config.min_np`
-    ranks; with `returns_all`, also those of the other workers that returned."""
+    """Run a function as run() does, for a job with this `config`, and return the results of all workers that completed
+    it, by rank."""
     if progress not in PROGRESS:
         raise ConfigError(f"progress must be one of {', '.join(map(repr, PROGRESS))}, got {progress!r}")
     sent = _encoded(call)
@@ -298,8 +297,7 @@ def run_function(
         )
         if outcome.exit_code != 0:
             raise FunctionFailed(outcome.reason, returns.first_traceback())
-        ranks = sorted({*range(config.min_np), *(returns.ranks() if returns_all else ())})
-        return [_result(returns, rank, outcome) for rank in ranks]
+        return [_result(returns, rank, outcome) for rank in range(max(config.min_np, returns.workers))]
 
 
 def chosen_hosts(
@@ -343,6 +341,8 @@ class _Returns:
         self._files: dict[str, Path] = {}  # by worker, also of those that are not complete
         self._results: dict[int, Path] = {}  # by rank; the last one counts
         self._errors: list[tuple[float, Path]] = []  # with the time of the exception, on this machine's clock
+        self.workers = 0
+        """The number of workers in the last generation, as far as one of them has left a result."""
 
     def add(self, part: ReturnPart) -> None:
         """Take the next part of a return."""
@@ -355,10 +355,7 @@ class _Returns:
                 self._errors.append((now_s() - part.age_s, path))
             else:
                 self._results[returned.rank] = path
-
-    def ranks(self) -> set[int]:
-        """Return the ranks that have left a result."""
-        return set(self._results)
+                self.workers = max(self.workers, returned.size)
 
     def result(self, rank: int) -> bytes | None:
         """Return the pickled result of a rank; None: it has left none."""
@@ -378,7 +375,7 @@ def _result(returns: _Returns, rank: int, outcome: Outcome) -> Any:
     if pickled is None:
         raise FunctionFailed(
             f"{outcome.reason} But rank {rank} left no result: it ended before its function returned, as by "
-            "sys.exit(0), or it called shutdown() after its rank had changed."
+            "sys.exit(0)."
         )
     try:
         # Written by our own workers, and received from agents that have proved the token.

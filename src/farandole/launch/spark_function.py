@@ -113,8 +113,8 @@ def run_elastic(
     strict: bool = False,
     shards: int | None = None,
 ) -> list[T]:
-    """Call an elastic function in tasks of the active Spark application, and return the results of the first
-    `min_num_proc` ranks. The job continues when executors are taken away, and grows when there are more.
+    """Call an elastic function in tasks of the active Spark application, and return the results of the workers that
+    completed it, by rank. The job continues when executors are taken away, and grows when there are more.
 
     See the example of `run`.
 
@@ -141,7 +141,7 @@ def run_elastic(
         max_np: Another name of max_num_proc.
 
     Returns:
-        The results of the first `min_num_proc` workers, by rank.
+        The results of the workers that completed the function, by rank.
 
     Raises:
         FunctionFailed: A worker raised, or the job had too few workers for too long. It is a RuntimeError.

@@ -71,11 +71,12 @@ class Synced(Message, frozen=True):
 
 
 class LinkBroken(Message, frozen=True):
-    """A data connection of generation `number` failed. This is a hint, never a verdict."""
+    """A data connection of generation `number` failed, or its main thread has left the generation by itself, as
+    `detail` says. This is a hint, never a verdict."""
 
     number: int
     peer: str
-    direction: str  # "send" | "receive" | "connect"
+    direction: str  # "send" | "receive" | "connect" | "left"
     detail: str
 
 

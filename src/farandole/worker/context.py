@@ -45,6 +45,7 @@ _TRACEBACK_LIMIT = 100_000  # characters; the end holds the most information
 _job: WorkerJob | None = None
 _fixed: FixedJob | None = None
 _slot = 0
+_left: Placement | None = None  # the last placement before shutdown()
 _is_dynamic = False  # init(process_sets="dynamic")
 _has_timeline = False  # HOROVOD_TIMELINE names a file
 
@@ -111,8 +112,10 @@ def shutdown() -> None:
 
     See the example of `init`.
     """
+    global _left
     if not world.is_entered():
         return
+    _left = world.current().placement
     if world.is_forked_child():
         world.enter(None)
         return
@@ -173,6 +176,11 @@ def _end() -> None:
             each.close()
     _job = _fixed = None
     shorten_exit()
+
+
+def last_placement() -> Placement | None:
+    """Return the current placement, or the last one before shutdown(); None before init()."""
+    return world.current().placement if world.is_entered() else _left
 
 
 def is_initialized() -> bool:
@@ -571,7 +579,7 @@ class WorkerJob:
         """Report that the main thread left this generation without a fault that others could see. To the coordinator it
         is a failed connection: if it has no other explanation, it aborts the generation, with unchanged members."""
         assert self._start is not None
-        self._report_broken(self._start.id.number, self._start.next.worker, "send", reason)
+        self._report_broken(self._start.id.number, self._start.next.worker, "left", reason)
 
     def demanded_number(self) -> int:
         """Return the generation to be READY for; 0 for a newcomer, which is ready for any.

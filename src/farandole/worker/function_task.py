@@ -31,23 +31,23 @@ def main() -> None:
         # user's script.
         call: Callable[[], Any] = cloudpickle.loads(sent.pickled)
         result = call()
-        _leave(env, Return(_own_rank(), is_error=False, data=_pickled(result)))
+        rank, size = _place()
+        _leave(env, Return(rank, is_error=False, data=_pickled(result), size=size))
     except Exception as error:
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next or error.__traceback__  # without this function
         text = traceback.format_exc().encode("utf-8", "backslashreplace")
-        _leave(env, Return(_own_rank(), is_error=True, data=text[-LARGEST_BYTES:]))
+        rank, size = _place()
+        _leave(env, Return(rank, is_error=True, data=text[-LARGEST_BYTES:], size=size))
         raise
 
 
-def _own_rank() -> int:
-    """Return this worker's rank: in the job's last generation if it is still a member, otherwise the rank for which it
-    was started."""
+def _place() -> tuple[int, int]:
+    """Return this worker's rank, and the number of workers, in its last generation; of a worker that was in none, those
+    for which it was started."""
     context = sys.modules.get("farandole.worker.context")  # a function without Farandole needs no torch either
-    if context is not None and context.is_initialized():
-        rank: int = context.rank()
-        return rank
-    return read_rank_and_size()[0]
+    place = None if context is None else context.last_placement()
+    return read_rank_and_size() if place is None else (place.rank, place.size)
 
 
 def _pickled(result: object) -> bytes:

@@ -109,3 +109,10 @@ def test_how_tensors_move_is_said_and_changes_nothing() -> None:
 def test_a_member_without_state_is_stopped_rather_than_one_of_several_holders() -> None:
     told = ToldJob(3).hello("w0", "w1", "w2").elastic("w0", "w1", "w2").synced("w0", "w2")
     assert cover_but_one_holder(told.job, [("w1", "w2")]) == ["w1"]
+
+
+def test_a_member_that_left_by_itself_is_named_with_its_reason() -> None:
+    told = ToldJob(3).training().says("w1", LinkBroken(1, "w2", "left", "the script raised HostsUpdatedInterrupt"))
+    told.link_broken("w0", "w1").passes(0.5)
+    assert told.job.change is not None
+    assert told.job.change.reason == "w1: the script raised HostsUpdatedInterrupt"

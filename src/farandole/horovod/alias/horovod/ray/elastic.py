@@ -115,5 +115,4 @@ class ElasticRayExecutor:
             interfaces=tuple(settings.nics or ()),
             output=OutputOptions(),
             environment={name: str(value) for name, value in self.env_vars.items()},
-            returns_all=True,
         )

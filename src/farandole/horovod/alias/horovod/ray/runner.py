@@ -180,7 +180,6 @@ class RayExecutor:
             interfaces=tuple(self.settings.nics or ()),
             output=OutputOptions(),
             environment=self._env,
-            returns_all=self._config.fills_slots,
         )
 
 

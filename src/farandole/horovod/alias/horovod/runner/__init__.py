@@ -100,8 +100,8 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[T]:
-    """Call `func(*args, **kwargs)` in every worker of a job, and return the results by rank, with `min_num_proc` those
-    of the first `min_num_proc` ranks. See farandole.run(), which has the same parameters.
+    """Call `func(*args, **kwargs)` in every worker of a job, and return the results of those that completed it, by
+    rank. See farandole.run(), which has the same parameters.
 
     Raises RuntimeError when a worker fails, ValueError for arguments that exclude each other.
     """
