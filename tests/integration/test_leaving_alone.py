@@ -15,7 +15,8 @@ NAMED = "rank 1 has left the elastic function, and "
 
 
 @pytest.mark.parametrize(
-    ("rule", "way", "said"), [("step", "return", AT_THE_END), ("step", "break", AFTER_EPOCH), ("commit", "return", NAMED)]
+    ("rule", "way", "said"),
+    [("step", "return", AT_THE_END), ("step", "break", AFTER_EPOCH), ("commit", "return", NAMED)],
 )
 def test_the_job_fails_and_says_what_happened(rule: str, way: str, said: str) -> None:
     result = farandole_run("-np", "2", sys.executable, str(SCRIPTS / "leaving_alone.py"), rule, way)

@@ -421,9 +421,7 @@ def fail_expired(pending: PendingOperation, awaited: Sequence[int], together: Se
     return [Fail(each.key, message) for each in together]
 
 
-def fail_after_end(
-    ended: Sequence[int], pending: PendingOperation, together: Sequence[PendingOperation]
-) -> list[Fail]:
+def fail_after_end(ended: Sequence[int], pending: PendingOperation, together: Sequence[PendingOperation]) -> list[Fail]:
     """Fail an operation that waits for ranks that have left the elastic function, all operations that belong to it, and
     the end itself."""
     has = "has" if len(ended) == 1 else "have"
