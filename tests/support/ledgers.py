@@ -26,6 +26,7 @@ class WrittenJob:
     """A job whose members write one file each.
 
     order, is_carried  of the loader: its name; whether the tail of an epoch is filled from the next one
+    left_out  samples of the data set that are in no position of an epoch
 
     members  in order of rank;  step, epoch, cursor  where the state of all members is
     """
@@ -37,9 +38,10 @@ class WrittenJob:
         members: Iterable[str] = ("a", "b", "c"),
         order: str = "",
         is_carried: bool = False,
+        left_out: int = 0,
     ) -> None:
         self.samples, self.global_batch_size = samples, global_batch_size
-        self.order, self.is_carried = order, is_carried
+        self.order, self.is_carried, self.left_out = order, is_carried, left_out
         self.files: dict[str, list[Record]] = {}
         self.run_id, self.generation = 1, 0
         self.step = self.epoch = self.cursor = 0
@@ -65,6 +67,7 @@ class WrittenJob:
                     self.cursor,
                     0 if self.order == TWO_STREAMS else self.samples,
                     self.order,
+                    left_out=self.left_out,
                 )
             )
 
@@ -78,18 +81,28 @@ class WrittenJob:
                 Intent(self.run_id, self.generation, self.step, rank, self.epoch, start, stop, low, high, ids)
             )
 
-    def apply(self, by: Iterable[str] | None = None) -> None:
+    def apply(self, by: Iterable[str] | None = None, is_skipped: bool = False) -> None:
         """All members, or those named, apply the step that was begun; the state moves."""
-        self.apply_in_vain(self.members if by is None else by)
+        self.apply_in_vain(self.members if by is None else by, is_skipped)
         self.step, self.cursor = self.step + 1, self._batch()[1]
 
-    def apply_in_vain(self, by: Iterable[str]) -> None:
+    def apply_in_vain(self, by: Iterable[str], is_skipped: bool = False) -> None:
         """These apply it, and their state is lost with them."""
         start, stop = self._batch()
         total = ids_hash([self.sample_at(position) for position in range(start, stop)])
         for name in by:
             self.files[name].append(
-                Applied(self.run_id, self.generation, self.step, self.epoch, start, stop, stop - start, total)
+                Applied(
+                    self.run_id,
+                    self.generation,
+                    self.step,
+                    self.epoch,
+                    start,
+                    stop,
+                    stop - start,
+                    total,
+                    is_skipped=is_skipped,
+                )
             )
 
     def train(self, steps: int = 1) -> None:
@@ -114,7 +127,7 @@ class WrittenJob:
             return 2 * (2 * turn + place) if place < 2 else 2 * turn + 1
         if self.order.startswith("weighted"):
             return position // 2
-        return (position + 17 * self.epoch) % self.samples
+        return (position + 17 * self.epoch) % (self.samples + self.left_out)
 
     def lines(self) -> list[Line]:
         return [

@@ -149,9 +149,16 @@ class ElasticLoader(ABC):
             return True
         status = step.status()
         if status not in (StepStatus.NONE, StepStatus.ABORTED):
-            raise StepError(_advice(self.batch.global_batch, status))
+            raise StepError(without_step(self.batch.global_batch, status))
         self._restart()
         return False
+
+    def note_untrained(self, is_all: bool) -> None:
+        """Record that the step which is decided has trained none of its samples; or not all of them."""
+        if is_all:
+            self.record.skipped += 1
+        else:
+            self.record.partial += 1
 
     @property
     def shards(self) -> int:
@@ -373,7 +380,8 @@ class Padding:
         return padding, [], self._data
 
 
-def _advice(global_batch: GlobalBatch, status: StepStatus) -> str:
+def without_step(global_batch: GlobalBatch, status: StepStatus) -> str:
+    """Return the message for a loop body that has made no step."""
     what = f"samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}"
     if status is StepStatus.DECIDED:
         return (
@@ -384,13 +392,12 @@ def _advice(global_batch: GlobalBatch, status: StepStatus) -> str:
         return (
             f"the next batch was requested, and no DistributedOptimizer has reduced gradients for {what}: an optimizer "
             f"of torch trains this worker's part only. Write optimizer = fd.DistributedOptimizer(optimizer) and pass "
-            f"it to TorchState(optimizer=...), or pass a DistributedDataParallel as the model of TorchState. Where "
-            f"the loop body ends early, as by `continue` for a bad batch, multiply the loss by 0 instead"
+            f"it to TorchState(optimizer=...), or pass a DistributedDataParallel as the model of TorchState"
         )
     missing = "optimizer.step()" if status is StepStatus.REDUCED else "backward() and optimizer.step()"
     return (
-        f"the next batch was requested without {missing} for {what}: every run of the loop body must "
-        f"call step() of a DistributedOptimizer; instead of `continue` for a bad batch, multiply its loss by 0"
+        f"the next batch was requested without {missing} for {what}: a run of the loop body calls step() of a "
+        f"DistributedOptimizer, and all workers together may leave out single batches"
     )
 
 
@@ -406,6 +413,7 @@ class EpochRecord:
     cut_steps     steps that were not made in these epochs, as far as they can be counted
     total, steps  arguments of the last call of epochs(); both None: nothing was promised
     by_trainer    remaining steps promised by a framework's trainer, which count instead of `total`
+    skipped, partial  decided steps that have trained none of their samples; not all of them
     decided       decided steps; part of the state where steps were promised
     last          the epoch in which the last promised step was decided; -1: not yet
     is_through    the current epoch was iterated to its end and not yielded by epochs() since; on this worker only
@@ -414,6 +422,7 @@ class EpochRecord:
 
     def __init__(self) -> None:
         self.once_done = self.cut_epochs = self.cut_steps = self.decided = 0
+        self.skipped = self.partial = 0
         self.last = -1
         self.total: int | None = None
         self.steps: int | None = None
@@ -481,13 +490,15 @@ class EpochRecord:
         once = {"once": self.once_done} if self.once_done else {}
         cut = {"cut": [self.cut_epochs, self.cut_steps]} if self.cut_epochs else {}
         decided = {"decided": [self.decided, self.last]} if self.steps is not None else {}
-        return {**once, **cut, **decided}
+        untrained = {"untrained": [self.skipped, self.partial]} if self.skipped or self.partial else {}
+        return {**once, **cut, **decided, **untrained}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of state_dict(), which may be among other entries."""
         self.once_done = state.get("once", 0)
         self.cut_epochs, self.cut_steps = state.get("cut", (0, 0))
         self.decided, self.last = state.get("decided", (0, -1))
+        self.skipped, self.partial = state.get("untrained", (0, 0))
         self.is_through = False
 
 

@@ -256,6 +256,11 @@ class ScriptLoader(DataLoader):
             raise NoStepInEpoch("the script has taken all batches of an epoch for training without optimizer.step()")
         return self._hand_out(is_rehearsal=True)
 
+    @property
+    def left_out_samples(self) -> int:
+        """Number of samples of the data set that `drop_last` leaves out in each epoch, other ones each time."""
+        return len(self._sampler.dataset) - self._layout.size
+
     def set_batches_of_step(self, batches: int) -> None:
         """Set the number of batches of the script for one step. The current position must be that of a step."""
         self.batches_of_step = batches

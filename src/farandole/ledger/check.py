@@ -98,7 +98,7 @@ class WeightsStory:
                 )
                 self.problems.append(f"{name} applied step {record.step} without {skipped}")
         worker.last = record.step
-        if record.updates == 0:
+        if record.updates == 0 and not record.is_skipped:
             self.problems.append(f"{name} counted step {record.step}, but its weights did not change")
         elif record.updates > 1:
             self.problems.append(f"step {record.step} was applied {record.updates} times to the weights of {name}")
@@ -184,8 +184,8 @@ def check(lines: Iterable[Line]) -> Findings:
 
 
 def settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
-    """Yield the readable lines, without intents that the same rank wrote again: it was handed the same step again, and
-    its last intent is the contribution."""
+    """Yield the readable lines, without intents that the same rank wrote again before the step was applied: it was
+    handed the same step again, or has left its epoch before the step, and its last intent is the contribution."""
     held: Line | None = None
     broken: Line | None = None
     for line in lines:
@@ -197,9 +197,10 @@ def settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
             if not line.is_cut_short:
                 broken = line  # a full disk cuts lines off, too; then the next line reports it
             continue
-        if held is not None and not _is_repeated(held.record, line.record):
-            yield held
-        held = None
+        if held is not None and _ends(held, line):
+            if not _is_repeated(held.record, line.record):
+                yield held
+            held = None
         if isinstance(line.record, Intent):
             held = line
         else:
@@ -208,6 +209,11 @@ def settled(lines: Iterable[Line], problems: list[str]) -> Iterator[Line]:
         problems.append(f"{broken.file}, line {broken.number} cannot be read")
     if held is not None:
         yield held
+
+
+def _ends(held: Line, line: Line) -> bool:
+    """Return whether no intent behind this line can replace the held one."""
+    return held.file != line.file or isinstance(line.record, Intent | Applied | Started)
 
 
 def _is_repeated(before: Record | None, after: Record) -> bool:
@@ -335,7 +341,8 @@ class _Story:
 class _EpochCounts:
     """The counts of one epoch.
 
-    counts  number of times that each sample was trained
+    counts  number of times that each sample was trained, or skipped with its step
+    skipped  samples of skipped steps
     unseen, unseen_hash  of local batches of which only the sums are known
     is_mixed  some of these sums are of samples of two epochs
     """
@@ -343,6 +350,7 @@ class _EpochCounts:
     counts: NDArray[np.uint16]
     begin: int
     end: int = 0
+    skipped: int = 0
     unseen: int = 0
     unseen_hash: int = 0
     is_mixed: bool = False
@@ -356,13 +364,15 @@ class _Count:
         self._story = story
         newest = max(story.starts.items())[1]
         self._size, self._streams, self._has_each_once = newest.samples, newest.streams, newest.has_each_once
+        self._left_out = newest.left_out
         self._left: dict[int, list[int]] = {}  # by step: samples and hash that no intent has accounted for
         self._epochs: dict[int, _EpochCounts] = {}
         for step, record in sorted(story.standing.items()):
             for number, start, stop in self._parts(record.epoch, record.start, record.stop):
-                counts = np.zeros(self._size if self._has_each_once else 0, dtype=np.uint16)
+                counts = np.zeros(self._size + self._left_out if self._has_each_once else 0, dtype=np.uint16)
                 epoch = self._epochs.setdefault(number, _EpochCounts(counts, begin=start))
                 epoch.end = max(epoch.end, stop)
+                epoch.skipped += stop - start if record.is_skipped else 0
             self._left[step] = [record.samples, record.ids_hash]
 
     def _parts(self, epoch: int, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -396,7 +406,7 @@ class _Count:
             self._story.problems.append(f"a step of another epoch has samples of epoch {number}: {ids.tolist()[:20]}")
             return
         # No stream has more samples than all of them together.
-        is_known = (ids >= 0) & (ids < (self._streams * epoch.end or self._size))
+        is_known = (ids >= 0) & (ids < (self._streams * epoch.end or len(epoch.counts)))
         epoch.foreign += ids[~is_known].tolist()
         missing = int(ids[is_known].max(initial=-1)) + 1 - len(epoch.counts)
         if missing > 0:  # of streams
@@ -461,6 +471,8 @@ class _Count:
                 proved, never = epoch.unseen, []
             else:
                 unproved = epoch.unseen
+        if is_whole and len(never) == self._left_out:
+            never = []
         return EpochFinding(
             epoch=number,
             begin=epoch.begin,
@@ -471,6 +483,7 @@ class _Count:
             foreign=epoch.foreign,
             proved_by_hash=proved,
             unproved=unproved,
+            skipped=epoch.skipped,
         )
 
     def _doubted(self, epoch: EpochFinding) -> EpochFinding:

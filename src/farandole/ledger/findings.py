@@ -21,6 +21,7 @@ class EpochFinding(msgspec.Struct, frozen=True):
     sampler         its name in the state, under the commit rule
     padding         samples that a rank has trained for the second time on purpose, to fill up the end of the epoch;
                     not in `repeated`
+    skipped         samples whose steps all workers have skipped; they count as visited
     """
 
     epoch: int
@@ -34,6 +35,7 @@ class EpochFinding(msgspec.Struct, frozen=True):
     unproved: int
     sampler: str = ""
     padding: int = 0
+    skipped: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -183,6 +185,8 @@ def _of_epoch(epoch: EpochFinding, samples: int) -> Iterator[str]:
         else:
             end = f"; it is unfinished, {_many(left, 'sample')} are left"
         yield f"{_many(covered, 'sample')}{begun}{end}"
+    if epoch.skipped:
+        yield f"{_many(epoch.skipped, 'sample')} visited and not trained: all workers have skipped their steps"
     if epoch.padding:
         yield f"{_many(epoch.padding, 'sample')} trained twice as padding at its end"
     if epoch.proved_by_hash:

@@ -52,6 +52,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     samples  positions of one epoch's order: of the data set, where each sample comes once; 0 where unknown
     order    name of the order, as the loader gives it
     copied   the worker has copied parameters and optimizer state from another one; None where unknown
+    left_out  samples of the data set that the order leaves out in each epoch, other ones each time
     """
 
     run_id: int
@@ -65,6 +66,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     samples: int
     order: str = ""
     copied: bool | None = None
+    left_out: int = 0
 
     @property
     def key(self) -> GenerationKey:
@@ -114,6 +116,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     digest   digest of a part of the state before the step, the same part on all ranks; 0 where nothing was hashed
     updates  number of times that optimizers have changed the worker's weights since the last step that it has applied,
              without a copied state in between; -1 where not counted
+    is_skipped  the step has trained none of its samples, on any worker: all of them have left it out
     """
 
     run_id: int
@@ -126,6 +129,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     ids_hash: int
     digest: int = 0
     updates: int = -1
+    is_skipped: bool = False
 
     @property
     def key(self) -> GenerationKey:

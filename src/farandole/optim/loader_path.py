@@ -118,6 +118,7 @@ class LoaderPath:
 
     def _open_pass(self, batch: Batch) -> None:
         self._notice(batch)
+        step.begin_pass(batch)
         self._reduction.refuse_half_reduced()
         self._factor = self._weights.record(batch)
         self._overlaps, self._is_final = False, batch.is_last

@@ -50,13 +50,16 @@ class ScaledStep(torch.optim.Optimizer):
         `grad_scale` and `found_inf` on this object, which the user's class must not see, and removes them."""
         takes_none = closure is None and not arguments and not _demands_closure(super().step.__func__)  # type: ignore[attr-defined]
         first = () if takes_none else (closure, *arguments)  # a class may have step(self), without a closure
+        found_inf = self.__dict__.get("found_inf")
+        is_skipped = found_inf is not None and bool(found_inf)
+        step.note_update(is_skipped)
         if self._base_scales:
             return super().step(*first, **options)
         names = ("grad_scale", "found_inf")
         asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
-        scale, found_inf = asked.get("grad_scale"), asked.get("found_inf")
+        scale = asked.get("grad_scale")
         try:
-            if found_inf is not None and bool(found_inf):
+            if is_skipped:
                 return None
             if scale is not None:
                 inverse = scale.double().reciprocal().float()

@@ -37,6 +37,7 @@ def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, in
         saved=int(loop_hooks.has_saved()),
         own_shard=audited[0],
         other_shard=audited[1],
+        passed=step.passed(),
     )
 
 
@@ -53,6 +54,7 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     check(all_headers)
     weight = total([header.weight for header in all_headers])
     loop_hooks.record_agreed(sum(header.samples for header in all_headers), ids_hash(all_headers))
+    step.agree_on_passes(sum(each.samples for each in all_headers), sum(each.passed for each in all_headers))
     loop_hooks.agree([header.prepared for header in all_headers])
     loop_hooks.compare([header.digest for header in all_headers], any(header.saved for header in all_headers))
     if loop_hooks.measures_time():
@@ -67,6 +69,7 @@ def conclude_alone(batch: Batch) -> None:
     ids = loop_hooks.record_intended(batch)
     world.current().transport.barrier()
     loop_hooks.record_agreed(batch.global_batch.samples, ids)
+    step.agree_on_passes(batch.global_batch.samples, step.passed())
     loop_hooks.agree([loop_hooks.prepared()])
 
 
@@ -192,7 +195,7 @@ def total(weights: list[float]) -> float | None:
 #
 # Without it, the gradient of a rank that skipped a bad batch would be added to those of another batch, unnoticed.
 
-_LAYOUT = struct.Struct("<8qQdQqQQq")
+_LAYOUT = struct.Struct("<8qQdQqQQqq")
 SIZE = _LAYOUT.size
 
 
@@ -212,6 +215,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     own_shard   in an audited step, digest of this rank's audited shard
     other_shard  in an audited step, digest of the shard of another rank that it has computed again
     own_ns      time that this rank has taken for its part of the step without waiting for others; 0: not measured
+    passed      samples of this rank's local batch for which a backward pass has run
     """
 
     generation: int
@@ -229,6 +233,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     own_shard: int = 0
     other_shard: int = 0
     own_ns: int = 0
+    passed: int = 0
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -247,6 +252,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
             self.own_shard,
             self.other_shard,
             self.own_ns,
+            self.passed,
         )
 
     @classmethod

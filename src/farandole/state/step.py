@@ -12,6 +12,7 @@
     any status ─ open ─► OPEN        the next global batch, or the same one again after ABORTED
     any status ─ close ─► NONE       the batches of an epoch are through, or workers have regrouped
     NONE ─ decide ─► NONE            a step without a loader of Farandole: there is no batch
+    OPEN, REDUCED ─ leave_out ─► DECIDED     all workers leave the batch out: the step is decided, and nothing applied
     DECIDED ─ mark_reduced, abort or decide ─► REDUCED, ABORTED or DECIDED
                                      another optimizer, for the same batch: where no state has the optimizers, each of
                                      them makes a step by itself
@@ -25,6 +26,7 @@ Who makes which transition:
                     optimizers (a GAN)
     end_body        the loader, when the loop body asks for the next batch or has left the loop. It decides a step that
                     only some of several optimizers have made (a generator that steps for every fifth batch)
+    leave_out       the run loop, where the loop body has made no step on any worker
     take_back       the run loop, before the same batch comes again: it aborts, and undoes the optimizers' changes
     close           the loader and the run loop
 
@@ -71,6 +73,7 @@ _UNDECIDED = frozenset({OPEN, REDUCED, ABORTED})
 _PADS_AFTER = frozenset({REDUCED})
 _REDUCED_AFTER = frozenset({OPEN, REDUCED, DECIDED})
 _ABORTS_AFTER = frozenset({OPEN, REDUCED, ABORTED, DECIDED})
+_LEFT_OUT_AFTER = frozenset({OPEN, REDUCED})
 _DECIDES_AFTER = frozenset({NONE, REDUCED, DECIDED})
 
 
@@ -151,6 +154,13 @@ class _OpenStep:
     is_rehearsal: bool = False
     has_passed: bool = False
     was_handed_out: bool = False  # see take_handed_out()
+    passed_in: Batch | None = None  # the batch of the last backward pass
+    passed: int = 0  # samples of this worker, in the global batch, for which a backward pass has run
+    has_untrained: bool = False  # no backward pass has run for some of all workers' samples
+    is_without_pass: bool = False  # ... for none of them
+    is_left_out: bool = False  # by all workers
+    has_inf: bool = False  # an optimizer has skipped its update, since a GradScaler has found inf or NaN
+    has_updated: bool = False  # an optimizer has not
 
 
 _step = _OpenStep()
@@ -162,6 +172,8 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
     """Open a step, since the loader hands out `batch`. In a rehearsal the step is aborted in any case."""
     if batch.index == 0:
         _forget()
+        _step.passed, _step.has_untrained, _step.is_without_pass = 0, False, False
+        _step.has_inf = _step.has_updated = _step.is_left_out = False
     else:
         for participant in _step.participants:
             participant.begin_micro_batch()
@@ -230,6 +242,47 @@ def expects_micro_batch() -> bool:
     return _step.status is OPEN or (_step.status is ABORTED and _step.is_rehearsal)
 
 
+def begin_pass(batch: Batch) -> None:
+    """Note that a backward pass of a batch has begun, and counts; also repeatedly."""
+    if _step.passed_in is not batch:
+        _step.passed_in = batch
+        _step.passed += 0 if batch.is_dummy else batch.samples
+
+
+def passed() -> int:
+    """Return the number of this worker's samples of the global batch for which a backward pass has run."""
+    return _step.passed
+
+
+def agree_on_passes(samples: int, passed: int) -> None:
+    """Note, from the headers of all ranks, the samples of a global batch, and those for which a backward pass has
+    run."""
+    _step.has_untrained, _step.is_without_pass = passed < samples, not passed
+
+
+def note_update(is_skipped: bool) -> None:
+    """Note that an optimizer has applied its gradients; or has not, since a GradScaler has found inf or NaN."""
+    _step.has_inf |= is_skipped
+    _step.has_updated |= not is_skipped
+
+
+def is_left_out() -> bool:
+    """Return whether the step that is decided was left out by all workers."""
+    return _step.is_left_out
+
+
+def trains_nothing() -> bool:
+    """Return whether the step that is decided has trained none of its samples: it was left out, had no backward pass,
+    or its update was skipped."""
+    return _step.is_left_out or _step.is_without_pass or (_step.has_inf and not _step.has_updated)
+
+
+def trains_in_part() -> bool:
+    """Return whether the step that is decided has trained only some of its samples: there was no backward pass for
+    others."""
+    return _step.has_untrained and not trains_nothing()
+
+
 def end_pass(batch: Batch) -> None:
     """Note that a backward pass of a batch of strict mode has ended, and counts."""
     _step.has_passed = True
@@ -272,6 +325,16 @@ def abort() -> None:
     if _step.status is not ABORTED and _observer is not None:
         _observer.aborted()
     _step.status = ABORTED
+
+
+def leave_out() -> None:
+    """Decide the step without applying it: all workers leave its batch out. What single optimizers have done is
+    undone."""
+    _refuse_unless(_LEFT_OUT_AFTER, "its batch is left out")
+    _end_overlaps("its batch was left out")
+    _undo()
+    _step.is_left_out = True
+    _conclude()
 
 
 def take_back() -> None:
@@ -358,6 +421,10 @@ def end_body() -> None:
 def decide() -> None:
     """Decide the step after the optimizers have stepped: the rest of the step happens now, or not at all."""
     _refuse_unless(_DECIDES_AFTER, "it is decided")
+    _conclude()
+
+
+def _conclude() -> None:
     _forget()
     try:
         if _step.on_decided is not None:

@@ -63,6 +63,7 @@ class Loader(Protocol):
     def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int: ...
     def end_rehearsals(self) -> None: ...
     def shortfall(self) -> Shortfall | None: ...
+    def note_untrained(self, is_all: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -217,13 +218,16 @@ class StepState(TorchState):
         """Complete the atomic step, inside optimizer.step(). The gradients are applied: the step counts even when a
         callback raises."""
         try:
-            if self._statistics is not None and batch is not None:
-                self._statistics.install(batch)
-            for callback in self.after_step:
-                callback()
+            if not step.is_left_out():
+                if self._statistics is not None and batch is not None:
+                    self._statistics.install(batch)
+                for callback in self.after_step:
+                    callback()
         finally:
             if self.loader is not None and batch is not None:
                 loop_hooks.record_applied(batch)
+                if step.trains_nothing() or step.trains_in_part():
+                    self.loader.note_untrained(is_all=step.trains_nothing())
                 self.loader.commit(batch.global_batch)
             self.step += 1
 

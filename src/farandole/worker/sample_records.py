@@ -24,7 +24,7 @@ from farandole.ledger.records import (
     compact,
     ids_hash,
 )
-from farandole.state import loop_hooks
+from farandole.state import loop_hooks, step
 from farandole.state.loop_hooks import TrainedSamples
 from farandole.state.state_digest import Divergence
 from farandole.state.step import Batch
@@ -68,6 +68,7 @@ class SampleRecords:
                 samples=loader.get("size", 0),
                 order=str(loader.get("order", "")),
                 copied=has_copied,
+                left_out=getattr(self._state.loader, "left_out_samples", 0),
             )
         )
 
@@ -119,11 +120,11 @@ class SampleRecords:
         if self._intended is None:
             global_batch = batch.global_batch
             ids, key = compact(self._ids), self._generation()
-            rank, step = world.current().placement.rank, self._state.step
+            rank, number = world.current().placement.rank, self._state.step
             self._writer.write(
                 Intent(
                     *key,
-                    step,
+                    number,
                     rank,
                     global_batch.epoch,
                     global_batch.start,
@@ -146,7 +147,8 @@ class SampleRecords:
             global_batch, key = batch.global_batch, self._generation()
             updates = max(Counter(self._updates).values(), default=0)
             place = (self._state.step, global_batch.epoch, global_batch.start, global_batch.stop)
-            self._writer.write(Applied(*key, *place, *self._agreed, loop_hooks.digest(), updates))
+            digest, is_skipped = loop_hooks.digest(), step.trains_nothing()
+            self._writer.write(Applied(*key, *place, *self._agreed, digest, updates, is_skipped))
         self._ids, self._intended, self._agreed = [], None, None
         self._updates.clear()
 

@@ -19,8 +19,17 @@ from torch.optim import Optimizer
 from farandole.collectives import agreement, world
 from farandole.collectives.named.stages import DECIDE_TOGETHER
 from farandole.collectives.transport import Transport
+from farandole.data.elastic_loader import without_step
 from farandole.env import read_job_env
-from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, JobEnded, RecoverableError, StateDiverged
+from farandole.errors import (
+    CollectiveMismatch,
+    ConfigError,
+    GenerationEnded,
+    JobEnded,
+    RecoverableError,
+    StateDiverged,
+    StepError,
+)
 from farandole.liveness import status_reporting
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
@@ -31,14 +40,14 @@ from farandole.state import loop_hooks, step
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.rehearsal import Rehearsal
 from farandole.state.state_digest import Divergence
-from farandole.state.step import Batch, StepStatus
+from farandole.state.step import Batch, GlobalBatch, StepStatus
 from farandole.state.step_state import StepState
 from farandole.state.sync import SyncReport, synchronize
 from farandole.state.watched_tensors import layers_with_statistics, make_statistics_equal
 from farandole.wire.messages import Elastic, StateHashed, StatesDiffered, StragglerSeen, Synced
 from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.context import WorkerJob
-from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
+from farandole.worker.leaving import all_have_finished, leaving_on_sigterm, remark
 from farandole.worker.process_setup import map_memory_ahead
 from farandole.worker.sample_records import SampleRecords, sample_records
 from farandole.worker.warm_up import warm_up
@@ -56,6 +65,9 @@ ResultT = TypeVar("ResultT")
 
 
 _ONCE = struct.Struct("<3q")  # epoch, decided steps, number of the call
+_LEFT_OUT = struct.Struct("<6qQ")  # decided steps, epoch, start, stop, samples of the rank, prepared, hash
+_MOST_AT_START = 16
+"""Batches that may be left out before the first one is trained."""
 _EPOCH_END = struct.Struct("<3qQ")  # epoch, decided steps, prepared, digest
 _SECOND_CALL = (
     "Farandole has called this elastic function before, on this worker, to warm up before the worker joined. Code "
@@ -159,11 +171,25 @@ class StepLoop:
         Finished."""
         if self._connection is not None:
             return False
+        self._remark()
         if not all_have_finished(self._job, self._shortfall(), static_because):
             return False
         if self._checkpoints is not None and not static_because:
             self._checkpoints.at_end()
         return True
+
+    def _remark(self) -> None:
+        """Say in the last line of the job what was not trained."""
+        record, steps = getattr(self._state.loader, "record", None), self._state.step
+        if record is None:
+            return
+        if record.skipped == steps:
+            remark(self._job, "skipped steps", "nothing was trained")
+        elif record.skipped:
+            remark(self._job, "skipped steps", f"{record.skipped} of {steps} steps trained nothing, and were skipped")
+        if record.partial:
+            text = f"in {record.partial} of {steps} steps some samples had no backward pass"
+            remark(self._job, "partial steps", text)
 
     def _shortfall(self) -> Shortfall | None:
         return self._state.loader.shortfall() if self._state.loader is not None else None
@@ -233,6 +259,8 @@ class StepLoop:
         has_to_regroup = self._has_to_regroup()
         if has_to_regroup and step.is_undecided():
             step.abort()
+        if step.is_undecided() and not (step.is_aborted() or step.expects_micro_batch()):
+            has_to_regroup = not self._leave_out()
         if step.expects_micro_batch() and not has_to_regroup:
             rehearsal = self._rehearsal if self._state.is_strict else None
             if rehearsal is not None:
@@ -252,6 +280,48 @@ class StepLoop:
                 self._regroup()
                 self._pass_boundary()
         self._is_busy = False
+
+    def _leave_out(self) -> bool:
+        """Decide the step of a batch for which the loop body has made none, if it has done so on all workers: they
+        leave the batch out together. False: a worker was lost meanwhile, and the step is aborted."""
+        batch = step.batch()
+        assert batch is not None
+        global_batch, here = batch.global_batch, world.current()
+        self._refuse_to_leave_out(global_batch)
+        ids = loop_hooks.record_intended(batch)
+        place = (self._state.step, global_batch.epoch, global_batch.start, global_batch.stop)
+        try:
+            self._raise_if_connected("leaving a batch out")
+            trailers = here.transport.all_gather(_LEFT_OUT.pack(*place, global_batch.samples, self.prepared(), ids))
+        except CollectiveMismatch as error:
+            raise CollectiveMismatch(
+                f"this worker has left out samples [{place[2]}, {place[3]}) of epoch {place[1]}, by a loop body "
+                f"without optimizer.step(), and other workers have not: {error}. Decide it alike on all workers, as "
+                f"by `if fd.any(is_bad): continue`"
+            ) from error
+        except RecoverableError:
+            if self._job is None:
+                raise
+            step.abort()
+            return False
+        by_rank = [_LEFT_OUT.unpack(each) if len(each) == _LEFT_OUT.size else () for each in trailers]
+        if any(each[:4] != place for each in by_rank):
+            raise CollectiveMismatch(f"workers left out different batches; (step, epoch, samples) by rank: {by_rank}")
+        loop_hooks.record_agreed(sum(each[4] for each in by_rank), sum(each[6] for each in by_rank) % 2**64)
+        self.agree([each[5] for each in by_rank])
+        step.leave_out()
+        return True
+
+    def _refuse_to_leave_out(self, global_batch: GlobalBatch) -> None:
+        """Raise StepError where it is more likely that the script forgets its steps: no batch was trained yet."""
+        record = getattr(self._state.loader, "record", None)
+        left_out = 0 if record is None else record.skipped
+        if left_out < self._state.step:
+            return
+        samples = self._state.loader.epoch_samples
+        is_epoch = 0 < samples <= global_batch.stop and not (global_batch.epoch or global_batch.start == 0)
+        if left_out >= _MOST_AT_START or is_epoch or not step.is_noticed():
+            raise StepError(without_step(global_batch, step.status()))
 
     def _repeat(self, has_to_regroup: bool) -> None:
         """Repeat the current batch, which was not trained, or have the loader refuse to continue."""

@@ -42,6 +42,41 @@ def test_whole_epochs_without_trouble_are_exact() -> None:
     assert list(format_findings(findings))[-1] == "exactly once: yes"
 
 
+def test_samples_of_a_skipped_step_were_visited_and_are_told() -> None:
+    job = WrittenJob()
+    job.train(1)
+    job.begin()
+    job.apply(is_skipped=True)
+    job.train(STEPS - 2)
+    findings = findings_of(job)
+    assert (findings.is_exact, findings.whole_epochs(), findings.epochs[0].skipped) == (True, 1, 10)
+    assert "epoch 0: 10 samples visited and not trained: all workers have skipped their steps" in list(
+        format_findings(findings)
+    )
+
+
+def test_a_step_before_which_the_script_has_left_its_epoch_is_none() -> None:
+    """It was begun: backward() had run."""
+    job = WrittenJob()
+    job.train(1)
+    job.begin()
+    job.end_epoch()
+    job.cursor = 0
+    job.train(STEPS)
+    findings = findings_of(job)
+    assert (findings.is_exact, findings.steps, findings.redone) == (True, 1 + STEPS, 0)
+
+
+def test_samples_that_the_order_leaves_out_are_not_lost() -> None:
+    """Others in each epoch, as a DistributedSampler with drop_last leaves them out."""
+    job = WrittenJob(left_out=3)
+    job.train(2 * STEPS)
+    findings = findings_of(job)
+    assert (findings.is_exact, findings.whole_epochs()) == (True, 2)
+    change(job, "a", 0, [*ids_of(job, "a", 0)[1:], ids_of(job, "a", 0)[1]])
+    assert not findings_of(job).is_exact
+
+
 def test_an_unfinished_epoch_is_exact_so_far() -> None:
     job = WrittenJob()
     job.train(STEPS + 1)

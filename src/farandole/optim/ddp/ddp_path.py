@@ -158,6 +158,7 @@ class DdpPath:
                 "a second backward pass for the same batch before optimizer.step(), with micro-batches: its gradients "
                 "are reduced already. Add the losses and call backward() once"
             )
+        step.begin_pass(batch)
         factor = self._factor(batch)
         header = header_of(batch, self._digest, self._weights.header_weight())
         overlaps = may_overlap(world.current())
@@ -182,6 +183,7 @@ class DdpPath:
         if batch is None:
             return
         self._notice(batch)
+        step.begin_pass(batch)
         if batch.is_last and not batch.is_padding:
             if self.is_alone:
                 self._arrived.add(id(parameter))
