@@ -141,10 +141,7 @@ class DeviceTransport:
         elif self._is_required:
             raise ConfigError(f"--transport {self._groups.name.lower()}: {connected}; use auto")
         elif self.rank == 0:
-            _warn_once(
-                f"tensors on devices are copied through the memory of the host; {self._groups.name} is not used",
-                connected,
-            )
+            _warn_once(self._groups.name, connected)
 
 
 def shared_devices(identities: list[bytes]) -> str:
@@ -159,10 +156,12 @@ def shared_devices(identities: list[bytes]) -> str:
 _warned: set[str] = set()
 
 
-def _warn_once(what: str, why: str) -> None:
+def _warn_once(groups: str, why: str) -> None:
     if why not in _warned:
         _warned.add(why)
-        logger.warning("%s: %s", what, why)
+        logger.warning(
+            "tensors on devices are copied through the memory of the host; %s is not used: %s", groups, why
+        )
 
 
 # Copies through the host's memory -------------------------------------------------------------------------------------
@@ -182,10 +181,13 @@ class StagedTransport:
     Args:
         below: Moves tensors in the host's memory; close() closes it.
         is_host: Tells whether `below` takes a tensor as it is.
+        reason: Why NCCL is not used, for a warning with the first tensor that is copied; empty: no warning.
     """
 
-    def __init__(self, below: Transport, is_host: Callable[[torch.Tensor], bool] = is_in_host_memory) -> None:
-        self.below, self._is_host = below, is_host
+    def __init__(
+        self, below: Transport, is_host: Callable[[torch.Tensor], bool] = is_in_host_memory, reason: str = ""
+    ) -> None:
+        self.below, self._is_host, self._reason = below, is_host, reason
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -235,6 +237,9 @@ class StagedTransport:
 
     def _room_for(self, flat: torch.Tensor) -> torch.Tensor:
         """Return uninitialized memory; all operations share it, and it is as large as the largest tensor needs."""
+        if self._reason:
+            _warn_once("NCCL", self._reason)
+            self._reason = ""
         nbytes = flat.numel() * flat.element_size()
         if self._memory.numel() < nbytes:
             # Pinned, so that the device copies by itself, at full speed.

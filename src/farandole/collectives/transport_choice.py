@@ -128,20 +128,22 @@ class Devices(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         count: The number of CUDA devices that it sees.
         problem: The reason why it cannot use NCCL.
+        slot: Its slot, which is the number of its device where it sees several.
     """
 
     count: int = 0
     problem: str = "its devices were not examined"
+    slot: int = 0
 
 
-def own_devices(choice: str) -> Devices:
-    """Return this process's devices, where `choice` permits NCCL.
+def own_devices(choice: str, slot: int = 0) -> Devices:
+    """Return this process's devices, where `choice` permits NCCL; `slot` is that of this worker.
 
     No device is touched: a CUDA context takes memory on it.
     """
     if choice not in ("auto", "nccl"):
         return Devices()
-    return _own_devices()
+    return msgspec.structs.replace(_own_devices(), slot=slot)
 
 
 @cache
@@ -156,7 +158,7 @@ def _own_devices() -> Devices:
 def uses_nccl(hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str) -> bool:
     """Return whether CUDA tensors go through NCCL, if ranks turn out to have devices of their own. Pure.
 
-    With auto they do if all ranks can, and each host has a device for each of its workers.
+    With auto they do if all ranks can, and there is no staging_reason().
 
     Args:
         hosts: The host of each rank, by rank.
@@ -170,10 +172,30 @@ def uses_nccl(hosts: Sequence[Hashable], devices: Sequence[Devices], choice: str
             if each.problem:
                 raise ConfigError(f"--transport nccl: rank {rank} cannot use it: {each.problem}; use auto")
         return True
-    if choice != "auto" or any(each.problem for each in devices):
-        return False
+    return choice == "auto" and not staging_reason(hosts, devices)
+
+
+def staging_reason(hosts: Sequence[Hashable], devices: Sequence[Devices]) -> str:
+    """Return why CUDA tensors have to be copied through the host with auto; empty where NCCL can be tried. Pure.
+
+    Workers of one host that see a single device each may have one of their own, as under srun --gpus-per-task=1. The
+    first tensors tell.
+    """
+    for rank, each in enumerate(devices):
+        if each.problem:
+            return f"rank {rank} cannot use it: {each.problem}"
     workers = Counter(hosts)
-    return all(workers[host] <= each.count for host, each in zip(hosts, devices, strict=True))
+    for rank, (host, each) in enumerate(zip(hosts, devices, strict=True)):
+        if workers[host] > each.count > 1:
+            return f"there are {workers[host]} workers on the host of rank {rank}, which sees {each.count} CUDA devices"
+        if each.slot >= each.count > 1:
+            return f"rank {rank} is in slot {each.slot}, and sees {each.count} CUDA devices"
+    # A host on which some workers see one device and others see several has no rule for who uses which.
+    for host in workers:
+        seen = {each.count for other, each in zip(hosts, devices, strict=True) if other == host}
+        if 1 in seen and len(seen) > 1:
+            return "the workers of one host see different numbers of CUDA devices"
+    return ""
 
 
 def choice_within_tls(choice: str, hosts: Sequence[Hashable]) -> str:
@@ -199,9 +221,11 @@ def for_devices(
     through_nccl = uses_nccl(hosts, devices, choice)
     if not isinstance(ring, RingTransport) or not torch.accelerator.is_available():
         return host, way.value
-    staged = StagedTransport(host)
     if not through_nccl:
-        return staged, way.value
+        reason = staging_reason(hosts, devices) if choice == "auto" else ""
+        speaker = next((rank for rank, each in enumerate(devices) if each.count), None)
+        return StagedTransport(host, reason=reason if ring.rank == speaker else ""), way.value
+    staged = StagedTransport(host)
     from farandole.collectives.device_transport import DeviceTransport  # loaded only if it is needed
     from farandole.collectives.nccl_transport import NcclGroups
 

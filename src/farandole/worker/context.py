@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +39,8 @@ from farandole.worker.link import Connections, Link, LinkProbe
 from farandole.worker.process_setup import end_loader_processes_at_exit, keep_freed_memory, shorten_exit
 from farandole.worker.worker_recovery import AbortRegistry
 from farandole.worker.world_builder import WorldBuilder
+
+logger = logging.getLogger("farandole")
 
 # Seconds, under a fixed-size launcher, for all ranks to import torch and call init(); as --start-timeout.
 _CONNECT_TIMEOUT_S = 120.0
@@ -292,7 +296,10 @@ def slot() -> int:
 
 
 def device() -> torch.device:
-    """Return the device of this worker's slot: the CUDA device of that number where there is one, else the CPU.
+    """Return the device of this worker's slot: the CUDA device of that number.
+
+    A worker that sees a single device, of its own or a shared one, gets that one. A worker gets the CPU where torch
+    finds no device, and, with a warning, where there are several devices but none of its number.
 
     Raises:
         NotInitialized: `init()` was not called.
@@ -300,9 +307,24 @@ def device() -> torch.device:
     Examples:
         >>> model = torch.nn.Linear(2, 1).to(fd.device())
     """
-    if torch.cuda.is_available() and slot() < torch.cuda.device_count():
-        return torch.device("cuda", slot())
+    number = slot()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 1 or number < count:
+        return torch.device("cuda", number if count > 1 else 0)
+    if count:
+        _warn_of_missing_device(number, count)
     return torch.device("cpu")
+
+
+@cache
+def _warn_of_missing_device(number: int, count: int) -> None:
+    """Warn once that a worker computes on the CPU of a host that has devices."""
+    logger.warning(
+        "the worker in slot %d computes on the CPU, since it sees %d CUDA devices, and none of its number: give the "
+        "host no more slots than devices, or each worker a device of its own in CUDA_VISIBLE_DEVICES",
+        number,
+        count,
+    )
 
 
 def generation() -> int:
@@ -436,6 +458,7 @@ class WorkerJob:
             check=self.link.raise_if_over,
             aborts=self._aborts,
             on_way=lambda number, way: self.link.send(Connected(number, way)),
+            slot=env.slot,
         )
         self._link_probe = LinkProbe(env.detection_budget_s, self._connections, self.link.send, self._listener.address)
         self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s

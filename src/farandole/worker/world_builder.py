@@ -95,6 +95,7 @@ class WorldBuilder:
     aborts     gets each builder and transport before it can block; None where no coordinator ends generations
     on_way     called on rank 0 with a generation's number and how tensors move in it, when that differs from the one
                before
+    slot       the worker's slot on its host
     """
 
     def __init__(
@@ -107,10 +108,11 @@ class WorldBuilder:
         check: Callable[[], None] | None = None,
         aborts: AbortRegistry | None = None,
         on_way: Callable[[int, str], None] = lambda _number, _way: None,
+        slot: int = 0,
     ) -> None:
         self._listener, self._worker, self._host, self._named_settings = listener, worker, host, settings
         self._settings: _Settings | None = None
-        self._on_way = on_way
+        self._on_way, self._slot = on_way, slot
         self._last_way = ""
         self._on_broken, self._check, self._aborts = on_broken, check, aborts
         self._kept: dict[int, KeptGroup] = {}
@@ -182,7 +184,7 @@ class WorldBuilder:
         return Built(entered, any(member.has_process_sets for member in directory))
 
     def _member(self, p2p: DataAddress, control_blocks: ControlBlockRefs) -> Member:
-        devices = own_devices(self._current().transport)
+        devices = own_devices(self._current().transport, self._slot)
         return Member(
             self._worker, self._listener.address, self._host, process_sets.has_added(), p2p, devices, control_blocks
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from farandole.collectives.device_transport import shared_devices
-from farandole.collectives.transport_choice import Devices, Way, decide, own_devices, uses_nccl
+from farandole.collectives.alone import AloneTransport
+from farandole.collectives.device_transport import StagedTransport, shared_devices
+from farandole.collectives.transport_choice import Devices, Way, decide, own_devices, staging_reason, uses_nccl
 from farandole.errors import ConfigError
 
 pytestmark = pytest.mark.core
@@ -46,7 +48,7 @@ def test_an_unknown_word_is_refused_with_those_there_are() -> None:
         decide("aa", "udp")
 
 
-FINE, NONE = Devices(2, ""), Devices(0, "torch finds no CUDA device")
+FINE, ONE, NONE = Devices(2, ""), Devices(1, ""), Devices(0, "torch finds no CUDA device")
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,9 @@ FINE, NONE = Devices(2, ""), Devices(0, "torch finds no CUDA device")
         ("ab", [FINE, Devices(1, "")], True),
         ("aaa", [FINE, FINE, FINE], False),  # three workers, two devices
         ("aab", [FINE, FINE, NONE], False),
+        ("aaa", [ONE, ONE, ONE], True),  # of its own, or a shared one: the first tensors tell
+        ("aab", [ONE, FINE, FINE], False),
+        ("aa", [FINE, Devices(2, "", slot=2)], False),  # a spare has taken over; its device is missing
         ("aa", [Devices(), Devices()], False),
     ],
 )
@@ -63,6 +68,28 @@ def test_nccl_is_for_worlds_with_a_device_for_each_worker(hosts: str, devices: l
     assert uses_nccl(hosts, devices, "auto") is is_used
     for choice in ("tcp", "shm", "hierarchical", "gloo"):
         assert not uses_nccl(hosts, devices, choice)
+
+
+def test_there_is_a_reason_where_nccl_is_not_used() -> None:
+    assert staging_reason("aaa", [FINE, FINE, FINE]) == (
+        "there are 3 workers on the host of rank 0, which sees 2 CUDA devices"
+    )
+    assert staging_reason("aa", [FINE, Devices(2, "", slot=2)]) == "rank 1 is in slot 2, and sees 2 CUDA devices"
+    assert staging_reason("ab", [FINE, NONE]) == "rank 1 cannot use it: torch finds no CUDA device"
+    assert staging_reason("aab", [ONE, FINE, FINE]) == "the workers of one host see different numbers of CUDA devices"
+
+
+def test_the_first_tensor_on_a_device_that_is_copied_warns_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(2):  # generations
+        staged = StagedTransport(AloneTransport(), is_host=lambda tensor: tensor.dtype is torch.int8, reason="a test")
+        staged.all_reduce(torch.zeros(2, dtype=torch.int8))
+        assert len(caplog.records) == number
+        staged.all_reduce(torch.zeros(2))
+        staged.broadcast(torch.zeros(2), 0)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "tensors on devices are copied through the memory of the host; NCCL is not used: a test"
+    )
 
 
 def test_nccl_is_refused_where_a_rank_cannot_use_it() -> None:
