@@ -159,9 +159,7 @@ _warned: set[str] = set()
 def _warn_once(groups: str, why: str) -> None:
     if why not in _warned:
         _warned.add(why)
-        logger.warning(
-            "tensors on devices are copied through the memory of the host; %s is not used: %s", groups, why
-        )
+        logger.warning("tensors on devices are copied through the memory of the host; %s is not used: %s", groups, why)
 
 
 # Copies through the host's memory -------------------------------------------------------------------------------------

@@ -24,9 +24,7 @@ def _no_warning_yet() -> None:
     context._warn_of_missing_device.cache_clear()
 
 
-def test_a_worker_has_the_device_of_its_slot(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_has_the_device_of_its_slot(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert devices(monkeypatch, 3, 3) == ["cuda:0", "cuda:1", "cuda:2"]
     assert devices(monkeypatch, 0, 2) == ["cpu", "cpu"]
     assert caplog.records == []
