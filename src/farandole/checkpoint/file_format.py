@@ -5,11 +5,13 @@ restore.py reads them.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import torch
 
 from farandole.checkpoint.folder import Found, write_file
@@ -46,7 +48,7 @@ def read_files(found: Found) -> Any:
         if FileSum.of(text) != files[STATE]:
             raise ConfigError(f"{found.place}/{STATE} is damaged: its checksum differs from the manifest")
         return from_json(json.loads(text), read_tensors(store, f"{name}/{TENSORS}", files[TENSORS]))
-    except (ConfigError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # data of any kind may be in the place of what was written
         raise ConfigError(f"the checkpoint {found.place} cannot be read: {error}") from error
 
 
@@ -109,19 +111,14 @@ def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.
     with store.open(name) as file:
         if size != expected.size_bytes:
             raise ConfigError(f"{path} has {size} bytes, expected {expected.size_bytes}")
-        crc = 0
-        prefix = file.read(_LENGTH.size)
+        prefix = bytes(_read_exactly(file, path, bytearray(_LENGTH.size)))
         (length,) = _LENGTH.unpack(prefix)
-        if length > min(size, _HEADER_LIMIT):
+        if length > min(size - len(prefix), _HEADER_LIMIT):
             raise ConfigError(f"{path} is damaged: its header states a length of {length} bytes")
         text = _read_exactly(file, path, bytearray(length))
         crc = zlib.crc32(text, zlib.crc32(prefix))
-        header = json.loads(bytes(text))
-        exact = header.pop("__metadata__", {})
         tensors = {}
-        for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype = getattr(torch, exact[_EXACT + key]) if _EXACT + key in exact else _DTYPES[entry["dtype"]]
-            shape = entry["shape"][:-1] if _EXACT + key in exact else entry["shape"]
+        for key, dtype, shape in _layout(bytes(text), size - len(prefix) - length, path):
             tensors[key] = torch.empty(shape, dtype=dtype)
             crc = zlib.crc32(_read_exactly(file, path, byte_view(as_bytes(tensors[key]))), crc)
     if crc != expected.crc32:
@@ -161,6 +158,41 @@ def _header(tensors: Mapping[str, torch.Tensor], names: list[str]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """A tensor in the header."""
+
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    data_offsets: tuple[int, int]
+
+
+def _layout(header: bytes, data_bytes: int, path: str) -> list[tuple[str, torch.dtype, list[int]]]:
+    """Return name, dtype and shape of each tensor of a header, in the order of their bytes, of which there are
+    `data_bytes`.
+
+    The checksum is known only after the tensors have been read. So memory is not allocated as a damaged header says.
+    Raises ConfigError, or ValueError, for such a header.
+    """
+    entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+    exact = msgspec.json.decode(entries.pop("__metadata__", b"{}"), type=dict[str, str])
+    found = [(key, msgspec.json.decode(each, type=_Entry)) for key, each in entries.items()]
+    layout = []
+    end = 0
+    for key, entry in sorted(found, key=lambda item: item[1].data_offsets):
+        name, shape = exact.get(_EXACT + key), entry.shape
+        dtype = _DTYPES.get(entry.dtype) if name is None else getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"{path} is damaged: the dtype of {key} is {name or entry.dtype!r}")
+        nbytes = math.prod(shape) * (dtype.itemsize if name is None else 1)
+        if (end, end + nbytes) != entry.data_offsets or (name is not None and shape[-1:] != [dtype.itemsize]):
+            raise ConfigError(f"{path} is damaged: {key} has shape {shape} in bytes {entry.data_offsets}")
+        layout.append((key, dtype, shape if name is None else shape[:-1]))
+        end += nbytes
+    if end != data_bytes:
+        raise ConfigError(f"{path} is damaged: its header describes {end} of {data_bytes} bytes")
+    return layout
 
 
 def _read_exactly(file: BinaryIO, path: str, room: bytearray | memoryview) -> memoryview:

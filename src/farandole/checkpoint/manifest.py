@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,6 +11,7 @@ from farandole.errors import ConfigError
 from farandole.membership import Progress
 
 FORMAT = 1
+_SUM = "crc32"  # in the file; one that an earlier version wrote has none
 
 
 class FileSum(msgspec.Struct, frozen=True):
@@ -56,21 +57,30 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(manifest))
+    """Return the manifest as a file. Its entry crc32 is that of all other entries."""
+    content = msgspec.to_builtins(manifest)
+    return msgspec.json.format(msgspec.json.encode({**content, _SUM: _sum_of(content)}))
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """Return the manifest in `data`. Raises ConfigError, with `where` in it, for anything but a manifest of this
-    format."""
+    """Return the manifest in `data`. Raises ConfigError, with `where` in it, for anything but an undamaged manifest of
+    this format."""
     try:
         version = msgspec.json.decode(data, type=_Version).format
         if version != FORMAT:
             raise ConfigError(f"{where} has format {version}, and this version of Farandole reads format {FORMAT}")
+        content = msgspec.json.decode(data, type=dict[str, Any])
+        if content.pop(_SUM, (expected := _sum_of(content))) != expected:
+            raise ConfigError(f"{where} is damaged: its checksum differs from its content")
         return msgspec.json.decode(data, type=Manifest)
     except ValueError as error:  # msgspec's own errors, and UnicodeDecodeError
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{where} is not the manifest of a checkpoint: {error}") from None
+
+
+def _sum_of(content: dict[str, Any]) -> int:
+    return zlib.crc32(msgspec.json.encode({name: value for name, value in content.items() if name != _SUM}))
 
 
 class _Version(msgspec.Struct, frozen=True):

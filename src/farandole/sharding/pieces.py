@@ -4,6 +4,7 @@ way, and stored in a folder.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +26,11 @@ from farandole.collectives.named.objects import broadcast_object
 from farandole.collectives.transport import Transport
 from farandole.errors import ConfigError, FarandoleError
 from farandole.process_group.works import failure
+from farandole.sharding.file_sums import damage, write_sums
 from farandole.sharding.safe_reading import SafePlanner, SafeReader, pack_values, unpack_values
 from farandole.sharding.shard_plan import ShardPlan, rows
+
+logger = logging.getLogger("farandole")
 
 TensorKey = tuple[str, str]
 """Key of a tensor: a parameter's name, and the name of a tensor of its optimizer state; "" for the parameter itself."""
@@ -196,17 +200,33 @@ def write_stored(
         parameters, moments = get_state_dict(model, optimizer)
         # As bytes: DCP divides containers, and reads only the parts of them that the reader has already.
         state = {"model": parameters, "optimizer": moments, "number": number, "values": packed}
-        save(state, checkpoint_id=folder / f"{number:010d}-{here.id.number:06d}")
+        path = folder / f"{number:010d}-{here.id.number:06d}"
+        save(state, checkpoint_id=path)
+    write_sums(path, here.placement.rank, here.transport)
     if here.placement.rank == 0:
         for old in _complete(folder)[:-_KEPT]:
             shutil.rmtree(old)
 
 
 def newest_stored(folder: Path) -> Path | None:
-    """Return the newest checkpoint, alike on all ranks. A collective."""
-    found = _complete(folder)[-1:] if world.current().placement.rank == 0 else []
-    for path in broadcast_object(found, 0, "sharding.newest"):
-        return Path(path)
+    """Return the newest undamaged checkpoint, alike on all ranks; rank 0 warns of each one passed over. A collective.
+
+    Raises ConfigError if all checkpoints are damaged.
+    """
+    here = world.current()
+    found = _complete(folder)[::-1] if here.placement.rank == 0 else []
+    wrong: list[str] = []
+    for path in map(Path, broadcast_object(found, 0, "sharding.newest")):
+        wrong = damage(path, here.transport)
+        if not wrong:
+            return path
+        if here.placement.rank == 0:
+            logger.warning("the checkpoint %s cannot be read: %s; using the previous checkpoint", path, wrong[0])
+    if wrong:
+        raise ConfigError(
+            f"{folder} has no checkpoint that can be read ({wrong[0]}); to start from the beginning, give an empty "
+            f"folder"
+        )
     return None
 
 
