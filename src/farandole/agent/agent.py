@@ -485,6 +485,7 @@ class Agent:
 
     async def _heartbeat(self) -> None:
         while True:
+            self._refused.flush()
             sequence, statuses = self._heartbeats.next(since_boot_s()), self._changed_statuses()
             received = self._heartbeats.received if self._config.is_apart else None
             self._session.send(Heartbeat(sequence, received, statuses, self._telemetry()))

@@ -189,7 +189,7 @@ class Coordinator:
         self._serving: set[asyncio.Task[None]] = set()
         self._strangers: Strangers[asyncio.Task[None]] = Strangers(self._make_room, self._budget)
         self._agent_hosts: set[str] = set()  # from which an agent has connected
-        self._store = StoreServer(self._refused) if store is None else store
+        self._store = StoreServer(self._on_event) if store is None else store
         self._attempt = 0
         self._journal, self._restored, self._returning_s = journal, restored, returning_s
         self._returning: set[str] = set()  # agents of the former coordinator that have not come yet

@@ -20,7 +20,7 @@ from typing import Protocol
 from farandole.errors import ConfigError
 from farandole.events import ConnectionRefused
 from farandole.membership import Address
-from farandole.wire.listening import FailureBudget, Listener, Strangers
+from farandole.wire.listening import REPORTS_EVERY_S, FailureBudget, Listener, RefusalReports, Strangers
 from farandole.wire.peer_user import is_of_another_user
 from farandole.wire.sockets import listening_sockets
 
@@ -98,11 +98,13 @@ class StoreServer:
     """The server, used on one event loop: `await open()`, then `close()`.
 
     Args:
-        on_event: Gets a ConnectionRefused for each connection that was closed for a violation.
+        on_event: Gets a ConnectionRefused for a connection that was closed for a violation: of many only some, and
+            their number.
     """
 
     def __init__(self, on_event: Callable[[ConnectionRefused], None]) -> None:
-        self._on_event = on_event
+        self._reports = RefusalReports(on_event)
+        self._flushing: asyncio.TimerHandle | None = None
         self._admitted: set[str] = set()
         self._budget = FailureBudget()
         self._listener = Listener(self._on_connection, self._budget)
@@ -154,6 +156,10 @@ class StoreServer:
         """Stop listening and close all connections. Idempotent."""
         self._listener.close()
         self.clear()
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        self._reports.finish()
 
     def _on_connection(self, connected: socket.socket, who: str) -> None:
         is_stranger = is_of_another_user(connected)
@@ -198,7 +204,13 @@ class StoreServer:
         self._strangers.failed(connection)
 
     def refused(self, peer: str, reason: str) -> None:
-        self._on_event(ConnectionRefused(f"{peer} to the store of torch.distributed", reason))
+        self._reports(ConnectionRefused(f"{peer} to the store of torch.distributed", reason))
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_later(REPORTS_EVERY_S, self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = None
+        self._reports.finish()
 
 
 def _has_only_looked(connected: socket.socket) -> bool:

@@ -31,11 +31,13 @@ from aiohttp import hdrs, web
 from farandole.machine import wall_time_s
 from farandole.page.job_history import JobHistory
 from farandole.page.job_trace import trace_of
+from farandole.page.page_connections import PageConnections, most_connections, open_files_limit, quiet_logger
 from farandole.page.prometheus_metrics import JobMetrics
 from farandole.wire.authentication import derive_key
 from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined
 
 Request = AskScale | AskDrain | AskUndrain
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MESSAGES_KEPT = 256
 """The number of messages that a page which connects again can catch up with; after more it gets the whole picture."""
@@ -146,7 +148,7 @@ class PageServer:
         }
         self._files["index.html"], self._policy = _in_one_file(self._files)
         self._tag = f'"{secrets.token_hex(8)}"'
-        application = web.Application(middlewares=[self._guard], client_max_size=_REQUEST_BYTES)
+        application = web.Application(middlewares=[self._bound, self._guard], client_max_size=_REQUEST_BYTES)
         application.add_routes(
             [
                 web.get("/", self._index),
@@ -157,25 +159,43 @@ class PageServer:
                 web.post("/{action:scale|drain|undrain}", self._act),
             ]
         )
-        self._runner = web.AppRunner(application, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            application, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=quiet_logger()
+        )
+        self._most = most_connections(open_files_limit())
+        self._connections: PageConnections | None = None
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Serve on sockets that listen."""
         await self._runner.setup()
-        for each in sockets:
-            await web.SockSite(self._runner, each).start()
+        assert self._runner.server is not None
+        self._connections = PageConnections(self._runner.server, self._most)
+        self._connections.open([each.dup() for each in sockets])
 
     async def stop(self) -> None:
         """Tell the pages that nothing more will come, and close all connections."""
         self.feed.end()
+        if self._connections is not None:
+            self._connections.close()
         await self._runner.cleanup()
 
     # Who may do what ----------------------------------------------------------------------------------------
 
     @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _bound(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Count the connection as one without a request, but while its request is handled."""
+        transport, connections = request.transport, self._connections
+        if transport is None or connections is None:
+            return await handler(request)
+        connections.busy(transport)
+        try:
+            return await handler(request)
+        finally:
+            if not transport.is_closing():
+                connections.idle(transport)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         is_file = request.path == "/" or request.path.startswith("/static/")
         if not self._has_token(request):
             if request.method == hdrs.METH_POST or not (is_file or self._is_open):
@@ -216,8 +236,8 @@ class PageServer:
         return web.Response(body=self._files[name], content_type=kind, charset="utf-8", headers=headers)
 
     async def _serve_feed(self, request: web.Request) -> web.StreamResponse:
-        if self.feed.pages >= PAGES_AT_ONCE:
-            return _refusal(503, f"{PAGES_AT_ONCE} pages follow this job already")
+        if self.feed.pages >= min(PAGES_AT_ONCE, self._most):
+            return _refusal(503, f"{self.feed.pages} pages follow this job already")
         response = web.StreamResponse(headers={**_HEADERS, hdrs.CACHE_CONTROL: "no-store"})
         response.content_type = "text/event-stream"
         page = self.feed.open(request.headers.get("Last-Event-ID", ""), lambda: self._history.as_dict(wall_time_s()))

@@ -152,7 +152,9 @@ class Listener:
 
 # What is reported about refused connections --------------------------------------------------------------------------
 
-_REPORTS, _REPORTS_EVERY_S = 10, 10.0
+_REPORTS = 10
+REPORTS_EVERY_S = 10.0
+"""Seconds in which so many are reported one by one."""
 
 
 class RefusalReports:
@@ -174,8 +176,11 @@ class RefusalReports:
 
     def flush(self) -> None:
         """Report the connections that were only counted, if it is time. Call this now and then."""
-        if self._clock() - self._since_s < _REPORTS_EVERY_S:
-            return
+        if self._clock() - self._since_s >= REPORTS_EVERY_S:
+            self.finish()
+
+    def finish(self) -> None:
+        """Report the connections that were only counted, at the end or when the time is over."""
         unreported, self._unreported = self._unreported, 0
         self._since_s, self._count = self._clock(), 0
         if unreported:

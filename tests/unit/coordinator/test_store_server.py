@@ -448,3 +448,15 @@ def test_another_user_of_this_machine_is_refused() -> None:
             assert await (await here.connect()).ask(Query.PING, b"1234", answer=4) == b"1234"
 
     run(test())
+
+
+def test_of_many_refused_connections_ten_are_reported_and_the_others_counted() -> None:
+    async def test() -> None:
+        async with running() as here:
+            for _ in range(30):
+                client = await here.connect(bytes(5))
+                assert await client.reader.read() == b""
+            assert len(here.refusals()) == 10
+        assert [event.who for event in here.events.of(ConnectionRefused)][10:] == ["20 others"]
+
+    run(test())

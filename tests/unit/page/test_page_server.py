@@ -23,6 +23,7 @@ import aiohttp
 import farandole.page
 from farandole.page import page_server
 from farandole.page.job_history import JobHistory
+from farandole.page.page_connections import most_connections
 from farandole.page.page_server import MESSAGES_KEPT, PAGES_AT_ONCE, PageServer, Request, is_local_name, page_token
 from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined
 from tests.support.waiting import run
@@ -315,3 +316,68 @@ def test_the_end_of_the_server_ends_the_feeds_after_the_last_message() -> None:
 def test_the_token_of_the_page_does_not_disclose_that_of_the_job() -> None:
     assert page_token(b"a") != page_token(b"b")
     assert len(page_token(b"a")) == 32
+
+
+def test_connections_without_a_complete_request_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "open_files_limit", lambda: 0)  # as few as possible: 8
+
+    async def body() -> None:
+        async with serving() as served, served.get("/feed") as feed:
+            await message(feed.content)
+            with contextlib.ExitStack() as held:
+                half_open = []
+                for _ in range(40):
+                    half_open.append(held.enter_context(socket.create_connection(("127.0.0.1", served.port))))
+                    half_open[-1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
+                    await asyncio.sleep(0)
+                async with served.get("/") as page:
+                    assert page.status == 200
+                for each in half_open[:16]:
+                    each.settimeout(10.0)
+                    assert await asyncio.to_thread(ended, each)
+            served.server.feed.publish("contact", {"contact": "lost"})
+            assert (await message(feed.content))[0] == "contact"
+
+    run(body())
+
+
+def ended(connected: socket.socket) -> bool:
+    """Whether the other end hung up."""
+    try:
+        return connected.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_that_have_been_served_make_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "open_files_limit", lambda: 0)
+
+    async def body() -> None:
+        async with serving() as served:
+            with contextlib.ExitStack() as held:
+                for _ in range(40):
+                    each = held.enter_context(socket.create_connection(("127.0.0.1", served.port), 10.0))
+                    each.sendall(b"GET /static/page.css HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    assert (await asyncio.to_thread(each.recv, 12)) == b"HTTP/1.1 200"
+                async with served.get("/") as page:
+                    assert page.status == 200
+
+    run(body())
+
+
+def test_bytes_that_are_no_request_leave_nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        async with serving() as served:
+            for garbage in (b"x\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET / HTTP/1.1\r\na b: c\r\n\r\n", bytes(100)):
+                with socket.create_connection(("127.0.0.1", served.port), 10.0) as each:
+                    each.sendall(garbage)
+                    each.shutdown(socket.SHUT_WR)
+                    await asyncio.to_thread(ended, each)
+
+    run(body())
+    assert [each for each in caplog.records if each.levelname in ("WARNING", "ERROR")] == []
+
+
+@pytest.mark.parametrize(("limit", "most"), [(0, 8), (256, 96), (1024, 480), (1 << 20, 512)])
+def test_the_number_of_connections_follows_from_the_limit_of_open_files(limit: int, most: int) -> None:
+    assert most_connections(limit) == most
