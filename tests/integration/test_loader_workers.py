@@ -1,4 +1,5 @@
-"""The loader with real loader workers: they live on when the world changes, and never outlive the loader."""
+"""The loader with real loader processes: they live on when the world changes, see each epoch's data set, and never
+outlive the loader."""
 
 from __future__ import annotations
 
@@ -13,8 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import farandole as fd
+from farandole.data.eval_loader import EvalLoader
 from farandole.data.loader import DataLoader
+from farandole.data.stream_loader import StreamLoader
 from farandole.state import step
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,10 +47,12 @@ class Broken(Numbers):
 
 
 @pytest.fixture(autouse=True)
-def no_open_step() -> Iterator[None]:
+def alone() -> Iterator[None]:
+    fd.init()
     step.close()
     yield
     step.close()
+    fd.shutdown()
 
 
 @pytest.fixture
@@ -71,12 +79,6 @@ def take(feed: Iterator[Any], loader: DataLoader, steps: int) -> tuple[list[int]
     return samples, processes
 
 
-def kill_and_take(processes: set[int], feed: Iterator[Any], loader: DataLoader) -> None:
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
-    take(feed, loader, 20)
-
-
 def assert_gone(processes: set[int]) -> None:
     _, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], timeout=10)
     assert not alive
@@ -99,8 +101,9 @@ def test_the_same_loader_workers_go_on_after_a_change_of_the_world(loader: DataL
     assert os.getpid() not in before
 
 
-def test_what_was_fetched_ahead_does_not_stop_at_the_end_of_an_epoch() -> None:
-    loader = make(dataset=Numbers(25), prefetch_factor=4)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_each_epoch_has_loader_processes_of_its_own_unless_they_are_kept(keeps: bool) -> None:
+    loader = make(dataset=Numbers(25), prefetch_factor=4, persistent_workers=keeps)
     seen: list[list[int]] = []
     processes = set()
     for _ in loader.epochs(4):
@@ -111,7 +114,80 @@ def test_what_was_fetched_ahead_does_not_stop_at_the_end_of_an_epoch() -> None:
         processes |= fetchers
     loader.close()
     assert seen == [list(range(25))] * 4
-    assert len(processes) == 2
+    assert len(processes) == 2 * (1 if keeps else 4)
+
+
+STAGE = 0
+
+
+class Stages(Numbers):
+    """Each sample is what the script has set, in all ways in which it could: of the data set, of its module, of shared
+    memory."""
+
+    stage = 0
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.shared = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def set(self, stage: int) -> None:
+        global STAGE
+        self.stage = STAGE = stage
+        self.shared.fill_(stage)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.stage, STAGE, int(self.shared)
+
+
+class Collate:
+    stage = 0
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        return [(*item, self.stage) for item in items]
+
+
+def stages(loader: DataLoader, dataset: Stages, collate: Collate) -> list[set[Any]]:
+    """Return what the samples of three epochs have, in each of which the script has set another stage."""
+    seen = []
+    for epoch in loader.epochs(3):
+        dataset.set(int(epoch))
+        collate.stage = int(epoch)
+        seen.append(set())
+        for batch in loader:
+            seen[-1] |= set(batch)
+            step.close()
+            loader.commit(loader.global_batch)  # type: ignore[arg-type]
+    loader.close()
+    return seen
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_the_script_changes_between_epochs_is_seen_in_all_batches_of_the_next_one(num_workers: int) -> None:
+    dataset, collate = Stages(24), Collate()
+    loader = make(dataset=dataset, collate_fn=collate, num_workers=num_workers)
+    assert stages(loader, dataset, collate) == [{(epoch,) * 4} for epoch in range(3)]
+
+
+def test_loader_processes_that_are_kept_see_changes_of_shared_memory_only_and_not_too_late() -> None:
+    dataset, collate = Stages(24), Collate()
+    loader = make(dataset=dataset, collate_fn=collate, prefetch_factor=4, persistent_workers=True)
+    assert stages(loader, dataset, collate) == [{(0, 0, epoch, 0)} for epoch in range(3)]
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "collate_fn": list}])
+def test_the_tensors_of_a_data_set_may_be_replaced_between_epochs(options: dict[str, Any]) -> None:
+    dataset = TensorDataset(torch.zeros(20))
+    loader = make(**{"dataset": dataset, "collate_fn": None, **options})
+    evaluation = EvalLoader(dataset, 20, **options)
+    for epoch in loader.epochs(3):
+        dataset.tensors = (torch.full((20,), float(epoch)),)
+        for batch in loader:
+            assert torch.stack([item for each in batch for item in each]).unique().tolist() == [epoch]
+            step.close()
+            loader.commit(loader.global_batch)  # type: ignore[arg-type]
+        (batch,) = evaluation
+        assert torch.stack([item for each in batch for item in each]).unique().tolist() == [epoch]
+    loader.close()
 
 
 def test_an_error_in_a_loader_worker_shows_where_it_was_raised() -> None:
@@ -124,17 +200,98 @@ def test_an_error_in_a_loader_worker_shows_where_it_was_raised() -> None:
 
 
 @pytest.mark.core
-def test_after_a_killed_loader_worker_the_next_batch_comes_from_new_ones(loader: DataLoader) -> None:
+@pytest.mark.parametrize("killed", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
+def test_after_a_killed_loader_process_the_next_batch_comes_from_new_ones(killed: int, options: dict[str, Any]) -> None:
+    loader = make(**options)
     feed = iter(loader)
-    _, before = take(feed, loader, 4)
-    with pytest.raises(RuntimeError, match=r"exited unexpectedly|killed by signal"):
-        # torch raises in its SIGCHLD handler: here, or anywhere below.
-        kill_and_take(before, feed, loader)
-    loader.close()
-    cursor = loader.cursor
-    samples, after = take(feed, loader, 2)
-    assert samples == list(range(cursor, cursor + 20))
+    before, samples, after = set(), [], set()
+    for _ in range(4):
+        taken, processes = take(feed, loader, 1)
+        samples += taken
+        before |= processes
+    for process in sorted(before)[:killed]:
+        os.kill(process, signal.SIGKILL)
+    for _ in range(8):
+        taken, after = take(feed, loader, 1)
+        samples += taken
+    assert samples == list(range(120))
     assert not before & after
+    loader.close()
+
+
+def test_a_loader_process_that_is_killed_between_two_batches_does_not_disturb_other_code(loader: DataLoader) -> None:
+    feed = iter(loader)
+    _, processes = take(feed, loader, 2)
+    os.kill(min(processes), signal.SIGKILL)
+    assert_gone({min(processes)})
+    assert take(feed, loader, 1)[0] == list(range(20, 30))
+
+
+def test_of_micro_batches_each_comes_once_when_a_loader_process_is_killed(loader: DataLoader) -> None:
+    loader = make(max_local_batch=3)
+    samples = []
+    for _ in range(3):
+        for index in range(4):
+            batch = next(iter(loader) if not samples else loader)
+            samples += [number for number, _ in batch]
+            if index == 1:
+                os.kill(batch[0][1], signal.SIGKILL)
+        step.close()
+        loader.commit(loader.global_batch)  # type: ignore[arg-type]
+    assert samples == list(range(30))
+    loader.close()
+
+
+class Deadly(Numbers):
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 25:
+            os._exit(9)
+        return super().__getitem__(index)
+
+
+def test_a_sample_of_which_each_loader_process_dies_is_an_error() -> None:
+    loader = make(dataset=Deadly(100), num_workers=1)
+    feed = iter(loader)
+    assert take(feed, loader, 2)[0] == list(range(20))
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
+        next(feed)
+    assert any("its samples may be the cause" in note for note in caught.value.__notes__)
+    assert loader.cursor == 20
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_after_a_killed_loader_process_new_ones_read_a_stream_on(num_workers: int) -> None:
+    loader = StreamLoader(
+        range(200),
+        10,
+        num_workers=num_workers,
+        transform=lambda sample: (sample, os.getpid()),
+        collate_fn=list,
+        max_local_batch=3,
+    )
+    samples = []
+    for index, batch in enumerate(iter(loader)):
+        samples += [sample for sample, _ in batch]
+        if index in (5, 30):
+            os.kill(batch[0][1], signal.SIGKILL)
+        if loader.batch is not None and loader.batch.is_last:
+            step.close()
+            loader.commit(loader.global_batch)  # type: ignore[arg-type]
+    assert samples == list(range(200))
+    loader.close()
+
+
+def test_an_evaluation_survives_a_killed_loader_process() -> None:
+    loader = EvalLoader(Numbers(60), 5, num_workers=2, collate_fn=list)
+    samples, processes = [], set()
+    for index, batch in enumerate(loader):
+        samples += [number for number, _ in batch]
+        processes |= {process for _, process in batch}
+        if index == 3:
+            os.kill(batch[0][1], signal.SIGKILL)
+    assert samples == list(range(60))
+    assert len(processes) > 2
 
 
 def test_close_ends_the_loader_workers_and_iterating_again_starts_new_ones(loader: DataLoader) -> None:
@@ -158,9 +315,8 @@ def test_loader_workers_end_with_the_loader_without_waiting_for_the_cycle_collec
         gc.enable()
 
 
-def test_loader_workers_that_were_warmed_up_fetch_what_comes_and_nothing_of_before_is_trained(
-    loader: DataLoader,
-) -> None:
+def test_loader_processes_that_were_warmed_up_fetch_what_comes_and_nothing_of_before_is_trained() -> None:
+    loader = make(persistent_workers=True)
     loader.warm_up()
     before = {child.pid for child in psutil.Process().children()}
     loader.load_state_dict({**loader.state_dict(), "epoch": 1, "cursor": 30})
@@ -169,6 +325,15 @@ def test_loader_workers_that_were_warmed_up_fetch_what_comes_and_nothing_of_befo
     assert samples == [35, 36, 37, 38, 39, 45, 46, 47, 48, 49, 55, 56, 57, 58, 59]
     assert processes <= before
     assert len(processes) == 2
+    loader.close()
+
+
+def test_loader_processes_that_are_not_kept_are_not_started_before_the_script_asks_for_a_batch(
+    loader: DataLoader,
+) -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    loader.warm_up()
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 def pairs(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -178,7 +343,7 @@ def pairs(items: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def test_data_that_cannot_be_warmed_up_with_is_fetched_when_it_is_needed() -> None:
-    loader = make(collate_fn=pairs)
+    loader = make(collate_fn=pairs, persistent_workers=True)
     loader.warm_up()
     samples, _ = take(iter(loader), loader, 2)
     assert samples == list(range(20))

@@ -29,6 +29,7 @@ from farandole.data.sample_order import BatchLayout, IndexStream, batches, globa
 from farandole.state import step
 from farandole.state.step import Batch
 from tests.property.test_gradient_weights import Sequences, loss_of, net
+from tests.support.read_ahead import read_ahead
 from tests.support.thread_workers import run_workers
 
 SCHEDULES = int(os.environ.get("BALANCE_SCHEDULES", "60"))  # `make schedules` runs 2,000
@@ -178,15 +179,10 @@ class Worker:
     def __post_init__(self) -> None:
         self.balance = Balance(self.ahead)
         self.stream = IndexStream(self.layout, lambda epoch, positions: positions, self.balance.turns)
-        self.feed = iter(self.stream)
+        self.prefetch = read_ahead(self.stream, self.ahead)
 
     def take(self) -> Batch:
-        while True:
-            while len(self.stream.on_way) <= self.ahead:
-                next(self.feed)
-            indexed = self.stream.on_way.popleft()
-            if indexed.restart_id == self.stream.restart_id:
-                return indexed.batch
+        return self.prefetch.take()[0].batch
 
 
 @st.composite
@@ -229,6 +225,8 @@ def test_every_sample_is_trained_once_whatever_was_fetched_ahead_and_whoever_com
     for _ in range(60):
         if cursor >= layout.end:
             epoch, cursor = epoch + 1, layout.next_epoch(cursor)
+            for rank, each in enumerate(workers):
+                each.stream.restart(layout, epoch, cursor, rank, len(workers))
         if chance.random() < 0.1:
             speeds = [chance.choice([0.3, 1.0, 1.0, 2.0]) for _ in range(6)]
         if chance.random() < 0.05:

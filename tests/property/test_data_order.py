@@ -31,7 +31,7 @@ from farandole.data.sample_order import (
 )
 from farandole.errors import DataError, StepError
 from farandole.state import step
-from farandole.state.step import Batch
+from tests.support.read_ahead import read_ahead
 
 EPOCHS = 2
 SCHEDULES = int(os.environ.get("DATA_SCHEDULES", "300"))  # `make schedules` runs 100,000
@@ -197,26 +197,19 @@ def test_after_a_restart_nothing_of_the_old_deal_is_delivered_however_much_was_f
     layout: BatchLayout, depth: int, restarts: list[tuple[int, int]]
 ) -> None:
     index_stream = IndexStream(layout, lambda epoch, positions: positions)
-    feed = iter(index_stream)
+    prefetch = read_ahead(index_stream, depth)
     epoch = cursor = 0
     for takes, world in restarts:
         index_stream.restart(layout, epoch, cursor, world - 1, world)
         for _ in range(takes):
             if cursor >= layout.end:
+                assert all(each.batch.global_batch.epoch == epoch for each in index_stream.on_way)
                 epoch, cursor = epoch + 1, layout.next_epoch(cursor)
+                index_stream.restart(layout, epoch, cursor, world - 1, world)
             global_batch = make_global_batch(layout, epoch, cursor, world - 1, world)
             for batch in batches(global_batch, layout.min_local_batch):
-                assert _take(index_stream, feed, depth) == batch
+                assert prefetch.take()[0].batch == batch
             cursor = global_batch.stop
-
-
-def _take(index_stream: IndexStream, feed: Iterator[list[int]], depth: int) -> Batch:
-    while True:
-        while len(index_stream.on_way) <= depth:
-            next(feed)
-        indexed = index_stream.on_way.popleft()
-        if indexed.restart_id == index_stream.restart_id:
-            return indexed.batch
 
 
 # A whole job ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from farandole.data.loader import Prefetch
+from farandole.data.prefetch import Prefetch
 from farandole.data.stream_loader import StreamLoader
 from farandole.state import step
 
@@ -95,7 +95,7 @@ def make(dataset: Any, size: int, processes: int = 0, ahead: int = 0, **options:
     loader = StreamLoader(dataset, size, streams=len(dataset.lengths), collate_fn=list, stateful=stateful, **options)
     if processes:
         inner: Any = ReadAhead(loader, processes, ahead)
-        loader._prefetch = Prefetch(inner, loader._requests)
+        loader._prefetch = Prefetch(inner, loader._requests, keeps_processes=True)
     return loader
 
 

@@ -41,10 +41,10 @@ class KeyedSampler:
         self._index_stream, self._seed = index_stream, seed
 
     def __iter__(self) -> Iterator[Keyed]:
-        for indices in self._index_stream:
-            batch = self._index_stream.on_way[-1].batch
+        for indexed in self._index_stream.requests():
+            batch = indexed.batch
             # The samples of a dummy batch do not count, so any position will do.
-            yield Keyed(indices, self._seed, batch.global_batch.epoch, batch.low)
+            yield Keyed(indexed.indices, self._seed, batch.global_batch.epoch, batch.low)
 
 
 class SeededDataset:

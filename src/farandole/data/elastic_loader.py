@@ -73,6 +73,11 @@ class ElasticLoader(ABC):
     def _restart(self) -> None:
         """Fetch again from the current position, for the current world; the current batch will be handed out again."""
 
+    @abstractmethod
+    def _renew(self) -> None:
+        """End the loader processes, unless they are to be kept: code of the script may change the data set before the
+        next batch is fetched."""
+
     # Iterating -------------------------------------------------------------------------------------------
 
     def epochs(self, total: int | None = None, *, steps: int | None = None) -> Iterator[Epoch]:
@@ -121,10 +126,10 @@ class ElasticLoader(ABC):
         """
         step.end_body()
         self.record.refuse_second_pass(self.epoch)
-        if self._is_pending:
-            self._restart()
-            if not step.is_aborted():  # the run loop has to see the aborted step
-                step.close()
+        if self._is_pending and not step.is_aborted():  # the run loop has to see the aborted step
+            step.close()
+        self._renew()
+        self._restart()
         return self
 
     def __next__(self) -> Any:
@@ -177,6 +182,7 @@ class ElasticLoader(ABC):
         self._has_to_leave = False
         self.batch, self.indices, self._is_pending = None, [], False
         step.close()
+        self._renew()
         return True
 
     @property

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.collectives import world
-from farandole.data.loader import MapDataset, Rows, SmallByValue, are_rows, as_it_is, size_of
+from farandole.data.loader import MapDataset, Rows, are_rows, as_it_is, size_of
+from farandole.data.prefetch import Prefetch, SmallByValue
 from farandole.data.sample_order import even_slice
 from farandole.errors import DataError, StepError
 from farandole.liveness.status_reporting import report_progress
@@ -34,13 +36,15 @@ class EvalLoader:
     Args:
         dataset: A data set with a length; an empty one has no batches.
         batch_size: Most samples of one batch of one worker.
-        num_workers: As in torch's DataLoader, like the following arguments. Loader workers live until close().
+        num_workers: As in torch's DataLoader, like the following arguments.
         collate_fn: See torch.
         pin_memory: See torch.
         timeout: Seconds to wait for a batch of a loader process; 0: for ever.
         prefetch_factor: See torch.
         worker_init_fn: See torch.
         multiprocessing_context: See torch.
+        persistent_workers: True keeps the loader processes from one evaluation to the next. They have the data set as
+            it was when they were started.
 
     Raises:
         DataError: The data set is iterable-style, or batch_size is below 1.
@@ -66,28 +70,23 @@ class EvalLoader:
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: str | BaseContext | None = None,
+        persistent_workers: bool = False,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size must be 1 or more, got {batch_size}")
         self.dataset, self.batch_size = dataset, batch_size
-        self._size = size_of(dataset)
-        self._part = _RangeBatchSampler(batch_size)
-        inner_dataset: Any = dataset
-        if collate_fn is None and are_rows(dataset):
-            inner_dataset, collate_fn = Rows(dataset), as_it_is
-        self._inner: TorchDataLoader[Any] = TorchDataLoader(
-            inner_dataset,
-            batch_sampler=self._part,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            timeout=timeout,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=SmallByValue(worker_init_fn),
-            multiprocessing_context=multiprocessing_context,
-            persistent_workers=num_workers > 0,
-            generator=torch.Generator(),
-        )
+        size_of(dataset)  # refuses a stream
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "prefetch_factor": prefetch_factor,
+            "worker_init_fn": SmallByValue(worker_init_fn),
+            "multiprocessing_context": multiprocessing_context,
+        }
+        self._keeps_processes = persistent_workers and num_workers > 0
+        self._kept: _Fetching | None = None
 
     @property
     def samples(self) -> int:
@@ -108,38 +107,85 @@ class EvalLoader:
             Exception: The errors of the data set.
         """
         generation = world.current().id
-        self._part.low, self._part.high = self._share()
-        # As in Prefetch: an evaluation must not change the random numbers of the training.
-        generator = self._inner.generator
-        assert generator is not None
-        generator.manual_seed(torch.initial_seed())
-        for data in self._inner:
-            if world.current().id != generation:
-                raise StepError(
-                    "the workers have changed within an evaluation; finish it before the next training batch"
-                )
-            report_progress()
-            yield data
+        low, high = self._share()
+        requests = [_Range(begin, min(begin + self.batch_size, high)) for begin in range(low, high, self.batch_size)]
+        fetching = self._kept or self._open()
+        self._kept, has_ended = None, False
+        try:
+            fetching.requests.restart(requests)
+            for _ in requests:
+                _, data = fetching.prefetch.take()
+                if world.current().id != generation:
+                    raise StepError(
+                        "the workers have changed within an evaluation; finish it before the next training batch"
+                    )
+                report_progress()
+                yield data
+            has_ended = True
+        finally:
+            if has_ended and self._keeps_processes:
+                self._kept = fetching
+            else:
+                fetching.prefetch.close()
+
+    def _open(self) -> _Fetching:
+        inner_dataset: Any = self.dataset
+        options = self._options
+        if options["collate_fn"] is None and are_rows(self.dataset):
+            inner_dataset, options = Rows(self.dataset), {**options, "collate_fn": as_it_is}
+        requests = _Requests()
+        # As in DataLoader, an evaluation must not change the random numbers of the training.
+        inner: TorchDataLoader[Any] = TorchDataLoader(
+            inner_dataset,
+            batch_sampler=requests,
+            persistent_workers=options["num_workers"] > 0,
+            generator=torch.Generator(),
+            **options,
+        )
+        return _Fetching(requests, Prefetch(inner, requests, self._keeps_processes))
 
     def close(self) -> None:
-        """End the loader workers. Iterating again starts new ones. Idempotent."""
-        shut_down = getattr(self._inner._iterator, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
-        self._inner._iterator = None
+        """End the loader processes. Iterating again starts new ones. Idempotent."""
+        if self._kept is not None:
+            self._kept.prefetch.close()
+        self._kept = None
 
     def _share(self) -> tuple[int, int]:
         placement = world.current().placement
-        return even_slice(0, self._size, placement.rank, placement.size)
+        return even_slice(0, size_of(self.dataset), placement.rank, placement.size)
 
 
-class _RangeBatchSampler:
-    """The batch sampler: samples low, ..., high - 1, set before each iteration."""
+class _Range(NamedTuple):
+    """A requested batch: the samples low, ..., high - 1."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.low = self.high = 0
-        self._batch_size = batch_size
+    low: int
+    high: int
+    restart_id: int = 0
+
+
+class _Requests:
+    """The batches of an evaluation, as the batch sampler; see RequestStream."""
+
+    restart_id = 0
+
+    def __init__(self) -> None:
+        self.on_way: deque[_Range] = deque()
+        self.is_through = False
+        self._rest: Iterator[_Range] = iter(())
+
+    def restart(self, requests: list[_Range]) -> None:
+        self._rest = iter(requests)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for begin in range(self.low, self.high, self._batch_size):
-            yield list(range(begin, min(begin + self._batch_size, self.high)))
+        self.is_through = False
+        for request in tuple(self.on_way):
+            yield list(range(request.low, request.high))
+        for request in self._rest:
+            self.on_way.append(request)
+            yield list(range(request.low, request.high))
+        self.is_through = True
+
+
+class _Fetching(NamedTuple):
+    requests: _Requests
+    prefetch: Prefetch[_Range]

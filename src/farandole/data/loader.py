@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, Subset, TensorDataset
 
-from farandole.data.augmentation import innermost_dataset, with_places
+from farandole.data.augmentation import with_places
 from farandole.data.elastic_loader import (
     ElasticLoader,
     audit_rule,
@@ -27,6 +24,7 @@ from farandole.data.elastic_loader import (
     rehearsed_division,
     rehearsed_place,
 )
+from farandole.data.prefetch import Prefetch, SmallByValue
 from farandole.data.sample_order import (
     FORMAT_VERSION,
     BatchLayout,
@@ -64,9 +62,9 @@ _CHANGED: Mapping[str, str] = {
 class DataLoader(ElasticLoader):
     """Yields the samples of each global batch, divided among the current workers.
 
-    Loader workers are started once, and continue when an epoch ends and when the world changes: persistent_workers=True
-    changes nothing. Arguments of torch's DataLoader that cannot be supported are refused: batch_size, sampler,
-    batch_sampler, generator, persistent_workers=False and in_order=False.
+    As in torch, each loop over the batches starts loader processes, with the data set as it is then; they continue when
+    the world changes, and where one of them dies, new ones deliver the next batch. Arguments of torch's DataLoader that
+    cannot be supported are refused: batch_size, sampler, batch_sampler, generator and in_order=False.
 
     A worker without a sample in a global batch gets a *dummy batch*: real samples, whose gradient does not count, so
     that the loop body runs equally often on all workers.
@@ -96,6 +94,9 @@ class DataLoader(ElasticLoader):
         prefetch_factor: As in torch.
         worker_init_fn: As in torch.
         multiprocessing_context: As in torch.
+        persistent_workers: As in torch: True keeps the loader processes from one epoch to the next, which is faster
+            where epochs are short. They have the data set as it was when they were started; only shared memory shows
+            them what has changed since. A newcomer starts them before the others wait for it.
         max_local_batch: Most samples of one loop body, where memory is limited. A local batch that has grown beyond it,
             because workers were lost, comes as several micro-batches, and only the last of them makes the optimizer
             step; in the others step() returns False and gradients are zeros. Without it the loop body runs once for
@@ -171,6 +172,7 @@ class DataLoader(ElasticLoader):
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: str | BaseContext | None = None,
+        persistent_workers: bool = False,
         max_local_batch: int | None = None,
         micro_batch_size: int | None = None,
         min_local_batch: int = 1,
@@ -180,7 +182,7 @@ class DataLoader(ElasticLoader):
         balance: Literal["auto", "off"] | None = None,
         **refused: object,
     ) -> None:
-        refuse_torch_arguments(refused, known=type(self).__init__.__annotations__, num_workers=num_workers)
+        refuse_torch_arguments(refused, known=type(self).__init__.__annotations__)
         super().__init__(seed, accumulates=micro_batch_size is not None)
         is_balanced = follows_speed(balance)
         self.order = _order(order, shuffle)
@@ -206,32 +208,64 @@ class DataLoader(ElasticLoader):
             self.balance = Balance(fetched_ahead=num_workers * (2 if prefetch_factor is None else prefetch_factor))
         turns = None if self.balance is None else self.balance.turns
         self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed), turns)
-        inner_dataset: Any = dataset
-        batch_sampler: Iterable[Any] = self._index_stream
-        if are_rows(dataset):  # rows of tensors draw no random numbers
-            inner_dataset, collate_fn = (Rows(dataset), as_it_is) if collate_fn is None else (dataset, collate_fn)
-        else:
-            inner_dataset, batch_sampler = with_places(dataset, self._index_stream, seed)
-        inner: TorchDataLoader[Any] = TorchDataLoader(
-            inner_dataset,
-            batch_sampler=batch_sampler,
+        self._open(
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
             timeout=timeout,
             prefetch_factor=prefetch_factor,
-            worker_init_fn=SmallByValue(worker_init_fn),
+            worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
-            generator=torch.Generator(),
             pin_memory_device=pin_memory_device,
+            persistent_workers=persistent_workers,
         )
-        reads_here = collate_fn is as_it_is and num_workers == 0 and not pin_memory
+
+    def _open(self, **options: Any) -> None:
+        """Fetch from now on with these arguments of torch."""
+        self._options = options
+        options = {**options}
+        self._num_workers, self._keeps_processes = options["num_workers"], options.pop("persistent_workers")
+        dataset, collate_fn, worker_init_fn = self.dataset, options.pop("collate_fn"), options.pop("worker_init_fn")
+        inner_dataset: Any = dataset
+        batch_sampler: Iterable[Any] = self._index_stream
+        if are_rows(dataset):  # rows of tensors draw no random numbers
+            inner_dataset, collate_fn = (Rows(dataset), as_it_is) if collate_fn is None else (dataset, collate_fn)
+        else:
+            inner_dataset, batch_sampler = with_places(dataset, self._index_stream, self.seed)
+        inner: TorchDataLoader[Any] = TorchDataLoader(
+            inner_dataset,
+            batch_sampler=batch_sampler,
+            collate_fn=collate_fn,
+            worker_init_fn=SmallByValue(worker_init_fn),
+            persistent_workers=self._num_workers > 0,
+            generator=torch.Generator(),
+            **options,
+        )
+        reads_here = collate_fn is as_it_is and not self._num_workers and not options["pin_memory"]
         self._prefetch = Prefetch(
-            RowReader(inner_dataset, self._index_stream) if reads_here else inner, self._index_stream
+            RowReader(inner_dataset, self._index_stream) if reads_here else inner,
+            self._index_stream,
+            self._keeps_processes,
         )
-        self._num_workers = num_workers
 
     # Iterating -------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Self:
+        """Return an iterator from the cursor to the end of the epoch. The current batch comes again if its step is not
+        decided.
+
+        Raises:
+            StepError: The epoch is through already and epochs() has not advanced to the next one.
+            DataError: The data set has another length than at the start.
+        """
+        size = self.order.length(size_of(self.dataset))
+        if size != self._layout.size:
+            raise DataError(
+                f"the data set has {size} samples now, and had {self._layout.size} when its loader was made: which of "
+                f"them are trained is determined by the length at the start. Make it as long as it will become, or "
+                f"another loader for another job"
+            )
+        return super().__iter__()
 
     def __len__(self) -> int:
         """Return the number of global batches, and so of steps, of the current epoch."""
@@ -338,8 +372,7 @@ class DataLoader(ElasticLoader):
         is_whole = self.cursor >= self._layout.end
         self.record.end_epoch(is_whole, self._layout.steps_left(self.cursor))
         self.epoch, self._cursor, self._is_ended = self.epoch + 1, self._layout.next_epoch(self.cursor), False
-        if not is_whole:
-            self._restart()
+        self._restart()
 
     # The current batch -----------------------------------------------------------------------------------
 
@@ -468,14 +501,16 @@ class DataLoader(ElasticLoader):
             self._restart()
 
     def warm_up(self) -> None:
-        """Start the loader workers and wait until each has fetched a sample, which is not trained. A worker does so
-        before others wait for it. The loader workers end with close()."""
+        """Start the loader processes and wait until each has fetched a sample, which is not trained. A worker does so
+        before others wait for it. Nothing where the first loop over the batches starts others."""
+        if not self._keeps_processes:
+            return
         self._index_stream.try_out()
         try:
             for _ in range(self._num_workers):
                 self._prefetch.take()
         except Exception:  # e.g. a collate_fn that cannot handle one sample; other errors will show in training
-            logger.debug("the loader workers could not be started in advance", exc_info=True)
+            logger.debug("the loader processes could not be started in advance", exc_info=True)
             self.close()
 
     def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
@@ -490,9 +525,12 @@ class DataLoader(ElasticLoader):
         ].samples
 
     def close(self) -> None:
-        """End the loader workers. Iterating again starts new ones. Idempotent."""
+        """End the loader processes. Iterating again starts new ones. Idempotent."""
         self._prefetch.close()
         self._restart()
+
+    def _renew(self) -> None:
+        self._prefetch.renew()
 
     def _restart(self) -> None:
         """Fetch again from the cursor, for the current world; the current batch will be handed out again."""
@@ -521,109 +559,6 @@ def _tail(tail: Tail | None, drop_last: bool) -> Tail:
     return "drop" if drop_last else tail or "short"
 
 
-# Torch's part ---------------------------------------------------------------------------------------------------------
-#
-# The side of both loaders towards torch: prefetching, small tensors by value, rows of tensors, and the checks of a
-# data set and of torch's arguments.
-
-
-class OnWay(Protocol):
-    """A requested batch; `restart_id` numbers the restart that it belongs to."""
-
-    @property
-    def restart_id(self) -> int: ...
-
-
-OnWayT = TypeVar("OnWayT", bound=OnWay)
-
-
-class RequestStream(Protocol[OnWayT]):
-    """An endless stream of the batches to fetch next (sample_order.py, stream_reader.py)."""
-
-    on_way: deque[OnWayT]
-
-    @property
-    def restart_id(self) -> int: ...
-
-
-class Prefetch(Generic[OnWayT]):
-    """Takes batches out of a torch DataLoader whose sampler is `requests`, or out of a RowReader.
-
-    Its loader workers are started by the first take() and end with close(), or when this object is freed: the iterator
-    holds no reference to it.
-    """
-
-    def __init__(self, loader: TorchDataLoader[Any] | RowReader, requests: RequestStream[OnWayT]) -> None:
-        self._loader, self._requests = loader, requests
-        self._iterator: Iterator[Any] | None = None
-
-    def take(self) -> tuple[OnWayT, Any]:
-        """Return the next batch since the last restart, collated; batches of earlier restarts are dropped. Raises the
-        errors of the data set; then, as after any other error here, close() is needed before the next call."""
-        if self._iterator is None:
-            self._iterator = self._start()
-        while True:
-            data = next(self._iterator)
-            requested = self._requests.on_way.popleft()
-            if requested.restart_id == self._requests.restart_id:
-                return requested, data
-
-    def close(self) -> None:
-        """End the loader workers and drop the batches being fetched. Idempotent."""
-        # Private, but torch has no public way: without it they would live as long as the traceback of an error
-        # (torch 2.13, torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter._shutdown_workers).
-        shut_down = getattr(self._iterator, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
-        self._iterator = None
-        self._requests.on_way.clear()
-
-    def _start(self) -> Iterator[Any]:
-        # As in torch, the loader workers' seeds depend on the main process's seed; but no number is taken from its
-        # generator: a repeated step would see other ones. Without a generator of the loader, torch takes its base seed
-        # from the default one (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter.__init__).
-        if isinstance(self._loader, TorchDataLoader) and self._loader.generator is not None:
-            self._loader.generator.manual_seed(torch.initial_seed())
-        return iter(self._loader)
-
-
-# Transfer of small tensors from the loader processes, in the message itself -------------------------------------------
-#
-# torch sends a tensor's shared memory instead, a file descriptor that the receiver fetches over a separate
-# connection: half a millisecond for each tensor, and more when the processors are busy. That is right for large
-# tensors.
-
-# Limited so that the batches that two loader processes prepare ahead fit into the pipe (64 KiB). A loader process that
-# is killed while it waits for space leaves half a message there, which torch notices in the main thread only.
-_LARGEST_BYTES = 16 * 1024
-
-
-class SmallByValue:
-    """A worker_init_fn that sends small tensors by value. Two tensors of a batch that share memory no longer do so
-    afterwards."""
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        ForkingPickler.register(torch.Tensor, reduce_by_value)
-        if self._then is not None:
-            self._then(worker)
-
-
-def reduce_by_value(tensor: torch.Tensor) -> Any:
-    """Return the reduction of a tensor for pickle: by value when it is small and numpy has its type, else as torch
-    does."""
-    is_dense = tensor.layout is torch.strided and tensor.is_cpu
-    # With other strides, such as channels last, numpy would keep the values only.
-    if is_dense and tensor.nbytes <= _LARGEST_BYTES and tensor.is_contiguous():
-        try:
-            return torch.from_numpy, (tensor.numpy(),)
-        except (TypeError, RuntimeError):  # bfloat16, quantized, with a gradient
-            pass
-    return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-
-
 # Data sets of tensors, whose batches are rows of them -----------------------------------------------------------------
 #
 # The rows are indexed all at once, several times as fast as one by one and stacked.
@@ -635,8 +570,8 @@ class Rows:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._tensors: tuple[torch.Tensor, ...] = innermost_dataset(dataset).tensors
-        self._can_select = all(each.is_cpu and each.dtype in _SELECTED for each in self._tensors)
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._can_select = False
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -645,6 +580,9 @@ class Rows:
         dataset = self._dataset
         while isinstance(dataset, Subset):
             indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
+        if dataset.tensors is not self._tensors:  # the script may replace them
+            self._tensors = dataset.tensors
+            self._can_select = all(each.is_cpu and each.dtype in _SELECTED for each in self._tensors)
         rows = np.array(indices, dtype=np.int64)  # torch takes three times as long for a list
         selected = torch.from_numpy(rows)
         if self._can_select and (dataset is self._dataset or rows.min(initial=0) >= 0):
@@ -723,7 +661,6 @@ _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "sampler": (None,),
     "batch_sampler": (None,),
     "generator": (None,),
-    "persistent_workers": (True,),
     "in_order": (True,),
     "shuffle": (False, None),
     "drop_last": (False,),
@@ -734,7 +671,6 @@ _REASONS: Mapping[str, str] = {
     "sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
     "batch_sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
     "generator": "random numbers are derived from seed, so that they are the same on every worker; give seed=",
-    "persistent_workers": "loader workers live until close(), across epochs and regroups",
     "in_order": "batches are returned in the order of the epoch, since the cursor counts them in that order",
 }
 
@@ -752,7 +688,6 @@ STREAM_ARGUMENTS: Mapping[str, str] = {
 def refuse_torch_arguments(
     given: Mapping[str, object],
     known: Iterable[str],
-    num_workers: int,
     loader: str = "DataLoader",
     reasons: Mapping[str, str] = _REASONS,
 ) -> None:
@@ -762,7 +697,5 @@ def refuse_torch_arguments(
             close = difflib.get_close_matches(name, [*known, *reasons], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise TypeError(f"{loader} has no argument {name!r}{hint}")
-        is_harmless = any(value is each for each in _HARMLESS[name])
-        # Without loader workers none could live on.
-        if not is_harmless and not (name == "persistent_workers" and num_workers == 0):
+        if not any(value is each for each in _HARMLESS[name]):
             raise ConfigError(f"{loader}: {name}={value!r} is not supported: {reasons[name]}")

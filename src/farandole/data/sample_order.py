@@ -504,10 +504,11 @@ def finalize(z: int) -> int:
 
 # The index stream -----------------------------------------------------------------------------------------------------
 #
-# The samples to fetch next: an endless batch sampler that the loader may move to another position at any time.
+# The samples to fetch next: a batch sampler that the loader may move to another position at any time.
 #
-# The position to fetch from runs ahead of the cursor as far as the prefetching needs; nothing that is saved or
-# compared depends on it. Between two restarts, position and world are fixed; `restart_id` numbers them.
+# The position to fetch from runs ahead of the cursor as far as the prefetching needs, but not beyond the epoch: code
+# between two epochs may change the data set. Nothing that is saved or compared depends on it. Between two restarts,
+# position and world are fixed; `restart_id` numbers them.
 
 
 # Positions looked up in one call. Few at first, because the next batch after a regroup waits for them; then more and
@@ -525,21 +526,27 @@ class IndexedBatch(msgspec.Struct, frozen=True):
 
 
 class IndexStream:
-    """Yields the indices of one batch after the other, across the ends of epochs, forever.
+    """Yields the indices of one batch after the other, to the end of the epoch.
+
+    Each iteration begins with the batches on the way, so that new loader processes fetch what lost ones
+    did not deliver.
 
     restart_id  number of the last restart
     on_way      batches that were yielded and not yet taken by the loader, in order
+    is_through  the last iteration has come to its end; a restart needs another one then
     """
 
     def __init__(self, layout: BatchLayout, order: Lookup, turns: Turns | None = None) -> None:
         """`turns`: the division of each global batch, where local batches follow the speed of the workers."""
         self.restart_id = 0
         self.on_way: deque[IndexedBatch] = deque()
+        self.is_through = False
         self._layout, self._order, self._turns = layout, order, turns
         self._turns_at: tuple[int, int] | None = None  # a block that reaches this place may be divided as before
         self._rank, self._world = 0, 1
         self._epoch, self._position = 0, 0
         self._block = _FIRST_BLOCK
+        self._looked_up: Iterator[IndexedBatch] = iter(())  # the rest of the block
         self._is_trial = False
 
     def try_out(self) -> None:
@@ -552,7 +559,7 @@ class IndexStream:
         self._layout = layout
         self._epoch, self._position = epoch, cursor
         self._rank, self._world = rank, world
-        self._block = _FIRST_BLOCK
+        self._block, self._looked_up = _FIRST_BLOCK, iter(())
         self._is_trial = False
         self.turn()
 
@@ -561,22 +568,35 @@ class IndexStream:
         self._turns_at = self._turns.at if self._turns is not None else None
 
     def __iter__(self) -> Iterator[list[int]]:
+        return (indexed.indices for indexed in self.requests())
+
+    def requests(self) -> Iterator[IndexedBatch]:
+        """Yield the batches whose indices an iteration yields."""
+        self.is_through = False
+        yield from tuple(self.on_way)
+        while (indexed := self._next_batch()) is not None:
+            self.on_way.append(indexed)
+            yield indexed
+        self.is_through = True
+
+    def _next_batch(self) -> IndexedBatch | None:
+        """Return the next batch; None at the end of the epoch."""
         while True:
-            for indexed in self._next_block():
-                if indexed.restart_id != self.restart_id:
-                    break
-                global_batch = indexed.batch.global_batch
-                if self._turns_at is not None and (global_batch.epoch, global_batch.start) >= self._turns_at:
-                    self._epoch, self._position, self._turns_at = global_batch.epoch, global_batch.start, None
-                    break
-                self.on_way.append(indexed)
-                yield indexed.indices[:1] if self._is_trial else indexed.indices
+            indexed = next(self._looked_up, None)
+            if indexed is None:
+                if self._position >= self._layout.end:
+                    return None
+                self._looked_up = self._next_block()
+                continue
+            global_batch = indexed.batch.global_batch
+            if self._turns_at is not None and (global_batch.epoch, global_batch.start) >= self._turns_at:
+                self._position, self._turns_at, self._looked_up = global_batch.start, None, iter(())
+                continue
+            return msgspec.structs.replace(indexed, indices=indexed.indices[:1]) if self._is_trial else indexed
 
     def _next_block(self) -> Iterator[IndexedBatch]:
-        """Yield whole global batches with about _block samples for this rank, all begun in one epoch."""
+        """Yield whole global batches with about _block samples for this rank."""
         layout = self._layout
-        while self._position >= layout.end:
-            self._epoch, self._position = self._epoch + 1, layout.next_epoch(self._position)
         epoch, begin = self._epoch, self._position
         counts = self._counts_at(epoch, begin)
         smallest, largest = layout.global_batch_size // self._world, -(-layout.global_batch_size // self._world)

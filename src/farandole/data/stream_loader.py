@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 
 from farandole.data import loader
 from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division
-from farandole.data.loader import Prefetch, SmallByValue
+from farandole.data.prefetch import Prefetch, SmallByValue
 from farandole.data.sample_order import FORMAT_VERSION, even_slice
 from farandole.data.stream_order import StreamPosition
 from farandole.data.stream_reader import FetchRequests, FetchStart, Reply, Sizes, StreamReader
@@ -44,9 +44,9 @@ class StreamLoader(ElasticLoader):
         dataset.stream_length(v, V)             samples of a stream: a worker then reads only streams that it needs,
                                                 the same ones each time when global_batch_size is a multiple of V
 
-    Loader workers are started once, and continue when an epoch ends and when the world changes. They keep the samples
-    that are read and not trained, of about prefetch_factor * num_workers global batches each. While the data set is
-    read, get_worker_info() is None: it must not divide itself among them.
+    As in torch, each loop over the batches starts loader processes, with the data set as it is then; they continue when
+    the world changes. They keep the samples that are read and not trained, of about prefetch_factor * num_workers
+    global batches each. While the data set is read, get_worker_info() is None: it must not divide itself among them.
 
     Args:
         dataset: An iterable, or an object with stream().
@@ -69,6 +69,7 @@ class StreamLoader(ElasticLoader):
         prefetch_factor: As in torch.
         worker_init_fn: As in torch.
         multiprocessing_context: As in torch.
+        persistent_workers: As in DataLoader.
         max_local_batch: As in DataLoader, like dummy batches.
         micro_batch_size: As in DataLoader.
         min_local_batch: As in DataLoader.
@@ -124,13 +125,14 @@ class StreamLoader(ElasticLoader):
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: str | BaseContext | None = None,
+        persistent_workers: bool = False,
         max_local_batch: int | None = None,
         micro_batch_size: int | None = None,
         min_local_batch: int = 1,
         **refused: object,
     ) -> None:
         loader.refuse_torch_arguments(
-            refused, type(self).__init__.__annotations__, num_workers, "StreamLoader", loader.STREAM_ARGUMENTS
+            refused, type(self).__init__.__annotations__, "StreamLoader", loader.STREAM_ARGUMENTS
         )
         if read_job_env().strict:
             raise ConfigError(
@@ -148,6 +150,7 @@ class StreamLoader(ElasticLoader):
         self.dataset = dataset
         self._is_stateful = stateful
         self._place = self._behind = StreamPosition((0,) * streams)  # before and after the step of the current batch
+        self._end: tuple[int, StreamPosition] | None = None  # an epoch, and its end
         self._marks: list[Mark | None] = [None] * streams
         self._marks_behind: dict[int, Mark] = {}
         self._requests = FetchRequests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._sizes))
@@ -164,10 +167,11 @@ class StreamLoader(ElasticLoader):
             prefetch_factor=prefetch_factor,
             worker_init_fn=SmallByValue(worker_init_fn),
             multiprocessing_context=multiprocessing_context,
+            persistent_workers=num_workers > 0,
             generator=torch.Generator(),
             pin_memory_device=pin_memory_device,
         )
-        self._prefetch = Prefetch(inner, self._requests)
+        self._prefetch = Prefetch(inner, self._requests, keeps_processes=persistent_workers)
 
     @property
     def cursor(self) -> int:
@@ -181,10 +185,12 @@ class StreamLoader(ElasticLoader):
         if is_rehearsal and not goes_on:
             self._rehearse_a_change()
         while True:
-            is_over = self._is_ended or self.record.has_all_steps
+            is_over = self._is_ended or self.record.has_all_steps or (self.epoch, self._place) == self._end
             reply, data = self._take() if goes_on or not is_over else (Reply(None, None), None)
             if reply.batch is not None and reply.behind is not None:
                 return self._hand_out(reply, data, goes_on, is_rehearsal)
+            if not is_over:
+                self._end = (self.epoch, self._place)
             self._restart()
             if self._has_regrouped:  # the first batch of the epoch, whose step is aborted
                 place = StreamPosition((0,) * len(self._marks))
@@ -232,7 +238,8 @@ class StreamLoader(ElasticLoader):
         """Return the next batch; a reply without a batch at the end of the epoch."""
         try:
             while True:
-                _, (reply, data) = self._prefetch.take()
+                request, (reply, data) = self._prefetch.take()
+                self._requests.answered(request, reply.behind)
                 if reply.batch is not None or reply.behind is None:
                     return reply, data
         except BaseException as error:
@@ -267,7 +274,7 @@ class StreamLoader(ElasticLoader):
         self.record.decide(self.epoch)
         for stream, mark in self._marks_behind.items():
             self._marks[stream] = mark
-        self._requests.floor = self._place.offsets
+        self._requests.floor, self._requests.marks = self._place.offsets, tuple(self._marks)
 
     def shortfall(self) -> Shortfall | None:
         """Return DataLoader.shortfall() without steps: the number of steps in a stream is unknown."""
@@ -333,10 +340,13 @@ class StreamLoader(ElasticLoader):
         return even_slice(low, high, 0, self._fetch_start_at(self._place).parts, self._sizes.min_local_batch)[1] - low
 
     def close(self) -> None:
-        """End the loader workers and release the streams. Iterating again starts anew. Idempotent."""
+        """End the loader processes and release the streams. Iterating again starts anew. Idempotent."""
         self._prefetch.close()
         self._reader.close()
         self._restart()
+
+    def _renew(self) -> None:
+        self._prefetch.renew()
 
     def _identity(self) -> dict[str, int]:
         """Return the values on which the meaning of the offsets depends."""

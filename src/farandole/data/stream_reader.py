@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import get_worker_info
@@ -217,16 +217,21 @@ class FetchRequest:
 
 
 class FetchRequests:
-    """Yields one request after the other, forever.
+    """Yields one request after the other, forever. An iteration begins with those on the way: the readers that have not
+    answered them are lost.
 
     on_way  requests that were yielded and not yet answered, in order
     floor   included in each request
+    marks   marks for opening the streams not behind the current position
     """
+
+    is_through = False
 
     def __init__(self, readers: int, fetch_start: FetchStart) -> None:
         self._readers = max(1, readers)
         self._fetch_start = fetch_start
-        self._marks: Sequence[Mark | None] = ()
+        self._place = fetch_start.place  # before the global batch of the first request on the way
+        self.marks: Sequence[Mark | None] = ()
         self.on_way: deque[FetchRequest] = deque()
         self.floor = fetch_start.place.offsets
 
@@ -237,15 +242,27 @@ class FetchRequests:
 
     def restart(self, fetch_start: FetchStart, marks: Sequence[Mark | None]) -> None:
         """Fetch from there on. Requests under way belong to an earlier restart from now on."""
-        self._fetch_start, self._marks, self.floor = fetch_start, marks, fetch_start.place.offsets
+        self._fetch_start, self._place = fetch_start, fetch_start.place
+        self.marks, self.floor = marks, fetch_start.place.offsets
+
+    def answered(self, request: FetchRequest, behind: StreamPosition | None) -> None:
+        """Note the answer to a request of the last restart. `behind`: the position behind its global batch."""
+        if behind is not None and request.part + 1 == request.fetch_start.parts:
+            self._place = behind
 
     def __iter__(self) -> Iterator[FetchRequest]:
+        first = 0
+        if self.on_way:
+            first = self.on_way.popleft().part
+            self._fetch_start = replace(self._fetch_start, restart_id=self.restart_id + 1, place=self._place)
+            self.on_way.clear()
         while True:
-            fetch_start, asked = self._fetch_start, 0
+            fetch_start, asked = self._fetch_start, first
             while fetch_start is self._fetch_start:
                 # The readers take turns; marks may be large, and are sent once to each.
-                marks = self._marks if asked < self._readers else None
+                marks = self.marks if asked < first + self._readers else None
                 request = FetchRequest(fetch_start, *divmod(asked, fetch_start.parts), self.floor, marks)
                 asked += 1
                 self.on_way.append(request)
                 yield request
+            first = 0

@@ -185,13 +185,13 @@ class ScriptLoader(DataLoader):
             seed=int(sampler.seed) % 2**64,
             order=self._their_order,
             num_workers=theirs.num_workers,
-            collate_fn=None if theirs.collate_fn is default_collate else theirs.collate_fn,
-            pin_memory=theirs.pin_memory,
             timeout=theirs.timeout,
             prefetch_factor=theirs.prefetch_factor,
-            worker_init_fn=theirs.worker_init_fn,
             multiprocessing_context=theirs.multiprocessing_context,
+            persistent_workers=theirs.persistent_workers,
+            **(replaceable := _replaceable_of(theirs)),
         )
+        self._theirs, self._replaceable = theirs, replaceable
         self.hooks = NoScriptHooks()
         self.is_left = False
         self.static_because = ""
@@ -215,6 +215,11 @@ class ScriptLoader(DataLoader):
 
     def begin_epoch(self) -> None:
         """Begin the current epoch, or go on in it, with the number that the script has given to its sampler."""
+        replaceable = _replaceable_of(self._theirs)
+        if replaceable != self._replaceable:
+            self.close()
+            self._replaceable = replaceable
+            self._open(**{**self._options, **replaceable})
         if not self._their_order.set_number(self.epoch, self.number()):
             self._restart()
 
@@ -325,6 +330,12 @@ class ScriptLoader(DataLoader):
         elif batches != self.batches_of_step:
             self.set_batches_of_step(batches)
         super().load_state_dict(state)
+
+
+def _replaceable_of(theirs: TorchDataLoader[Any]) -> dict[str, Any]:
+    """Return the attributes that determine what batches hold, and that a script may replace between two epochs."""
+    collate = None if theirs.collate_fn is default_collate else theirs.collate_fn
+    return {"collate_fn": collate, "worker_init_fn": theirs.worker_init_fn, "pin_memory": theirs.pin_memory}
 
 
 def refuse_unsuitable(theirs: TorchDataLoader[Any]) -> None:

@@ -691,7 +691,6 @@ def test_arguments_of_torch_that_change_nothing_are_taken(harmless: dict[str, An
         ({"sampler": [1, 2]}, "give order="),
         ({"batch_sampler": [[1, 2]]}, "give order="),
         ({"generator": torch.Generator()}, "give seed="),
-        ({"persistent_workers": False, "num_workers": 1}, "loader workers live until close"),
         ({"in_order": False}, "in the order of the epoch"),
         ({"drop_last": True, "tail": "carry"}, "contradict each other"),
     ],

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
-from farandole.errors import ConfigError
+from farandole.errors import ConfigError, DataError
 from farandole.in_place.script_loader import NUMBERED, ScriptLoader, refuse_unsuitable
 from farandole.membership import GenerationId, Placement
 from farandole.state import step
@@ -194,3 +194,31 @@ def test_the_rest_of_an_epoch_is_divided_among_any_number_of_workers(workers: in
 
 def _torchs_order(samples: int) -> list[int]:
     return [*make(samples, 1, 0, 1).sampler]
+
+
+def test_what_the_script_replaces_between_epochs_counts_from_the_next_one_on() -> None:
+    theirs = make(8, 4, 0, 1, shuffle=False)
+    loader = ScriptLoader(theirs, 1)
+    loader.set_world(0, 1)
+    seen = []
+    for epoch in range(3):
+        theirs.dataset.tensors = (torch.full((8,), epoch),)  # type: ignore[attr-defined]
+        if epoch == 2:
+            theirs.collate_fn = lambda items: (torch.stack([x for (x,) in items]) + 10,)
+        if epoch:
+            loader.end_epoch()
+            loader.advance()
+        loader.begin_epoch()
+        for (x,) in loader:
+            seen += x.tolist()
+            loader.commit(loader.batch.global_batch)  # type: ignore[union-attr]
+            step.close()
+    assert seen == [0] * 8 + [1] * 8 + [12] * 8
+
+
+def test_a_data_set_of_another_length_is_refused_in_the_next_epoch() -> None:
+    theirs = make(8, 4, 0, 1)
+    loader = ScriptLoader(theirs, 1)
+    theirs.dataset.tensors = (torch.arange(9),)  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="has 9 samples now, and had 8"):
+        iter(loader)
