@@ -60,15 +60,20 @@ class SshEngine:
 
 def ssh_command(settings: SshSettings, host: str, arguments: Sequence[str]) -> list[str]:
     """Return the command that runs `farandole` with these arguments on the host."""
-    search_path = inherited_environment().get("PYTHONPATH", "")  # for a Farandole that is not installed
-    remote = ["exec", "env", f"PYTHONPATH={search_path}"] if search_path else ["exec"]
+    variables = inherited_environment()
+    search_path = variables.get("PYTHONPATH", "")  # for a Farandole that is not installed
+    # sshd gives a command the system's PATH: without ours `python` would be another one than in an activated
+    # environment. Where another interpreter was chosen, `python` is the one beside it.
+    programs = os.path.dirname(settings.python) if settings.python else variables.get("PATH", "")
+    path = f'PATH={shlex.quote(programs)}:"$PATH" ' if programs else ""
+    remote = [f"PYTHONPATH={search_path}"] if search_path else []
     remote += [settings.python or sys.executable, "-m", "farandole", *arguments]
     return [
         *(settings.program, "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}"),
         *("-o", f"ServerAliveInterval={_ALIVE_EVERY_S}", "-o", f"ServerAliveCountMax={_ALIVE_TIMES}"),
         *(("-p", str(settings.port)) if settings.port is not None else ()),
         *(("-i", settings.identity_file) if settings.identity_file else ()),
-        *("--", host, shlex.join(remote)),
+        *("--", host, f"exec env {path}{shlex.join(remote)}"),
     ]
 
 

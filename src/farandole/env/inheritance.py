@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
@@ -109,6 +111,13 @@ def replace_environment(variables: Mapping[str, str]) -> None:
     """Replace the whole environment of this process."""
     os.environ.clear()
     os.environ.update(variables)
+
+
+def put_own_python_first() -> None:
+    """Let `python` in the commands of this process's children be the one beside the interpreter of this process."""
+    folder, found = os.path.dirname(sys.executable), shutil.which("python")
+    if (found is None or os.path.dirname(found) != folder) and shutil.which("python", path=folder):
+        os.environ["PATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PATH", "")]))
 
 
 def differs_for_all(some: Mapping[str, str], others: Mapping[str, str]) -> bool:

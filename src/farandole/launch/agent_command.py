@@ -17,7 +17,7 @@ from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.config import Preemption, parse_preemption
 from farandole.engines.host_list import HostSlots
 from farandole.engines.slurm_allocation import own_name, own_slots
-from farandole.env import read_slurm_variables, read_token
+from farandole.env import put_own_python_first, read_slurm_variables, read_token
 from farandole.errors import ConfigError
 from farandole.launch.job_files import JobFile, read_job_file
 from farandole.launch.joining import read_token_file, tls_folder
@@ -46,6 +46,8 @@ def agent_command(arguments: Sequence[str]) -> int:
     report = Report(sys.stderr, Loudness[given.loudness])
     try:
         reserve_descriptors(options.slots)
+        if given.token_file != _STANDARD_INPUT:  # an engine has set PATH; mpirun, or the user, may have given any
+            put_own_python_first()
         service = serve(options, report, preemption, ends_with_input=given.token_file == _STANDARD_INPUT)
         return service.exit_code if service.end is EndOfService.JOB_ENDED else int(given.left_exit_code)
     except ConfigError as error:

@@ -9,9 +9,11 @@ import platform
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -32,6 +34,7 @@ from farandole.wire.user_secret import private_folder
 State = Literal["ok", "warning", "error"]
 
 _REACH_S = 3.0
+_PYTHON_S = 60.0
 _MB, _GB = 1 << 20, 1 << 30
 _OF_A_WORKER = 400 * _MB  # with torch and a small model; a CUDA context needs more
 _LITTLE_SHARED_MEMORY = 1 * _GB  # a container of Docker has 64 MB unless told otherwise
@@ -88,6 +91,7 @@ def examine(workers: int, towards: Sequence[Address] = ()) -> Examined:
         addresses, trouble = [], str(error)
     findings = [
         software(described),
+        commands_python(shutil.which("python"), sys.executable, ask_python),
         devices(described, shutil.which("nvidia-smi") is not None),
         cores(workers, usable_cores(), affinity_cores()),
         memory(workers, psutil.virtual_memory().available),
@@ -116,6 +120,29 @@ def software(described: Mapping[str, object]) -> Finding:
         advice = f"{sys.executable} -c 'import torch' shows the whole error; reinstall torch for this Python"
         return Finding("software", "error", f"{text}, and torch cannot be imported: {described['error']}", advice)
     return Finding("software", "ok", f"{text}, torch {described['torch']}")
+
+
+def commands_python(found: str | None, own: str, ask: Callable[[str], str]) -> Finding:
+    """Judge which interpreter `python` in the command of a job is. `found`: it, in PATH; `own`: that of Farandole;
+    `ask`: what another one lacks, as ask_python() returns it."""
+    advice = f"activate the environment of {own} before the job is started, or name {own} in its command"
+    if found is None:
+        return Finding("python", "warning", "there is no `python` in PATH", advice)
+    if Path(found).parent == Path(own).parent:
+        return Finding("python", "ok", f"`python` is {found}")
+    if lacks := ask(found):
+        return Finding("python", "warning", f"`python` is {found}, which lacks {lacks}", advice)
+    return Finding("python", "ok", f"`python` is {found}, and Farandole runs under {own}")
+
+
+def ask_python(python: str) -> str:
+    """Return which of torch and Farandole an interpreter lacks; empty: neither. It takes some milliseconds."""
+    code = "import importlib.util as u; print(*(n for n in ('torch', 'farandole') if u.find_spec(n) is None))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=_PYTHON_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"an answer: {error}"
+    return " and ".join(done.stdout.split()) if done.returncode == 0 else f"an answer: exit code {done.returncode}"
 
 
 def devices(described: Mapping[str, object], has_nvidia: bool) -> Finding:

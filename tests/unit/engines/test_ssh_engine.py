@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from farandole.engines.engine_interface import AgentOrder
 from farandole.engines.host_list import SshSettings
-from farandole.engines.ssh_engine import SshEngine, exit_of_ssh
+from farandole.engines.ssh_engine import SshEngine, exit_of_ssh, ssh_command
 from farandole.membership import Address
 
 TOKEN = b"0123456789abcdef" * 4
@@ -20,11 +25,34 @@ def test_the_command_has_all_settings_and_no_secret(monkeypatch: pytest.MonkeyPa
     assert command[0] == "ssh"
     text = " ".join(command)
     assert " -p 2222 -i /keys/id -- b " in text
-    assert command[-1].startswith("exec env 'PYTHONPATH=/our code' /opt/python -m farandole agent --join ")
+    assert command[-1].startswith(
+        """exec env PATH=/opt:"$PATH" 'PYTHONPATH=/our code' /opt/python -m farandole agent --join """
+    )
     assert "--join 10.0.0.1:29400,10.1.0.1:29400 --host b --slots 2" in command[-1]
     assert "--token-file - " in command[-1]
     assert command[-1].endswith("--folder '/data/my job'")
     assert TOKEN.decode() not in text
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_python_in_the_command_is_that_of_the_launcher_or_the_one_beside_a_chosen_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: bool
+) -> None:
+    program(tmp_path / "activated" / "python", "")
+    program(tmp_path / "a venv" / "python", "")
+    program(tmp_path / "a venv" / "interpreter", "command -v python")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'activated'}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "a venv" / "interpreter"))
+    settings = SshSettings(python=sys.executable if chosen else "")
+    remote = ssh_command(settings, "b", ["agent"])[-1]
+    there = subprocess.run(["/bin/sh", "-c", remote], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert there.stdout.strip() == str(tmp_path / ("a venv" if chosen else "activated") / "python")
 
 
 @pytest.mark.parametrize(

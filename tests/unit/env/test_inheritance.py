@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +126,20 @@ def test_children_hear_whether_process_groups_live_through_the_generations() -> 
     assert env.read_reconfigure({}) is None
     with pytest.raises(ConfigError, match="FARANDOLE_RECONFIGURE must be 0 or 1, got 'maybe'"):
         env.read_reconfigure({"FARANDOLE_RECONFIGURE": "maybe"})
+
+
+def test_python_becomes_the_one_beside_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in ("system", "venv"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "python").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python3.99"))
+    for before in (f"{tmp_path}/system:/bin", ""):
+        monkeypatch.setenv("PATH", before)
+        for _ in range(2):
+            env.put_own_python_first()
+            assert os.environ["PATH"] == f"{tmp_path}/venv:{before}".rstrip(":")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none" / "python3.99"))
+    monkeypatch.setenv("PATH", "/bin")
+    env.put_own_python_first()
+    assert os.environ["PATH"] == "/bin"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from farandole.launch import machine_check
@@ -17,6 +19,18 @@ GB = 1 << 30
     [
         (machine_check.software({"error": "No module named 'torch'"}), "error", "No module named 'torch'"),
         (machine_check.software({"torch": "2.13.0"}), "ok", "torch 2.13.0"),
+        (machine_check.commands_python(None, "/venv/bin/python", str), "warning", "there is no `python` in PATH"),
+        (machine_check.commands_python("/venv/bin/python", "/venv/bin/python3", str), "ok", "/venv/bin/python"),
+        (
+            machine_check.commands_python("/usr/bin/python", "/venv/bin/python", lambda _: "torch and farandole"),
+            "warning",
+            "`python` is /usr/bin/python, which lacks torch and farandole",
+        ),
+        (
+            machine_check.commands_python("/usr/bin/python", "/venv/bin/python", lambda _: ""),
+            "ok",
+            "`python` is /usr/bin/python, and Farandole runs under /venv/bin/python",
+        ),
         (machine_check.devices({"devices": 2, "nccl": True}, True), "ok", "2 CUDA devices, NCCL"),
         (machine_check.devices({"devices": 1, "nccl": False}, True), "warning", "1 CUDA device, no NCCL"),
         (machine_check.devices({"devices": 0, "cuda": True}, True), "warning", "torch finds none of them"),
@@ -76,3 +90,12 @@ def test_this_machine_reaches_its_own_listeners_and_no_others() -> None:
     assert found.reached == []
     assert {each.topic: each.state for each in found.findings}["network"] == "ok"
     assert found.versions["torch"]
+
+
+def test_an_interpreter_is_asked_what_it_lacks(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    for said, lacks in (("torch farandole", "torch and farandole"), ("", "")):
+        other.write_text(f"#!/bin/sh\necho {said}\n")
+        other.chmod(0o755)
+        assert machine_check.ask_python(str(other)) == lacks
+    assert "an answer" in machine_check.ask_python(str(tmp_path / "none"))
