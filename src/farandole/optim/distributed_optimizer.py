@@ -152,8 +152,12 @@ class ReducingOptimizer(WrappedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as torch does; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
-        self._loader_path.plan_anew()
+        self.groups_changed()
         self._named_path.name(self._parameter_names)
+
+    def groups_changed(self) -> None:
+        """Note that the optimizer has other groups than before."""
+        self._loader_path.plan_anew()
 
     # Methods that the user calls -------------------------------------------------------------------------
 

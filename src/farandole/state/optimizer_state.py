@@ -60,6 +60,55 @@ class OptimizerState:
                     else:
                         group[key] = value
 
+    # Groups that are added in the course of the training -----------------------------------------------------
+
+    def members(self, names: Mapping[torch.Tensor, str]) -> list[list[str]]:
+        """Return the names of the parameters in each group; an empty name for one that has none in `names`."""
+        groups = self.optimizers[self.name].param_groups
+        return [[names.get(each, "") for each in group["params"]] for group in groups]
+
+    def add_groups(self, members: Sequence[Sequence[str]], named: Mapping[str, torch.Tensor]) -> None:
+        """Add the groups that this optimizer lacks. Their options come with load_options().
+
+        Args:
+            members: The members() of another worker.
+            named: The parameters by name.
+
+        Raises:
+            ConfigError: The order of the parameters is another one there, or one of them is in no module.
+        """
+        optimizer = self.optimizers[self.name]
+        names = {each: name for name, each in named.items()}
+        for number, (ours, theirs) in enumerate(zip(self.members(names), members, strict=False)):
+            if ours != list(theirs):
+                place = next((n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), -1)
+                what = f"{theirs[place]!r} there and {ours[place]!r} here" if place >= 0 else "of another number"
+                raise ConfigError(
+                    f"group {number} of the {type(optimizer).__name__} {self.name!r} has other parameters than on "
+                    f"another worker: parameter {place} is {what}; give them to the optimizer in one order on all "
+                    f"workers (a set has none), and add() none to a group"
+                )
+        for theirs in members[len(optimizer.param_groups) :]:
+            missing = [name for name in theirs if name not in named]
+            if missing:
+                raise ConfigError(
+                    f"other workers have added a group to the {type(optimizer).__name__} {self.name!r} whose "
+                    f"parameters are in no module of this worker's state: give the module to TorchState"
+                )
+            optimizer.add_param_group({"params": [named[name] for name in theirs]})
+
+    def remove_groups(self, options: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Remove groups that were added since the result of options()."""
+        optimizer = self.optimizers[self.name]
+        count = len(options[self.name])
+        if len(optimizer.param_groups) > count:
+            for group in optimizer.param_groups[count:]:
+                for each in group["params"]:
+                    optimizer.state.pop(each, None)
+            del optimizer.param_groups[count:]
+            if hasattr(optimizer, "groups_changed"):
+                optimizer.groups_changed()
+
     # Tensors ------------------------------------------------------------------------------------
 
     @property

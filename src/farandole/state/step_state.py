@@ -24,6 +24,7 @@ from farandole.state.metadata import (
     pack_metadata,
     refuse_other_model,
 )
+from farandole.state.module_values import ModuleValues
 from farandole.state.object_state import State
 from farandole.state.optimizer_state import OptimizerState, with_inner
 from farandole.state.packing import Packed, unpack
@@ -159,6 +160,7 @@ class StepState(TorchState):
         for optimizer in self.optimizers():
             refuse_optimizer(optimizer)
         self._snapshot = MetadataSnapshot()
+        self._module_values: ModuleValues | None = None
         self._watched = WatchedTensors()
         self._is_tracking = False  # the watched tensors are those of the current values
         self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
@@ -296,6 +298,7 @@ class StepState(TorchState):
                 load_stateful(value, kept["stateful"][name])
         for name in kinds.extra:
             load_extra_state(kinds.modules[name], kept["extra"].get(name, {}))
+        self._values_of_modules().load(kept["flags"])
         lost = self._watched.put_back_run()
         if lost:
             further = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -317,7 +320,7 @@ class StepState(TorchState):
             for name, value in after[part].items():
                 if not is_same(before[part].get(name), value):
                     kept[part][name] = value
-        kept["boundary"] = self.boundary_number
+        kept["boundary"], kept["flags"] = self.boundary_number, after["flags"]
         if self.loader is not None:
             kept["loader"] = self.loader.state_dict()  # it contains the number of calls
         self._snapshot.take(kept)
@@ -405,7 +408,10 @@ class StepState(TorchState):
                 buffer.detach().copy_(metadata["buffers"][name][key])
             load_extra_state(module, metadata["extra"].get(name, {}))
         for each in (self._kinds or self._sort()).states:
+            each.remove_groups(metadata["groups"])
             each.load_options(metadata["groups"])
+        if "flags" in metadata:  # a checkpoint of an earlier release has none
+            self._values_of_modules().load(metadata["flags"])
         for name, saved in metadata["stateful"].items():
             load_stateful(getattr(self, name), saved)
         for name, value in metadata["values"].items():
@@ -434,12 +440,26 @@ class StepState(TorchState):
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
             "extra": {name: extra_state_of(modules) for name, modules in kinds.extra.items()},
             "groups": {name: groups for each in kinds.states for name, groups in each.options().items()},
+            "flags": self._values_of_modules().changed(),
             "stateful": {name: value.state_dict() for name, value in kinds.stateful.items()},
             "values": {name: getattr(self, name) for name in kinds.values},
             **({"arithmetic": _arithmetic()} if self.is_strict else {}),
         }
 
+    def _values_of_modules(self) -> ModuleValues:
+        if self._module_values is None:
+            self._module_values = ModuleValues(self._modules())
+        return self._module_values
+
+    def restore_module_values(self) -> None:
+        """Return the values of modules to those of the last capture(): code that runs once for each worker, before its
+        first batch, may have set others, as `model.train()` does."""
+        kept = self._snapshot.fresh()
+        if kept is not None:
+            self._values_of_modules().load(kept["flags"])
+
     def _track(self) -> None:
+        self._values_of_modules().search()
         groups = self._parameters().items()
         named = {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
         ids = {id(parameter) for each in self._sort().states for parameter in each.parameters}
@@ -451,11 +471,17 @@ class StepState(TorchState):
     def live_tensors(self) -> dict[str, Any]:
         """Return parameters by module and name, and the optimizers' state (optimizer_state.py); live, not copied."""
         entries = {name: entry for each in self._sort().states for name, entry in each.entries().items()}
-        return {"parameters": self._parameters(), "optimizer": entries}
+        members = {
+            each.name: each.members(self._names_of_parameters()) for each in (self._kinds or self._sort()).states
+        }
+        return {"parameters": self._parameters(), "optimizer": entries, "members": members}
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Load parameters and optimizer tensors from another worker. Raises ConfigError, with nothing changed, when its
         model has other parameters."""
+        named = {name: each for each, name in self._names_of_parameters().items()}
+        for each in self._sort().states:
+            each.add_groups(tensors.get("members", {}).get(each.name, []), named)
         ours = self._parameters()
         refuse_other_model(ours, tensors["parameters"])
         with torch.no_grad():
@@ -479,12 +505,18 @@ class StepState(TorchState):
         }
         return {**named, "": loose}
 
+    def _names_of_parameters(self) -> dict[torch.Tensor, str]:
+        """Return the names of the parameters in modules."""
+        modules = self._modules().items()
+        return {each: f"{name}.{key}" for name, module in modules for key, each in module.named_parameters()}
+
     # Classification of the values ------------------------------------------------------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
         if name in _GIVEN or name in self.__dict__.get("_names", ()):
             object.__setattr__(self, "_kinds", None)
+            object.__setattr__(self, "_module_values", None)
             object.__setattr__(self, "_is_tracking", False)
 
     def _sort(self) -> _Kinds:

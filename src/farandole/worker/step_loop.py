@@ -90,6 +90,7 @@ class StepLoop:
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
         self._is_second_call = False  # the function was called for the warm-up, and now has not come to its loader yet
         self._is_new_boundary = True  # before the first batch of the function, of an epoch, or after a regroup
+        self._has_joined = False  # it is a newcomer that has not come to its first batch yet
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
         self._inquiry = _inquiry(job, state) if state.is_strict else None
         asked = read_job_env().hash_every if state.hash_every is None else state.hash_every
@@ -213,6 +214,7 @@ class StepLoop:
         if job is not None:
             job.link.send(Elastic())
         if job is not None and (job.is_newcomer() or job.has_to_regroup()):
+            self._has_joined = job.is_newcomer()
             self._regroup()
             return
         here = world.current()
@@ -472,6 +474,9 @@ class StepLoop:
         if step.take_handed_out() or self._is_new_boundary:
             state.boundary_number += 1
         self._is_new_boundary = False
+        if self._has_joined:
+            state.restore_module_values()
+        self._has_joined = False
         # Before the rehearsal the effects of the loop body are unknown.
         is_alone = self._job is None or world.current().placement.size == 1
         is_known = state.has_rehearsed or (is_alone and not state.is_strict)
