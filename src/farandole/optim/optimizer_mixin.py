@@ -52,6 +52,8 @@ class ScaledStep(torch.optim.Optimizer):
         first = () if takes_none else (closure, *arguments)  # a class may have step(self), without a closure
         found_inf = self.__dict__.get("found_inf")
         is_skipped = found_inf is not None and bool(found_inf)
+        if found_inf is not None:
+            step.refuse_unknown_scaler()
         step.note_update(is_skipped)
         if self._base_scales:
             return super().step(*first, **options)

@@ -131,6 +131,10 @@ class Observer(Protocol):
         aborted."""
         ...
 
+    def keeps_scaler(self) -> bool:
+        """Return whether there is a GradScaler in the state."""
+        ...
+
     def aborted(self) -> None:
         """Note that the step is aborted; the rest of the loop body still runs."""
         ...
@@ -260,6 +264,15 @@ def agree_on_passes(samples: int, passed: int) -> None:
     _step.has_untrained, _step.is_without_pass = passed < samples, not passed
 
 
+def refuse_unknown_scaler() -> None:
+    """Raise StepError where a GradScaler is used that the state of the current batch does not have."""
+    if _step.batch is not None and _observer is not None and not _observer.keeps_scaler():
+        raise StepError(
+            "a GradScaler scales the loss, and the state does not have it: its scale would be another one on a worker "
+            "that joins. Pass it to the state: TorchState(..., scaler=scaler)"
+        )
+
+
 def note_update(is_skipped: bool) -> None:
     """Note that an optimizer has applied its gradients; or has not, since a GradScaler has found inf or NaN."""
     _step.has_inf |= is_skipped
@@ -378,8 +391,8 @@ def is_shared() -> bool:
 
 
 def is_tracked(optimizer: object) -> bool:
-    """Return whether this optimizer decides steps, as each optimizer does where none is tracked."""
-    return not _step.tracked or id(optimizer) in _step.tracked
+    """Return whether this optimizer decides steps, as each optimizer does where there is no state."""
+    return id(optimizer) in _step.tracked or (not _step.tracked and _observer is None)
 
 
 def awaits_others(optimizer: object) -> bool:

@@ -385,6 +385,10 @@ class StepState(TorchState):
         else:
             self._watched.look()
 
+    def keeps_scaler(self) -> bool:
+        """See step.Observer."""
+        return bool((self._kinds or self._sort()).scalers)
+
     def aborted(self) -> None:
         """See step.Observer."""
         self._watched.save()

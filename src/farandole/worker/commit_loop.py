@@ -59,6 +59,7 @@ class CommitLoop:
         self._checkpoints = _checkpoints(job, self._committed, self._values)
         self._commits = 0  # of this call; only for the log and the agent
         self._uncommitted = UncommittedSteps(state)
+        self._is_changing = False  # the state becomes that of all workers, before they train on
         self._is_torn = False  # neither the last commit nor the next one is whole
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
@@ -198,8 +199,12 @@ class CommitLoop:
         return is_alone and (job is None or not (job.is_newcomer() or job.has_to_regroup()))
 
     def _reset_and_agree(self, transport: Transport, bootstrap: bool) -> SyncReport | None:
-        self._reset()
-        return self._agree(transport, bootstrap)
+        self._is_changing = True
+        try:
+            self._reset()
+            return self._agree(transport, bootstrap)
+        finally:
+            self._is_changing = False
 
     def _reset(self) -> None:
         """Run the reset callbacks after a change of the world. They run before the sync: what they change in the state
@@ -292,6 +297,11 @@ class CommitLoop:
         return update
 
     def committing(self) -> None:
+        """Begin a commit. Raises the error that has ended the generation where the script has caught it: batches have
+        failed since, which the commit would count as done."""
+        named = world.current().named
+        if named is not None and not self._is_changing:
+            named.raise_if_failed()
         self._is_torn = True
 
     def committed(self) -> None:

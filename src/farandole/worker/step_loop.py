@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from farandole.collectives import agreement, world
 from farandole.collectives.named.stages import DECIDE_TOGETHER
@@ -85,6 +86,7 @@ class StepLoop:
         self._records = sample_records(state)
         self._checkpoints = checkpoints(job, state, "step")
         self._watch = StateWatch(job, state, self._records, self._checkpoints)
+        self._has_foreign_step = False  # since the last boundary, an optimizer has stepped that is not Farandole's
         self._is_busy = False  # the run loop, not user code, changes the state
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
@@ -117,6 +119,7 @@ class StepLoop:
         adopts = _adopt_for_shards if state.is_strict else adopt
         if adopts(state.modules(), state.optimizers(), self._accumulates):
             state.track_optimizers()
+        foreign = register_optimizer_step_post_hook(self._note_foreign_step)
         loop_hooks.install(self)
         agreement.install(self._calls)
         loop_hooks.install_recorder(self._records)
@@ -135,6 +138,7 @@ class StepLoop:
                     if self._checkpoints is not None:
                         self._checkpoints.close()
         finally:
+            foreign.remove()
             loop_hooks.install(None)
             agreement.install(None)
             world.interrupt_collectives(None)
@@ -314,10 +318,16 @@ class StepLoop:
         step.leave_out()
         return True
 
+    def _note_foreign_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Note that an optimizer of torch has stepped: it trains this worker's part only."""
+        self._has_foreign_step |= not hasattr(optimizer, "abandon_step")
+
     def _refuse_to_leave_out(self, global_batch: GlobalBatch) -> None:
         """Raise StepError where it is more likely that the script forgets its steps: no batch was trained yet."""
         record = getattr(self._state.loader, "record", None)
         left_out = 0 if record is None else record.skipped
+        if self._has_foreign_step:
+            raise StepError(without_step(global_batch, step.status()))
         if left_out < self._state.step:
             return
         samples = self._state.loader.epoch_samples
@@ -468,7 +478,7 @@ class StepLoop:
     def _pass_boundary(self) -> None:
         """Remember the metadata, and seed the step's random numbers from (seed, step, rank): a step that is repeated
         gets the same numbers."""
-        state, self._is_second_call = self._state, False
+        state, self._is_second_call, self._has_foreign_step = self._state, False, False
         # Workers come to their next batch on different ways, and may pass the boundary before it twice. All count it
         # once: one with another number would be taken for one that lacks something.
         if step.take_handed_out() or self._is_new_boundary:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.errors import CollectiveMismatch, HorovodInternalError, HostsUpdatedInterrupt
+from farandole.collectives import world
+from farandole.errors import CollectiveMismatch, HorovodInternalError, HostsUpdatedInterrupt, PeerLost
 from farandole.state import loop_hooks
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.object_state import ObjectState, State
@@ -166,3 +167,27 @@ def test_run_fn_calls_the_reset_it_is_given_and_never_skips_the_sync() -> None:
     assert run_fn(train, lambda: calls.append("reset"))(state) == "done"
     again = ["reset", "on_reset", "sync", "train"]
     assert calls == ["sync", "train", *again, *again]
+
+
+def test_a_commit_after_an_error_that_the_script_has_caught_is_none() -> None:
+    """Batches have failed since: the function begins again at the last commit."""
+    state, seen = object_state(batch=0), []
+
+    @run
+    def train(state: Any) -> None:
+        while state.batch < 3:
+            seen.append(state.batch)
+            state.batch += 1
+            state.commit()
+
+    named: Any = world.current().named
+    original = named.raise_if_failed
+
+    def raise_once() -> None:
+        if seen == [0, 1]:
+            raise PeerLost("allreduce", 1, 1)
+        original()
+
+    named.raise_if_failed = raise_once
+    train(state)
+    assert seen == [0, 1, 1, 2]

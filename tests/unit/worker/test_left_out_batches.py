@@ -29,13 +29,14 @@ def orders() -> Iterator[Orders]:
     world.enter(None)
 
 
-def make_state(**of_loader: Any) -> Any:
+def make_state(scaler: Any = None, **of_loader: Any) -> Any:
     torch.manual_seed(0)
+    more = {} if scaler is None else {"scaler": scaler}
     model = torch.nn.Linear(1, 1)
     optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     data = torch.utils.data.TensorDataset(torch.arange(float(SAMPLES)).reshape(SAMPLES, 1))
     loader = fd.elastic.DataLoader(data, GLOBAL_BATCH, seed=4, **of_loader)
-    return fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, rehearse=False)
+    return fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, rehearse=False, **more)
 
 
 def train(orders: Orders, state: Any, body: Callable[[torch.Tensor, int], None], epochs: int = 1) -> list[str]:
@@ -121,7 +122,7 @@ def test_an_optimizer_of_torchs_alone_is_an_error_at_once(orders: Orders) -> Non
 
 
 def test_a_step_that_a_grad_scaler_skips_is_told(orders: Orders) -> None:
-    state, weights = make_state(), []
+    state, weights = make_state(torch.amp.GradScaler("cpu")), []
 
     def body(x: torch.Tensor, number: int) -> None:
         weights.append(state.model.weight.item())
@@ -148,3 +149,38 @@ def test_a_micro_batch_without_a_backward_pass_is_told(orders: Orders) -> None:
         state.optimizer.step()
 
     assert train(orders, state, body) == ["in 1 of 3 steps some samples had no backward pass"]
+
+
+def test_an_optimizer_or_a_scaler_that_the_state_does_not_have_is_refused_in_the_first_step(orders: Orders) -> None:
+    state = make_state()
+    other = fd.DistributedOptimizer(torch.optim.SGD(state.model.parameters(), lr=0.01))
+    without = fd.elastic.TorchState(model=state.model, loader=state.loader, rehearse=False)
+
+    def body(x: torch.Tensor, number: int) -> None:
+        other.zero_grad()
+        without.model(x).mean().backward()
+        other.step()
+
+    with pytest.raises(StepError, match="belongs to no TorchState"):
+        train(orders, without, body)
+    state = make_state()
+
+    def scaled(x: torch.Tensor, number: int) -> None:
+        state.optimizer.found_inf = torch.tensor(0.0)
+        make_step(state, x)
+
+    with pytest.raises(StepError, match="scaler=scaler"):
+        train(orders, state, scaled)
+
+
+def test_a_plain_optimizer_that_steps_in_place_of_ours_is_an_error_in_the_first_step(orders: Orders) -> None:
+    state = make_state()
+    plain = torch.optim.SGD(state.model.parameters(), lr=0.01)
+
+    def body(x: torch.Tensor, number: int) -> None:
+        state.optimizer.zero_grad()
+        state.model(x).mean().backward()
+        plain.step()
+
+    with pytest.raises(StepError, match=r"samples \[0, 8\)"):
+        train(orders, state, body)

@@ -174,6 +174,10 @@ class NamedCollectives:
         self._queue.add(())
         self._transports[GLOBAL_SET].barrier()
 
+    def raise_if_failed(self) -> None:
+        """Raise the error that has ended this generation for this worker, if any has."""
+        self._queue.add(())
+
     def abort(self, reason: str) -> None:
         """End running, waiting and later operations with GenerationEnded. Callable from any thread."""
         for transport in list(self._transports.values()):
