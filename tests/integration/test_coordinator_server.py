@@ -71,7 +71,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def serving(config: JobConfig | None = None, clock_offset_s: list[float] | None = None) -> AsyncIterator[Running]:
+async def serving(
+    config: JobConfig | None = None, clock_offset_s: list[float] | None = None, has_journal: bool = False
+) -> AsyncIterator[Running]:
     events = EventLog()
     offset_s = clock_offset_s or [0.0]
     coordinator = Coordinator(
@@ -80,6 +82,7 @@ async def serving(config: JobConfig | None = None, clock_offset_s: list[float] |
         job_id=JOB_ID,
         on_event=events,
         clock=lambda: now_s() + offset_s[0],
+        journal=(lambda _: None) if has_journal else None,
     )
     await coordinator.start()
     running = Running(coordinator, events)
@@ -287,3 +290,17 @@ def test_a_port_in_use_is_an_error_that_says_what_to_do() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         run(test(taken.getsockname()[1]))
+
+
+def test_the_launchers_own_agent_may_be_silent_where_no_other_host_trains() -> None:
+    """As while the launcher is stopped in a debugger, and its coordinator is not."""
+
+    async def test() -> None:
+        async with serving(JobConfig(num_proc=1, detection_budget_s=0.3), has_journal=True) as running:
+            channel = await running.join()
+            await receive(channel, Spawn)
+            channel.send(Heartbeat(1))
+            await asyncio.sleep(1.0)
+            assert running.events.of(AgentWasLost) == []
+
+    run(test())

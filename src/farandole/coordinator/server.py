@@ -246,9 +246,12 @@ class Coordinator:
 
     def _record_silence(self, agent: str, session: AgentSession, after_s: float = 0.0) -> None:
         """Count the silence of an agent from now, or later. The launcher's own agents cannot be cut off from a
-        coordinator on the same machine, and are silent while the launcher is stopped."""
-        if session.is_apart or self._journal is None:
+        coordinator on the same machine, and are silent while the launcher is stopped, as in a debugger; their silence
+        counts only where workers of other hosts could go on without them."""
+        if session.is_apart or self._journal is None or any(each.is_apart for each in self._sessions.values()):
             self._silence.record(agent, self._clock.now_s() + after_s)
+        else:
+            self._silence.forget(agent)
 
     def _state(self) -> CoordinatorState:
         return CoordinatorState(
@@ -848,7 +851,7 @@ class Coordinator:
         if is_counted(message):
             self._sessions[agent].log.handled += 1
         if agent not in self._heartbeats:
-            self._silence.record(agent, self._clock.now_s())
+            self._record_silence(agent, self._sessions[agent])
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
         elif isinstance(message, ReturnPart):
@@ -867,7 +870,7 @@ class Coordinator:
         if agent in self._heartbeats:
             self._heartbeats.record(agent, message.sequence, message.received or 0)
         else:
-            self._silence.record(agent, self._clock.now_s())
+            self._record_silence(agent, self._sessions[agent])
         if message.workers is not None:
             self._hang_detector.record(agent, message.workers, self._clock.now_s())
         if message.telemetry is not None:
