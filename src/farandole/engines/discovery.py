@@ -19,6 +19,9 @@ from farandole.events import Event, HostDiscoveryFailed, HostRefused
 
 DISCOVERY_PERIOD_S = 1.0
 SCRIPT_TIME_LIMIT_S = 60.0
+EMPTY_ANSWERS = 5
+"""So many answers in a row without any host are believed. A query that fails often looks like one that finds nothing,
+and to believe it costs all workers: each time their replacements would begin anew."""
 OUTPUT_BYTES = 4 << 20
 """Bytes of the longest list of hosts."""
 ERROR_BYTES = 64 << 20
@@ -45,7 +48,7 @@ class HostDiscovery(Protocol):
 
 class ScriptDiscovery:
     """Runs a command (in a shell, as Horovod does) whose output names a host in each line: `host` or `host:slots`.
-    Empty output means that no host is available now.
+    Empty output means that no host is available now; it is believed after a few times (HostsSource).
 
     default_slots  slots of hosts without a number
     time_limit_s   a run that takes longer is killed, and counts as failed
@@ -197,6 +200,7 @@ class HostsSource:
         """The names of other machines that have been found so far."""
         self._refused: set[str] = set()
         self._last_failure = ""
+        self._empty_answers = 0  # in a row
 
     @property
     def are_fixed(self) -> bool:
@@ -228,7 +232,7 @@ class HostsSource:
         while True:
             await asyncio.sleep(self._discovery.period_s)
             try:
-                found = await self._discovery.find()
+                found = self._believed(await self._discovery.find())
             except HostsOver:
                 raise
             except DiscoveryFailed as error:
@@ -245,6 +249,16 @@ class HostsSource:
             if set(hosts) != set(self.hosts):
                 self.hosts = hosts
                 on_hosts(hosts)
+
+    def _believed(self, found: tuple[HostSlots, ...]) -> tuple[HostSlots, ...]:
+        """Return the hosts that were found. Raises DiscoveryFailed where none was, for the first few times: only an
+        engine knows that."""
+        self._empty_answers = 0 if found or not self.hosts or self._are_all_others else self._empty_answers + 1
+        if 0 < self._empty_answers < EMPTY_ANSWERS:
+            raise DiscoveryFailed(
+                f"host discovery found no host at all, which counts after {EMPTY_ANSWERS} times in a row"
+            )
+        return found
 
     async def _note_others(self, hosts: Iterable[HostSlots]) -> set[str]:
         """Note which hosts are other machines, and return those that cannot be used because of it."""

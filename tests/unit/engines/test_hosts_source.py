@@ -1,61 +1,72 @@
-"""The hosts of a job that are discovered again and again, by the engine that starts their agents."""
+"""Which answers of a host discovery a job follows."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-import pytest
-
 from farandole.config import JobConfig
-from farandole.engines.discovery import DiscoveryFailed, HostsOver, HostsSource
+from farandole.engines.discovery import EMPTY_ANSWERS, HostsOver, HostsSource
 from farandole.engines.host_list import HostSlots
-from farandole.errors import ConfigError
 from farandole.events import Event, HostDiscoveryFailed
+from tests.support.waiting import run
 
-A, B = HostSlots("localhost", 1), HostSlots("b", 1)
+HERE = (HostSlots("localhost", 2),)
+NONE: tuple[HostSlots, ...] = ()
 
 
 class Answers:
-    """A discovery with these answers, one after the other."""
+    """A discovery with these answers, and no more hosts after them."""
 
     period_s = 0.0
 
-    def __init__(self, *answers: Sequence[HostSlots] | DiscoveryFailed) -> None:
-        self._answers = list(answers)
+    def __init__(self, answers: Sequence[tuple[HostSlots, ...]]) -> None:
+        self._answers = iter(answers)
 
     async def find(self) -> tuple[HostSlots, ...]:
-        answer = self._answers.pop(0)
-        if isinstance(answer, DiscoveryFailed):
-            raise answer
-        return tuple(answer)
+        await asyncio.sleep(0)
+        for answer in self._answers:
+            return answer
+        raise HostsOver("the answers are over")
 
 
-def source(events: list[Event], *answers: Sequence[HostSlots] | DiscoveryFailed) -> HostsSource:
-    return HostsSource(JobConfig(1), Answers(*answers), True, events.append, are_all_others=True)
-
-
-def test_the_hosts_of_an_engine_are_its_own_also_if_one_has_the_name_of_this_machine() -> None:
-    hosts = source([], [A, B])
-    assert asyncio.run(hosts.first()) == (A, B)
-    assert hosts.others == {"localhost", "b"}
-
-
-def test_a_failure_is_repeated_and_the_end_of_all_hosts_is_raised() -> None:
+def followed(*answers: tuple[HostSlots, ...]) -> tuple[list[tuple[HostSlots, ...]], list[Event]]:
+    """The lists of hosts that the job gets after the first answer, and what it reports."""
     events: list[Event] = []
-    hosts = source(events, [A, B], DiscoveryFailed("no answer"), [A], HostsOver("the job is over"))
-    seen: list[tuple[HostSlots, ...]] = []
+    lists: list[tuple[HostSlots, ...]] = []
 
-    async def run() -> None:
-        await hosts.first()
-        await hosts.follow(seen.append)
+    async def follow() -> None:
+        source = HostsSource(JobConfig(num_proc=2), Answers(answers), takes_others=False, on_event=events.append)
+        await source.first()
+        try:
+            await source.follow(lists.append)
+        except HostsOver:
+            return
 
-    with pytest.raises(HostsOver, match="the job is over"):
-        asyncio.run(run())
-    assert seen == [(A,)]
-    assert events == [HostDiscoveryFailed("no answer")]
+    run(follow())
+    return lists, events
 
 
-def test_an_end_at_the_start_is_an_error_of_the_user() -> None:
-    with pytest.raises(ConfigError, match="the job is over"):
-        asyncio.run(source([], HostsOver("the job is over")).first())
+def test_an_empty_answer_now_and_then_changes_nothing() -> None:
+    lists, events = followed(HERE, NONE, HERE, NONE, NONE, HERE)
+    assert lists == []
+    assert [type(each) for each in events] == [HostDiscoveryFailed, HostDiscoveryFailed]
+
+
+def test_empty_answers_in_a_row_are_believed() -> None:
+    lists, events = followed(HERE, *[NONE] * EMPTY_ANSWERS, HERE)
+    assert lists == [NONE, HERE]
+    assert len(events) == 1
+
+
+def test_hosts_that_are_missing_beside_others_are_gone_at_once() -> None:
+    more = (*HERE, HostSlots("127.0.0.1", 1))
+    lists, events = followed(more, HERE)
+    assert lists == [HERE]
+    assert events == []
+
+
+def test_a_job_without_hosts_waits_for_the_first_one() -> None:
+    lists, events = followed(NONE, NONE, HERE)
+    assert lists == [HERE]
+    assert events == []
