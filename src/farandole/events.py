@@ -575,6 +575,22 @@ class WorkersNeverMet(Event):
 
 
 @dataclass(frozen=True)
+class ExitsAwaited(Event):
+    """The training is finished for `after_s` seconds, and these workers still run."""
+
+    workers: tuple[str, ...]
+    after_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"the training was finished {self.after_s:.0f} s ago, and the job waits for the exit of "
+            f"{named(self.workers)}: the rest of the script runs, a thread that is no daemon, or a child process that "
+            f"it waits for. `farandole stacks --worker {self.workers[0]}` shows what it does"
+        )
+
+
+@dataclass(frozen=True)
 class CheckpointSaved(Event):
     """A checkpoint was saved: the state after `step` decided steps is in the folder `name`, and `worker` wrote it in
     this time."""

@@ -58,6 +58,7 @@ SAMPLES = [
     events.WorkerTrainsAlone("w0", 3),
     events.WorkerMetOthers("w0"),
     events.WorkersNeverMet(("w1",), ("w0", "w2")),
+    events.ExitsAwaited(("w1",), 10.0),
     events.WorkerFailed("w1", "node1", 1, 0, 0, 4711, 1, "ValueError: bad", "Traceback ...", "/logs/error.json", 1),
     events.AllWorkersRestart(3, 2, 4, "w1 (slot 1) exited with code 1"),
 ]

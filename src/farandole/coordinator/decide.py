@@ -95,6 +95,7 @@ def next_deadline(job: Job) -> float | None:
         None if job.whole_restart is None else whole_restart.deadline(job),
         None if job.workers else capacity.last_call_deadline(job),
         job.restart_deferred_until_s,
+        shutdown.exits_deadline(job),
         *(worker.kill_at_s for worker in job.workers.values()),
     ]
     return min((deadline for deadline in deadlines if deadline is not None), default=None)

@@ -296,6 +296,7 @@ class Job:
     was_synced     some worker confirmed the state: no generation is a bootstrap any more
     is_finishing   some member's elastic function returned: no worker is admitted any more
     is_released    all members have finished and were told so
+    released_s     when; None once the members were named that still ran a while later
     static_because  why the members train on as a static job, although they had entered an elastic function: none is
                    admitted any more; empty: they do not
     losses         members lost since the last START
@@ -343,6 +344,7 @@ class Job:
     was_synced: bool = False
     is_finishing: bool = False
     is_released: bool = False
+    released_s: float | None = None
     static_because: str = ""
     losses: tuple[Loss, ...] = ()
     steps_seen: int = 0

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from farandole.coordinator import capacity, whole_restart, worker_messages
 from farandole.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
-from farandole.coordinator.job import EndJob, Generation, LinkTrouble, Transition, Worker, counted
-from farandole.events import JobBecameStatic, TrainingCutShort, TrainingFinished, WorkerStacks
+from farandole.coordinator.job import EndJob, Generation, Job, LinkTrouble, Transition, Worker, counted
+from farandole.events import ExitsAwaited, JobBecameStatic, TrainingCutShort, TrainingFinished, WorkerStacks
 from farandole.wire.messages import (
     CheckpointEnded,
     Finished,
@@ -55,7 +55,7 @@ def release_if_all_finished(transition: Transition) -> None:
     shortfalls = [worker.shortfall for worker in members if worker.shortfall is not None]
     if shortfalls:  # equal on all members, unless the members run different code
         transition.log(TrainingCutShort.of(max(shortfalls, key=lambda each: (each.steps_left, each.epochs_left))))
-    transition.change(is_released=True, change=None, losses=(), links=LinkTrouble())
+    transition.change(is_released=True, released_s=transition.now_s, change=None, losses=(), links=LinkTrouble())
     for worker in job.newcomers():
         capacity.let_go(transition, worker, "the training finished without it")
 
@@ -86,6 +86,7 @@ def advance_completion(transition: Transition) -> None:
     job = transition.job
     going = any(worker.has_left and worker.kill_at_s is not None for worker in job.workers.values())
     if any(job.each_survivor()) or going:
+        _name_awaited(transition)
         return
     if job.losses:
         failures = "; ".join(loss.sentence for loss in job.losses)
@@ -93,6 +94,26 @@ def advance_completion(transition: Transition) -> None:
     else:
         count = len(job.generation.members) if job.generation else 0
         transition.end(0, f"{counted(count, 'worker')} finished the training.")
+
+
+NAMED_AFTER_S = 10.0
+"""Seconds after the end of the training in which most scripts have ended."""
+
+
+def exits_deadline(job: Job) -> float | None:
+    """Return when the workers are named for whose exit a finished job waits."""
+    return None if job.released_s is None else job.released_s + NAMED_AFTER_S
+
+
+def _name_awaited(transition: Transition) -> None:
+    """Name, once, the members that still run. They may have much to do; or they will never end."""
+    job, due_s = transition.job, exits_deadline(transition.job)
+    running = tuple(worker.name for worker in job.each_survivor())
+    if due_s is None or transition.now_s < due_s:
+        return
+    transition.change(released_s=None)
+    if running:
+        transition.log(ExitsAwaited(running, NAMED_AFTER_S))
 
 
 # The end: a request to stop, and the time from the decision to end to the last exit -----------------------------------

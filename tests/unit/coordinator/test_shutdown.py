@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.coordinator import StopRequested
-from farandole.events import TrainingCutShort
+from farandole.events import ExitsAwaited, TrainingCutShort
 from farandole.membership import Shortfall
 from farandole.wire.messages import JobOver, Kill, Leaving
 from tests.support.told_job import ToldJob
@@ -40,6 +40,15 @@ def test_a_failure_after_the_release_is_reported_and_not_restarted() -> None:
     assert end is not None
     assert end.exit_code == 1
     assert "w0 (slot 0) exited with code 3" in end.reason
+
+
+def test_workers_that_do_not_end_are_named_once() -> None:
+    told = ToldJob(2).training().finished("w0", "w1").exited("w0", 0)
+    assert told.passes(9.0).logged(ExitsAwaited) == []
+    assert told.passes(1.0).logged(ExitsAwaited) == [ExitsAwaited(("w1",), 10.0)]
+    assert told.deadline_in_s is None
+    assert told.passes(60.0).logged(ExitsAwaited) == []
+    assert told.exited("w1", 0).ending[0] == 0
 
 
 def test_a_death_before_the_release_is_a_loss_and_finishing_is_done_again() -> None:
