@@ -64,7 +64,6 @@ if TYPE_CHECKING:
         global_process_set as global_process_set,
         remove_process_set as remove_process_set,
     )
-    from farandole.collectives.named.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from farandole.collectives.named.tensor_queue import poll as poll, synchronize as synchronize
     from farandole.collectives.named.timeline import start_timeline as start_timeline, stop_timeline as stop_timeline
     from farandole.errors import (
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from farandole.optim import distributed_optimizer
     from farandole.optim.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
     from farandole.optim.step_agreement import weight as weight
+    from farandole.optim.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from farandole.parallel.data_parallel import DataParallel as DataParallel
     from farandole.worker.capabilities import (
         ccl_built as ccl_built,
@@ -126,7 +126,7 @@ _HOMES = {
     ),
     "collectives.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
     "collectives.named.negotiation": "Adasum Average Max Min Product Sum",
-    "collectives.named.sync_batch_norm": "SyncBatchNorm",
+    "optim.sync_batch_norm": "SyncBatchNorm",
     "collectives.named.tensor_queue": "poll synchronize",
     "collectives.named.timeline": "start_timeline stop_timeline",
     "errors": ("FarandoleError FatalError HorovodInternalError HostsUpdatedInterrupt RecoverableError"),

@@ -29,10 +29,10 @@ from farandole.collectives.named.objects import (
     broadcast_parameters,
 )
 from farandole.collectives.named.process_sets import add_process_set, remove_process_set
-from farandole.collectives.named.sync_batch_norm import SyncBatchNorm
-from farandole.errors import HorovodInternalError
+from farandole.errors import HorovodInternalError, StepError
 from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.state import loop_hooks
+from farandole.optim.sync_batch_norm import SyncBatchNorm
+from farandole.state import loop_hooks, step as open_step
 
 
 def net(seed: int = 1) -> torch.nn.Sequential:
@@ -722,6 +722,57 @@ def check_batch_norm_over_all_ranks_equals_one_over_the_whole_batch() -> None:
                 sync.eval()
                 reference.eval()
                 assert torch.allclose(sync(mine), reference(mine))
+
+
+def check_batch_norm_with_unequal_local_batches_trains_as_one_process_does() -> None:
+    class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, float]]):
+        def __len__(self) -> int:
+            return 3 * fd.size() - 2 * (fd.size() > 2)
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+            generator = torch.Generator().manual_seed(index)
+            return torch.randn(3, generator=generator, dtype=torch.float64), float(index % 3 + 1)
+
+    def train(norm: torch.nn.Module, loss: str, world: tuple[int, int]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), norm, torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if world[1] > 1:
+            optimizer = DistributedOptimizer(optimizer, loss="sum" if loss == "sum" else "mean")
+        # Of the second global batch one rank has no sample where there are three ranks or more.
+        loader = fd.elastic.DataLoader(Rows(), 2 * fd.size() - 1, shuffle=False)
+        loader.set_world(*world)
+        for x, weight in loader:
+            optimizer.zero_grad()
+            each = (model(x).squeeze(1) - 1).square()
+            if loss == "weighted":
+                if world[1] > 1:
+                    fd.weight(float(weight.sum()))
+                each = each * weight / weight.sum() * len(x)
+            (each.sum() if loss == "sum" else each.mean()).backward()
+            optimizer.step()
+            loader.commit(loader.global_batch)  # type: ignore[arg-type]
+            open_step.close()
+        return [*model.parameters(), *model.buffers()]
+
+    for loss in ("mean", "sum", "weighted"):
+        ours = train(SyncBatchNorm(4), loss, (fd.rank(), fd.size()))
+        theirs = train(torch.nn.BatchNorm1d(4), loss, (0, 1))
+        for our, their in zip(ours, theirs, strict=True):
+            assert torch.allclose(our, their, rtol=1e-9, atol=1e-9), (loss, our, their)
+
+
+def check_batch_norm_refuses_a_weight_of_zero_on_a_rank_with_samples() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), SyncBatchNorm(4))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = fd.elastic.DataLoader(torch.utils.data.TensorDataset(torch.randn(4 * fd.size(), 3)), 4 * fd.size())
+    loader.set_world(fd.rank(), fd.size())
+    (x,) = next(iter(loader))
+    optimizer.zero_grad()
+    fd.weight(fd.rank())
+    with raises(StepError, "would be lost"):
+        model(x).square().mean().backward()
+    open_step.close()
 
 
 def check_batch_norm_needs_two_values_in_the_whole_batch() -> None:

@@ -77,6 +77,7 @@ class LoaderPath:
         self._pass_is_open = False  # also reset by zero_grad(), for a pass that raised
         self._factor = 0.0  # for the gradients of the last pass
         self._weights = Weights(options.loss)
+        step.add_losses(options.loss == "sum")
         self._reduction = StepReduction(names, options, passes)
         self.forget()
 

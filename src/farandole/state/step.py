@@ -154,6 +154,7 @@ class _OpenStep:
     undo: dict[int, Undoable] = field(default_factory=dict)  # by id of the optimizer
     participants: list[Participant] = field(default_factory=list)
     weight: float | None = None
+    adds_losses: bool = False
     is_weighed: bool = False
     is_rehearsal: bool = False
     has_passed: bool = False
@@ -511,6 +512,24 @@ def weight() -> float | None:
     """Return the argument of set_weight() for the current batch; None: the weight is the number of its samples."""
     _step.is_weighed = True
     return _step.weight
+
+
+def add_losses(are_sums: bool) -> None:
+    """Note whether losses are sums over samples instead of means, from now on."""
+    _step.adds_losses = are_sums
+
+
+def share() -> float:
+    """Return the factor with which the gradient of the current loop body counts in that of the step; 1 without a batch
+    of a loader. Only the ratios between ranks matter."""
+    batch = _step.batch
+    if batch is None:
+        return 1.0
+    if batch.is_dummy:
+        return 0.0
+    if _step.adds_losses:
+        return 1.0
+    return batch.weight if _step.weight is None else _step.weight / batch.global_batch.global_samples
 
 
 # The samples of one global batch, as handed to one worker: the atomic unit of progress --------------------------------

@@ -11,9 +11,9 @@ import torch
 from farandole.collectives import world
 from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.sync_batch_norm import SyncBatchNorm, _Normalize
 from farandole.collectives.transport import Transport
 from farandole.membership import GenerationId, Placement
+from farandole.optim.sync_batch_norm import SyncBatchNorm, _Normalize
 
 pytestmark = pytest.mark.core
 

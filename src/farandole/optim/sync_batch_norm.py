@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,10 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from farandole.collectives import world
 from farandole.collectives.named.negotiation import Sum
 from farandole.collectives.named.operations import allgather, allreduce
+from farandole.errors import StepError
+from farandole.state import step
 
 
 class SyncBatchNorm(_BatchNorm):
     """Equals torch.nn.BatchNorm1d, 2d and 3d on one process with the global batch; local batches may differ in size.
+
+    In a loop over a loader of Farandole, the gradients of the ranks are weighted as their losses are, by samples or by
+    fd.weight(), and a dummy batch does not count. Elsewhere all ranks count alike, as in Horovod.
 
     Gradients of weight and bias are this rank's part; a DistributedOptimizer adds the others'. All ranks must run the
     same layers in the same order. Statistics are computed over the ranks in float64.
@@ -27,6 +33,7 @@ class SyncBatchNorm(_BatchNorm):
         track_running_stats: As in torch.nn.BatchNorm1d.
 
     Raises:
+        StepError: By backward() on all workers, where fd.weight(0) was called on one that has samples.
         ValueError: An input has less than two dimensions, or a global batch less than two values for each channel.
 
     Examples:
@@ -87,7 +94,7 @@ class _Normalize(torch.autograd.Function):
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         x = input.to(torch.promote_types(input.dtype, torch.float32))
-        mean, variance, count = _global_statistics(x)
+        mean, variance, count = _global_statistics(x, _is_counted())
         if count < 2:
             raise ValueError(
                 f"SyncBatchNorm needs more than one value for each channel in the global batch when training, got "
@@ -115,15 +122,32 @@ class _Normalize(torch.autograd.Function):
         grad_bias = sums[0].to(weight.dtype) if needs_bias else None
         grad_input = None
         if needs_input:
-            mean_dy, mean_dy_x_hat = allreduce(sums, name="sync_batch_norm.gradients", op=Sum) / ctx.count
+            # Each rank's gradient is that of its own loss, and counts in the step by its share. What the other ranks'
+            # losses add to it is divided by that share, which it is multiplied by later.
+            share = step.share()
+            ours = torch.cat([sums.flatten() * share, sums.new_tensor([_is_counted() and not share])])
+            of_all = allreduce(ours, name="sync_batch_norm.gradients", op=Sum)
+            if of_all[-1]:
+                raise StepError(
+                    "weight(0) with SyncBatchNorm, on a worker with samples of the global batch: the gradients that "
+                    "the losses of other workers have by its samples would be lost. Give it a small weight instead"
+                )
+            mean_dy, mean_dy_x_hat = of_all[:-1].view_as(sums) / (ctx.count * share or math.inf)
             factor = scale if weight is None else scale * weight.to(scale.dtype)
             grad_input = dy - _spread(mean_dy.to(dy.dtype), dy) - x_hat * _spread(mean_dy_x_hat.to(dy.dtype), dy)
             grad_input = (grad_input * _spread(factor, dy)).to(x.dtype)
         return grad_input, grad_weight, grad_bias, None
 
 
-def _global_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+def _is_counted() -> bool:
+    """Return whether this rank's values count: not in a dummy batch, whose samples are those of another rank."""
+    batch = step.batch()
+    return batch is None or not batch.is_dummy
+
+
+def _global_statistics(x: torch.Tensor, is_counted: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return mean, biased variance (both float64, one value for each channel) and values per channel over all ranks.
+    `is_counted`: this rank's values count; where none does, as in padding, all do.
 
     Computed from each rank's mean and squared distances to it, so that nothing cancels for large means.
     """
@@ -131,9 +155,10 @@ def _global_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, flo
     mean = _per_channel_sum(x) / max(count, 1)
     centre = mean.to(x.dtype)  # an approximate mean is enough, since its error is subtracted again
     spread = _per_channel_sum((x - _spread(centre, x)).square_()) - count * (mean - centre).square()
-    ours = torch.cat([torch.full_like(mean[:1], count), mean, spread])
+    ours = torch.cat([mean.new_tensor([count, count * is_counted]), mean, spread])
     by_rank = allgather(ours.unsqueeze(0), "sync_batch_norm.statistics")
-    counts, means, spreads = torch.split(by_rank, [1, len(mean), len(mean)], dim=1)
+    all_counts, counts, means, spreads = torch.split(by_rank, [1, 1, len(mean), len(mean)], dim=1)
+    counts, spreads = (counts, spreads * (counts > 0)) if bool(counts.any()) else (all_counts, spreads)
     total = counts.sum()
     global_mean = (counts * means).sum(0) / total
     squares = (spreads + counts * (means - global_mean).square()).sum(0)
