@@ -219,6 +219,8 @@ def _state(job: Job) -> str:
         return "finishing"
     if job.generation is None:
         return "starting"
+    if not job.is_elastic and not job.static_because:
+        return "setup"
     return "training" if job.change is None or job.change.is_planned else "regrouping"
 
 

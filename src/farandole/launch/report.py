@@ -99,7 +99,7 @@ class Report:
         self._generations = self._losses = 0
         self._members = set[str]()  # of all generations
         self._newcomers = set[str]()  # members that came after the first generation
-        self._raised: set[str] = set()
+        self._raised: dict[str, str] = {}  # the exceptions of workers
         self._restarts_of_all = 0
         self._is_new_attempt = False
         self._cut_short: TrainingCutShort | None = None
@@ -153,6 +153,11 @@ class Report:
         if self._divergences:
             times = "once" if self._divergences == 1 else f"{self._divergences} times"
             remarks.insert(0, f"the states of workers differed {times}, and were copied")
+        if self._raised and exit_code == 0:
+            who, first = next(iter(self._raised.items()))
+            others = len(self._raised) - 1
+            more = f", and {_count(others, 'other worker')} raised exceptions, too" if others else ""
+            remarks.append(f"{who} raised {first}{more}")
         remarked = f"with remarks: {'; '.join(remarks)}" if remarks else ""
         alone = ""
         if self._alone:
@@ -207,7 +212,7 @@ class Report:
         elif isinstance(event, StatesDiverged) and not event.is_fatal:
             self._divergences += 1
         elif isinstance(event, UserCodeFailed):
-            self._raised.add(event.worker)
+            self._raised[event.worker] = event.summary
 
     def _is_wanted(self, event: Event) -> bool:
         if self._loudness == Loudness.VERBOSE:

@@ -170,8 +170,8 @@ class Status(Message, frozen=True):
 
     Attributes:
         job: The name of the job.
-        state: "starting" (not all have called init() yet), "training", "regrouping" (no worker trains), "finishing" or
-            "ending".
+        state: "starting" (not all have called init() yet), "setup" (all have, and none has entered an elastic
+            function), "training", "regrouping" (no worker trains), "finishing" or "ending".
         generation: The number of the generation that was started last; 0: none.
         change: The generation's number of a planned change in progress; 0: none.
         step: The newest step that the coordinator knows; None: none was reported.

@@ -31,6 +31,10 @@ def test_the_state_follows_the_job_from_its_start_to_its_end() -> None:
     assert seen == ["starting", "training", "regrouping", "training", "finishing", "ending"]
 
 
+def test_before_an_elastic_function_the_workers_are_in_their_setup() -> None:
+    assert status(ToldJob(2).hello("w0", "w1")).state == "setup"
+
+
 def test_members_come_by_rank_and_newcomers_with_what_they_do() -> None:
     told = ToldJob(3, slots=4, max_np=4, restarts=2).training().exited("w1").ready(2, "w0", "w2")
     now = status(told)

@@ -116,6 +116,15 @@ def test_of_many_last_lines_the_last_few_are_told() -> None:
     assert said[2:-2] == [f"[farandole]     | {number}" for number in range(15, 20)]
 
 
+def test_exceptions_of_workers_are_in_the_last_line_of_a_job_that_went_on_without_them() -> None:
+    raised = [UserCodeFailed(worker, "ValueError: no good", "") for worker in ("w1", "w2")]
+    assert told(raised[0])[-1] == "[farandole] finished, with remarks: w1 raised ValueError: no good. This is why."
+    assert told(*raised)[-1] == (
+        "[farandole] finished, with remarks: w1 raised ValueError: no good, and 1 other worker raised exceptions, too. "
+        "This is why."
+    )
+
+
 def test_a_traceback_is_not_told_again() -> None:
     raised = UserCodeFailed("w1", "ValueError: no good", "\n".join(TRACEBACK))
     assert told(raised, lost(*TRACEBACK))[1:-2] == [
