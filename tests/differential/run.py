@@ -130,9 +130,9 @@ def verdict(name: str, wanted: Outcome, found: Outcome, *, is_disturbed: bool) -
     is_one_model = all(farthest(each, found.values[0]) == 0.0 for each in found.values)
     if difference <= limit and is_one_model:
         return f"static: {static[:220]}" if static else f"right ({difference:.1g})"
-    remark = found.line_with("success")
-    if "success, but" in remark or "remark" in remark:
-        return f"remarked ({difference:.1g}): {remark[:220]}"
+    remarked = found.line_with("with remarks") or found.line_with("ended by the script")
+    if remarked:
+        return f"remarked ({difference:.1g}): {remarked[:220]}"
     if is_disturbed and name in RANDOM and is_one_model:
         return f"right: other random numbers ({difference:.1g})"
     return f"WRONG ({difference:.1g}{'' if is_one_model else ', workers differ'}): {found.last_line[:220]}"
