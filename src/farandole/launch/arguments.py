@@ -392,7 +392,6 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
         reset_limit=options.reset_limit,
         fills_slots=follows_hosts or grows_by_joining or options.slurm or (follows_horovod and is_elastic),
-        waits_for_newcomers=follows_horovod and is_elastic,
         takes_agents=options.token_file is not None or options.job_file is not None or options.slurm,
         max_restarts=options.max_restarts,
         tls=tls_folder(options.tls),

@@ -75,7 +75,7 @@ def test_under_horovodrun_a_job_is_elastic_only_when_that_is_asked_for() -> None
         ("--host-discovery-script x", 2, None),
     ):
         config = parse_run(f"-np 2 {words} sh".split(), HOROVODRUN).config
-        assert config == JobConfig(2, low, high, fills_slots=True, waits_for_newcomers=True)
+        assert config == JobConfig(2, low, high, fills_slots=True)
 
 
 @pytest.mark.parametrize(

@@ -204,12 +204,11 @@ def elastic_config(
         min_np=fewest,
         max_np=most,
         reset_limit=reset_limit,
-        on_failure="host",
+        on_failure="host" if cooldown_range else "slot",
         cooldown_range_s=(cooldown_range[0], cooldown_range[1]) if cooldown_range else None,
         elastic_timeout_s=elastic_timeout_s or JobConfig.elastic_timeout_s,
         start_timeout_s=start_timeout_s,
         fills_slots=True,
-        waits_for_newcomers=True,
     )
 
 
