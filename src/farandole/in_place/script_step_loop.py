@@ -25,7 +25,6 @@ from farandole.state.step_state import StepState
 from farandole.state.sync import receive
 from farandole.wire.messages import Remark
 from farandole.worker.context import WorkerJob
-from farandole.worker.leaving import remark
 from farandole.worker.step_loop import StepLoop
 
 logger = logging.getLogger("farandole")
@@ -79,6 +78,7 @@ class InPlaceLoop(StepLoop):
         self._compared_at = (-1, -1)  # epoch and step at which the workers have compared the script's values last
         self._lacks_values = job is not None and job.is_newcomer()  # of the others' script
         self._received: dict[str, Any] | None = None  # these values, until the script is where theirs was
+        self._lacks_contribution = False  # a result that the script got in this loop body, or behind the batches
         self._seen: Placement | None = None  # rank and size for the rest of a loop body that has lost a worker
         self._is_first_rank = is_first_rank  # or the loss of that worker was reported
         self._script_loader = loader
@@ -234,6 +234,7 @@ class InPlaceLoop(StepLoop):
         super()._put_back()
         if is_repeated:
             self._script.roll_back()
+            self._lacks_contribution = False
 
     def arrive(self) -> None:
         """Load the values of the others' script: this worker's script is where theirs was."""
@@ -291,8 +292,14 @@ class InPlaceLoop(StepLoop):
         super()._connect_in_body()
 
     def _note_lack(self) -> None:
-        text = "a collective of the script lacks the contribution of a lost worker"
-        remark(self._job, "collective of the script", text)
+        self._lacks_contribution = True
+
+    def _tell_lack(self) -> None:
+        """Say so in the last line of the job if a result without a contribution stays: no body with it comes again."""
+        lacks, self._lacks_contribution = self._lacks_contribution, False
+        if lacks and self._job is not None:
+            text = "a collective of the script lacks the contribution of a lost worker"
+            self._job.link.send(Remark("collective of the script", text))
 
     def _regroup(self) -> None:
         self._has_repeated |= step.is_aborted()
@@ -302,6 +309,7 @@ class InPlaceLoop(StepLoop):
         while True:
             super()._regroup()
             self._seen = None
+            self._tell_lack()
             try:
                 self._exchange_scripts(place)
             except RecoverableError:

@@ -29,6 +29,7 @@ from farandole.errors import ConfigError
 from farandole.in_place.script_loader import NUMBERED
 from farandole.in_place.script_objects import Noted, Registry
 from farandole.in_place.training import Training, torchs_iterator
+from farandole.optim.ddp.module import note_wrapped
 from farandole.process_group.autoload import BACKEND
 from farandole.process_group.c10d_group import FarandoleGroup
 from farandole.process_group.registration import let_whole_groups_follow
@@ -204,7 +205,7 @@ def _replace_iteration(training: Training) -> None:
 
 
 def _note_constructions(registry: Registry) -> None:
-    _note(DistributedDataParallel, registry.parallel)
+    _note(DistributedDataParallel, registry.parallel, note_wrapped)
     _note(AveragedModel, registry.averages)
     _note(torch.optim.Optimizer, registry.optimizers)
     _note(DataLoader, registry.loaders)
@@ -213,14 +214,16 @@ def _note_constructions(registry: Registry) -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _note(kind: type[Any], noted: Noted[Any]) -> None:
-    """Note each object of a class when it is constructed."""
+def _note(kind: type[Any], noted: Noted[Any], further: Callable[[Any], None] | None = None) -> None:
+    """Note each object of a class when it is constructed; call `further` with it."""
     construct = kind.__init__
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         construct(self, *args, **kwargs)
         noted.add(self)
+        if further is not None:
+            further(self)
 
     kind.__init__ = __init__
 

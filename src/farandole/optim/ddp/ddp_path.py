@@ -175,7 +175,10 @@ class DdpPath:
         if not self._is_watching:
             self._is_watching = True
             for parameter in self.parameters:
+                is_trained = parameter.requires_grad  # torch accepts hooks only then, and keeps them
+                parameter.requires_grad_(True)
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(is_trained)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Handle a gradient. Runs inside backward(), once for each parameter."""

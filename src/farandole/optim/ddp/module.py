@@ -15,7 +15,8 @@ torch/_C/_distributed_c10d.pyi.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -169,7 +170,32 @@ def refuse_join() -> None:
     )
 
 
+def note_wrapped(ddp: DistributedDataParallel) -> None:
+    """Note which parameters require gradients where a module is wrapped: torch's reducer has these for ever, also where
+    the script freezes some of them afterwards, and trains them later."""
+    ddp._farandole_wrapped = [each for each in ddp.module.parameters() if each.requires_grad]  # type: ignore[assignment]
+
+
+@contextmanager
+def _as_wrapped(ddp: Any) -> Iterator[None]:
+    """Let the parameters require gradients as when the module was wrapped, if that was noted."""
+    wrapped = ddp.__dict__.get("_farandole_wrapped", ()) if ddp.find_unused_parameters else ()
+    frozen = [each for each in wrapped if not each.requires_grad]
+    for each in frozen:
+        each.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
+
+
 def _make_reducer(ddp: Any, path: DdpPath) -> None:
+    with _as_wrapped(ddp):
+        _make_reducer_of_trained(ddp, path)
+
+
+def _make_reducer_of_trained(ddp: Any, path: DdpPath) -> None:
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
     theirs = ddp.process_group, ddp.__dict__.get("_bucket_config")
@@ -309,7 +335,8 @@ def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> D
 def _names(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
     """Return the names of the parameters that the module's reducer reduces, in its order: private in torch 2.13
     (torch/nn/parallel/distributed.py)."""
-    parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    with _as_wrapped(ddp):
+        parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
     named = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
     return {parameter: named[id(parameter)] for parameter in parameters}
 

@@ -1,0 +1,34 @@
+"""Layers that are frozen after their module was wrapped in a DistributedDataParallel, and trained later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.optim.ddp.module import _as_wrapped, note_wrapped
+
+
+class Wrapped(torch.nn.Module):
+    """The part of a DistributedDataParallel that is looked at."""
+
+    def __init__(self, finds_unused: bool) -> None:
+        super().__init__()
+        self.module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        self.module[1].requires_grad_(False)
+        self.find_unused_parameters = finds_unused
+
+
+def trained(module: torch.nn.Module) -> list[bool]:
+    return [each.requires_grad for each in module.parameters()]
+
+
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_a_reducer_has_them_where_unused_parameters_are_found(finds_unused: bool) -> None:
+    wrapped: Any = Wrapped(finds_unused)
+    note_wrapped(wrapped)
+    wrapped.module[0].requires_grad_(False)
+    with _as_wrapped(wrapped):
+        assert trained(wrapped) == [finds_unused, finds_unused, False, False]
+    assert trained(wrapped) == [False] * 4
