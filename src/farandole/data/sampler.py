@@ -142,6 +142,12 @@ class ElasticSampler(Sampler[int]):
         return self._remainder.samples(batch_idx * batch_size, (batch_idx + 1) * batch_size)
 
     @property
+    def indices(self) -> list[int]:
+        """Samples of this rank as of the last reset, in the order in which they are handed out. Builds the whole
+        list."""
+        return self._remainder.samples()
+
+    @property
     def remaining_indices(self) -> list[int]:
         """Samples of all ranks that were left at the last reset, in order. Builds the whole list."""
         indices: list[int] = self._order(intervals.positions_of(self._remainder.left)).tolist()

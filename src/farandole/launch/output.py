@@ -244,8 +244,10 @@ class RankFiles:
         write_all(self._open(target), data)
 
     def move(self, asked: Move) -> None:
-        """Append the old file, if it has any data, to the new one, and remove the old one. Raises OSError."""
+        """Append the old file, if there is one, to the new one, and remove the old one. The new one exists then in any
+        case: programs that read these files expect both of a rank. Raises OSError."""
         old, new = RankFile(asked.old, asked.stream), RankFile(asked.new, asked.stream)
+        self._open(new)
         file = self._files.pop(old, None)
         if file is None:
             return

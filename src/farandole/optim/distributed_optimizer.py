@@ -12,6 +12,7 @@ import torch
 from farandole.collectives.named.compression import Compression, Compressor
 from farandole.collectives.named.negotiation import Adasum, Average
 from farandole.collectives.named.process_sets import ProcessSet, global_process_set
+from farandole.collectives.named.tensor_queue import Handle
 from farandole.collectives.transport import Reduction
 from farandole.errors import StepError
 from farandole.optim.adasum_delta import DeltaOptimizer
@@ -229,6 +230,11 @@ class ReducingOptimizer(WrappedOptimizer):
         super().load_state_dict(state_dict)
 
     # Without a loader ------------------------------------------------------------------------------------
+
+    def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Handle | Callable[[], torch.Tensor], Any]:
+        """Do as Horovod's method of this name, by which libraries recognize a distributed optimizer: begin the
+        reduction of one gradient, and return its handle and what its decompression needs."""
+        return self._named_path.begin(p)
 
     def _reduce_for_step(self) -> None:
         if not self._reduces_in_step:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from farandole.collectives import world
+from farandole.collectives.named.asynchronous import allreduce_async_
 from farandole.collectives.named.calls import Reduced, allreduce_together_
 from farandole.collectives.named.compression import Compressor, NoneCompressor
 from farandole.collectives.named.engine import engine
@@ -101,6 +102,13 @@ class NamedPath:
         self.reduce_rest()
         self._passes.restart()
         self.was_synchronized = True
+
+    def begin(self, parameter: torch.Tensor) -> tuple[Handle | Callable[[], torch.Tensor], Any]:
+        """Begin the reduction of a single gradient, apart from all others. Return its handle, for synchronize(), and
+        what its decompression needs. All ranks call it for the same parameters."""
+        (named,) = (each for each in self._named if each.parameter is parameter)
+        reduction = NamedReduction([named], self._options, self._sparse_dims, None)
+        return reduction.begin(named)
 
     def forget(self) -> None:
         """Reset the state for the time after a step."""
@@ -243,6 +251,18 @@ class NamedReduction:
         except Exception:
             self._end()
             raise
+
+    def begin(self, each: Named) -> tuple[Handle | Callable[[], torch.Tensor], Any]:
+        """Begin the reduction of one gradient in place, for a caller who waits for it. Return the handle, and what the
+        decompression needs."""
+        options, gradient = self._options, self._gradient(each.parameter)
+        if self._is_gathered(each.parameter):
+            name = f"gradient.{each.name}"
+            return sparse_allreduce_async(gradient, name, options.op, process_set=options.process_set), None
+        tensor, ctx = options.compression.compress(_dense(gradient))
+        before, after = self._scales()
+        name, set_ = f"gradient.{each.name}", options.process_set
+        return allreduce_async_(tensor, None, name, options.op, before, after, set_), ctx
 
     def finish(self) -> None:
         """Wait for all operations; then every `.grad` is the reduced one. Raises the first error, after all operations

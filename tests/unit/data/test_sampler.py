@@ -391,3 +391,15 @@ def test_a_data_set_that_has_grown_is_refused_and_another_of_the_same_length_is_
     dataset.append(10)
     with pytest.raises(DataError, match="made for 10 samples, but its data set has 11"):
         list(sampler)
+
+
+def test_a_rank_sees_its_own_samples_as_a_list() -> None:
+    for rank in range(3):
+        enter(rank, 3)
+        sampler = ElasticSampler(range(10), seed=4)
+        assert sampler.indices == list(sampler)
+        sampler.record_batch(0, 2)
+        sampler.reset()
+        assert sampler.indices == list(sampler)
+        assert len(sampler.indices) == len(sampler) == 2
+    world.enter(None)

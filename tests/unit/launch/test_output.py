@@ -148,6 +148,11 @@ def test_files_by_rank_are_continued_by_a_replacement(tmp_path: Path) -> None:
     assert [path.name for path in sorted(directory.iterdir())] == ["rank.00", "rank.10"]
 
 
+def test_each_rank_has_both_files(tmp_path: Path) -> None:
+    shown(lambda sink: sink.placed("w0", 3), OutputOptions(tmp_path))
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")} == {"rank.3/stdout", "rank.3/stderr"}
+
+
 def test_files_of_a_worker_without_a_rank_are_its_own_or_in_the_end_of_the_rank_it_should_have_got(
     tmp_path: Path,
 ) -> None:
@@ -164,7 +169,8 @@ def test_files_of_a_worker_without_a_rank_are_its_own_or_in_the_end_of_the_rank_
     shown(say, OutputOptions(tmp_path))
     files = {str(path.relative_to(tmp_path)): path.read_text().split() for path in tmp_path.glob("*/*")}
     dots = "." * 3_000_000
-    assert files == {"rank.1/stdout": ["w0", dots], "rank.2/stdout": ["w1", dots], "w2/stdout": ["w2", dots]}
+    written = {"rank.1/stdout": ["w0", dots], "rank.2/stdout": ["w1", dots], "w2/stdout": ["w2", dots]}
+    assert files == {**written, "rank.1/stderr": [], "rank.2/stderr": []}
 
 
 def test_files_that_cannot_be_written_are_an_error_before_the_start(tmp_path: Path) -> None:

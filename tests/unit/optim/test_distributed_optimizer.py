@@ -13,6 +13,7 @@ from farandole.collectives.alone import AloneTransport
 from farandole.collectives.named.compression import Compression
 from farandole.collectives.named.engine import NamedCollectives
 from farandole.collectives.named.negotiation import Adasum, Sum
+from farandole.collectives.named.tensor_queue import synchronize
 from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepError
 from farandole.membership import GenerationId, Placement
 from farandole.optim.distributed_optimizer import DistributedOptimizer
@@ -420,6 +421,23 @@ def test_the_last_worker_of_an_elastic_job_counts_passes() -> None:
         optimizer.zero_grad()
     assert optimizer.step() is True
     optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("last_worker")
+def test_one_gradient_can_be_reduced_apart_as_with_horovods_optimizer() -> None:
+    net = model()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), backward_passes_per_step=2, compression=Compression.fp16
+    )
+    loss(net, samples(4)).backward()
+    assert net.weight.grad is not None
+    gradient = net.weight.grad.clone()
+    handle, ctx = optimizer._allreduce_grad_async(net.weight)
+    reduced = Compression.fp16.decompress(synchronize(handle), ctx)
+    assert torch.equal(reduced, gradient.half().double())
+    net.bias.grad = None
+    handle, ctx = optimizer._allreduce_grad_async(net.bias)
+    assert torch.equal(Compression.fp16.decompress(synchronize(handle), ctx), torch.zeros(1, dtype=torch.float64))
 
 
 def test_after_a_fault_nothing_of_the_step_is_left(last_worker: NamedCollectives) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from warnings import warn
@@ -10,6 +11,7 @@ from farandole.config import JobConfig
 from farandole.engines.ray_engine import RaySettings, hosts_of
 from farandole.launch.output import OutputOptions
 from farandole.launch.ray_function import room_for_workers, run_on_ray
+from farandole.machine import now_s
 from horovod.ray.runner import elastic_config, refuse_callbacks
 from horovod.runner.common.util import timeout
 from horovod.runner.elastic.discovery import HostDiscovery
@@ -28,6 +30,64 @@ class RayHostDiscovery(HostDiscovery):
 
         resources = RaySettings(self.cpus_per_slot, self.gpus_per_slot if self.use_gpu else 0)
         return {host.name: host.slots for host in hosts_of(ray.nodes(), resources, set())}
+
+
+class TestDiscovery(RayHostDiscovery):
+    """The nodes of the cluster, of which one is hidden, or shown again, from time to time.
+
+    Args:
+        min_hosts: With that many visible nodes a hidden one is shown again.
+        max_hosts: With that many visible nodes one is hidden.
+        change_frequency_s: The seconds between two changes.
+        use_gpu, cpus_per_slot, gpus_per_slot: As those of RayHostDiscovery.
+        verbose: Print the number of nodes at each call.
+    """
+
+    __test__ = False  # of the name pytest would make a test
+
+    def __init__(
+        self,
+        min_hosts: int,
+        max_hosts: int,
+        change_frequency_s: float,
+        use_gpu: bool = False,
+        cpus_per_slot: int = 1,
+        gpus_per_slot: int = 1,
+        verbose: bool = True,
+        _graceful: bool = True,
+    ) -> None:
+        super().__init__(use_gpu, cpus_per_slot, gpus_per_slot)
+        if not _graceful:
+            raise ValueError("TestDiscovery(_graceful=False): nodes are not killed here, only hidden")
+        self._min_hosts, self._max_hosts = min_hosts, max_hosts
+        self._change_frequency_s, self.verbose = change_frequency_s, verbose
+        self._changed_s: float | None = None
+        self._hidden: set[str] = set()
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Return the slots by host, without the hidden ones."""
+        hosts = super().find_available_hosts_and_slots()
+        at_s = now_s()
+        if self._changed_s is None:
+            self._changed_s = at_s
+        if at_s - self._changed_s >= self._change_frequency_s:
+            self._change(hosts)
+            self._changed_s = at_s
+        visible = {host: slots for host, slots in hosts.items() if host not in self._hidden}
+        if self.verbose:
+            print(f"hosts: {len(hosts)}, of which {len(visible)} can be used")
+        return visible
+
+    def _change(self, hosts: Mapping[str, int]) -> None:
+        self._hidden &= hosts.keys()
+        visible = sorted(hosts.keys() - self._hidden)
+        shows = len(visible) <= self._min_hosts
+        if self._min_hosts < len(visible) < self._max_hosts:
+            shows = random.random() < 0.5
+        if shows and self._hidden:
+            self._hidden.remove(random.choice(sorted(self._hidden)))
+        elif not shows and visible:
+            self._hidden.add(random.choice(visible))
 
 
 class ElasticRayExecutor:
