@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import farandole as fd
-from tests.checks import layouts, stepping
+from tests.checks import layouts, set_gradients, stepping
 from tests.checks.running import checks_in, main
 
-CHECKS = checks_in(stepping, layouts)
+CHECKS = checks_in(stepping, layouts, set_gradients)
 
 if __name__ == "__main__":
     main(CHECKS, limit_s=20, init=fd.init)

@@ -24,7 +24,7 @@ from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.machine import now_s, usable_cores
 from farandole.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, fastest
-from farandole.optim.buckets import Arrivals, Buckets
+from farandole.optim.buckets import Arrivals, Buckets, is_same_memory
 from farandole.optim.step_agreement import StepHeader, conclude, describe, header_of, packed_at_end
 from farandole.state.step import Batch
 
@@ -99,14 +99,18 @@ class BucketedGradients:
         """Zero the bucket's part of a parameter that has no gradient."""
         self._buckets.view(parameter).zero_()
 
-    def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
-        """Complete the buckets: zeros for the parameters that are not filled, unless they keep reduced gradients."""
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter's `.grad` is its part of a bucket."""
+        return is_same_memory(parameter.grad, self._buckets.view(parameter))
+
+    def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
+        """Complete the buckets: zeros for the parameters that are not filled, unless they keep their gradients."""
         if len(filled) == len(self.parameters):
             return
         for parameter in self.parameters:
             if id(parameter) in filled:
                 continue
-            if is_reopened and parameter.grad is not None:
+            if is_kept and parameter.grad is not None and parameter.requires_grad:
                 self.put(parameter, factor, adds=False)
             else:
                 self.zero(parameter)

@@ -189,7 +189,7 @@ class ReducingOptimizer(WrappedOptimizer):
         """Reduce the remaining gradients, and wait for them; afterwards gradients may be changed."""
         batch = step.batch()
         if batch is not None:
-            self._loader_path.reduce_rest(batch)
+            self._loader_path.synchronize(batch)
         else:
             self._named_path.synchronize()
 
@@ -214,6 +214,8 @@ class ReducingOptimizer(WrappedOptimizer):
             self._passes.refuse_zeroing()
             self._named_path.forget()
         super().zero_grad(**zeroing(set_to_none))
+        if not set_to_none:
+            self._loader_path.zeroed()
 
     def abandon_step(self) -> None:
         """Drop the results of backward passes since the last step: gradients and the count of passes.

@@ -76,6 +76,7 @@ class LoaderPath:
         self.waits_in: Batch | None = None  # further gradients of the current pass of this batch need no handling
         self._pass_is_open = False  # also reset by zero_grad(), for a pass that raised
         self._factor = 0.0  # for the gradients of the last pass
+        self._was_zeroed = False  # since the last step, gradients were set to zeros that are left in `.grad`
         self._weights = Weights(options.loss)
         step.add_losses(options.loss == "sum")
         self._reduction = StepReduction(names, options, passes)
@@ -91,6 +92,7 @@ class LoaderPath:
         """Reset the state for the time after a step."""
         self._status, self._body = GradientStatus.LOCAL, BodyStatus.FRESH
         self._filled: set[int] = set()  # parameters whose gradient of this global batch is taken
+        self._taken: set[int] = set()  # those whose gradient of this loop body is taken
         self._is_final = False  # in this pass: no micro-batch follows
         self._overlaps = False  # in this pass: complete buckets are reduced while backward continues
         self._before: tuple[list[torch.Tensor], set[int]] | None = None  # gradients without this loop body
@@ -114,6 +116,7 @@ class LoaderPath:
             return
         gradients.put(parameter, self._factor, adds=key in self._filled, is_final=self._is_final)
         self._filled.add(key)
+        self._taken.add(key)
         if self._overlaps:
             gradients.arrived(parameter)
 
@@ -134,8 +137,7 @@ class LoaderPath:
             if self._status is GradientStatus.REDUCED:
                 self._reopen(batch)
             else:
-                if batch.index > 0 and step.is_shared() and self._before is None:
-                    self._before = self._reduction.copies(), set(self._filled)
+                self._keep_before(batch)
                 is_open = step.status() is StepStatus.OPEN
                 self._overlaps = self._is_final and is_open and self._reduction.begin_overlap(batch)
             self._body = BodyStatus.PASSED
@@ -152,6 +154,7 @@ class LoaderPath:
                 'loss="sum": its gradients are reduced already. Add the losses and call backward() once'
             )
         self._filled.clear()
+        self._taken.clear()
         self._status = GradientStatus.REOPENED
 
     def _close_pass(self) -> None:
@@ -164,7 +167,10 @@ class LoaderPath:
             step.end_pass(batch)
         if batch.is_padding:
             self._take_back()
-        elif batch.is_last:
+            return
+        if self._body is not _STEPPED and not step.is_aborted():
+            self._take_set(batch)  # before the pass: they are reduced with its own
+        if batch.is_last:
             self._reduce(batch)
 
     def _notice(self, batch: Batch) -> None:
@@ -180,13 +186,100 @@ class LoaderPath:
         if batch.is_strict and not batch.is_padding:
             self._reduction.begin_shard(batch)
         self._before, self._body = None, BodyStatus.FRESH
+        self._taken.clear()
+
+    # Gradients that no backward pass has left ------------------------------------------------------------
+    #
+    # They are those of torch.autograd.grad(), or computed in any other way, and `.grad` is set to them. Nobody but the
+    # script knows when the last one is set. A reduction in step() would come after clipping, and after what a
+    # GradScaler looks for.
+
+    def synchronize(self, batch: Batch) -> None:
+        """Reduce the gradients, those that the script has set included; between micro-batches, take them."""
+        self._notice(batch)
+        counts = not (batch.is_padding or step.is_aborted())
+        if self._status in (GradientStatus.LOCAL, GradientStatus.REOPENED):
+            self._factor = self._weights.record(batch)
+            if counts:
+                self._take_set(batch)
+            self.reduce_rest(batch)
+        elif counts and self._status is GradientStatus.REDUCED:
+            self._taken.clear()
+            if (other := self._set_by_script()) is not None:
+                raise StepError(
+                    f"the gradient of {self._names()[other]} was set after those of this batch were reduced, and they "
+                    f"are not reduced once more: set gradients before the backward pass, or call zero_grad() first"
+                )
+
+    def _take_set(self, batch: Batch) -> None:
+        """Take the gradients of this loop body that the script has set."""
+        gradients = self._reduction.gradients
+        if gradients.stay_in_place:
+            return
+        found = [each for each in gradients.parameters if self._is_set(each)]
+        if not found:
+            return
+        if self._body is BodyStatus.FRESH:
+            self._keep_before(batch)
+            self._body = BodyStatus.PASSED
+            if batch.is_strict and not step.has_passed():
+                step.end_pass(batch)
+        for parameter in found:  # a copy: it may be another one's, and the script's own is not to be changed
+            parameter.grad = parameter.grad.detach().clone() if parameter.grad is not None else None
+        for parameter in found:
+            gradients.put(parameter, self._factor, adds=id(parameter) in self._filled)
+            parameter.grad = None if batch.is_last else torch.zeros_like(parameter, requires_grad=False)
+            self._filled.add(id(parameter))
+            self._taken.add(id(parameter))
+
+    def _keep_before(self, batch: Batch) -> None:
+        """Keep the gradients without those of this loop body, which zero_grad() may drop."""
+        if batch.index > 0 and step.is_shared() and self._before is None:
+            self._before = self._reduction.copies(), set(self._filled)
+
+    def _set_by_script(self) -> torch.Tensor | None:
+        """Return a parameter whose gradient the script has set."""
+        if self._reduction.gradients.stay_in_place:
+            return None
+        return next((each for each in self._reduction.gradients.parameters if self._is_set(each)), None)
+
+    def _is_set(self, parameter: torch.Tensor) -> bool:
+        gradient = parameter.grad
+        if gradient is None or id(parameter) in self._taken or not parameter.requires_grad:
+            return False
+        if self._reduction.gradients.holds(parameter) and not self._was_zeroed:
+            return False  # of the last step: the script has not zeroed it
+        return bool(_has_values(gradient))
+
+    def _refuse_set(self) -> None:
+        """Raise StepError for gradients that the script has set, and not reduced by synchronize()."""
+        parameter = self._set_by_script()
+        if parameter is not None:
+            raise StepError(
+                f"the gradient of {self._names()[parameter]} comes from no backward pass, but from "
+                f"torch.autograd.grad() or from p.grad = ...: it is that of this worker's samples alone. Call "
+                f"optimizer.synchronize() when all gradients of the loop body are set, and before they are clipped or "
+                f"unscaled: it makes them those of the global batch"
+            )
+
+    def zeroed(self) -> None:
+        """Note that zero_grad() has set gradients to zeros, and left the tensors."""
+        self._was_zeroed = True
 
     # Loop bodies that do not count -----------------------------------------------------------------------
 
     def begin_micro_batch(self) -> None:
-        """In strict mode, drop the zeros that `.grad` has shown in the last loop body."""
-        if self._batch is not None and self._batch.is_strict:
+        """Drop what `.grad` has shown in the last loop body, whose gradients are taken: zeros, or what the script has
+        made of them. Only what it makes of the gradients of the global batch counts."""
+        if self._batch is None or self._batch.is_padding or self._status is not GradientStatus.LOCAL:
+            return
+        if not step.is_aborted() and self._body is not _STEPPED:
+            self._refuse_set()
+        if self._batch.is_strict:
             self._reduction.drop_shown()
+        for parameter in self._reduction.gradients.parameters:
+            if id(parameter) in self._taken:
+                parameter.grad = None
 
     def begin_padding(self) -> None:
         """Remember the reduced gradients: autograd adds to them in place."""
@@ -204,14 +297,16 @@ class LoaderPath:
         """Reduce the gradients that no backward pass has reduced: the other workers wait for this one."""
         self._notice(batch)
         if batch.is_last and self._status in (GradientStatus.LOCAL, GradientStatus.REOPENED):
-            self._weights.record(batch)
+            self._factor = self._weights.record(batch)
+            if not step.is_aborted():
+                self._refuse_set()
             self._reduce(batch)
 
     def _reduce(self, batch: Batch) -> None:
         """Make every `.grad` that of the global batch. A fault is absorbed where the loader can repeat the batch:
         gradients are zeroed and the step is marked as aborted."""
         self._complete()
-        self._status = GradientStatus.REDUCED
+        self._status, self._was_zeroed = GradientStatus.REDUCED, False
         if step.is_aborted():  # aborted by another optimizer of this step
             self._reduction.drop()
             return
@@ -227,9 +322,10 @@ class LoaderPath:
 
     def _complete(self) -> None:
         """Complete the gradients of the parameters that got none in this global batch."""
-        is_reopened = self._status is GradientStatus.REOPENED
-        factor = self._factor if is_reopened or self._body is BodyStatus.PASSED else 0.0
-        self._reduction.gradients.complete(self._filled, factor, is_reopened)
+        is_kept = self._status is GradientStatus.REOPENED or (
+            self._batch is not None and self._batch.global_batch.micro_batches == 1 and not self._was_zeroed
+        )
+        self._reduction.gradients.complete(self._filled, self._factor, is_kept)
 
     def end_overlap(self, reason: str) -> None:
         """Wait until no reduction runs in the background."""
@@ -252,6 +348,8 @@ class LoaderPath:
             return self._step_with(closure, optimizer, batch, apply)
         if not batch.is_last:
             self._weights.record(batch)
+            if not (batch.is_padding or step.is_aborted()):
+                self._refuse_set()
             self._body = _STEPPED
             return False
         self.reduce_rest(batch)
@@ -348,8 +446,14 @@ class LoaderPath:
         if self._before is None:
             self._filled = set()
         else:
-            copies, self._filled = self._before
+            copies, filled = self._before
+            self._filled = set(filled)
             self._reduction.put_back(copies)
+        self._taken.clear()
         self._reduction.reopen_shard()
         self._before, self._body = None, BodyStatus.FRESH
         self._status = GradientStatus.LOCAL
+
+
+def _has_values(gradient: torch.Tensor) -> torch.Tensor:
+    return (gradient._values() if gradient.is_sparse else gradient.detach()).any()

@@ -172,7 +172,7 @@ class ShardGradients(BucketedGradients):
         if self._digests is not None:
             self._digests.clear()
 
-    def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
+    def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
         """Complete all shards of this rank."""
         self._close_shards(len(self._leaves))
         self._repeated.refuse()

@@ -56,13 +56,18 @@ class Gradients(Protocol):
         """Wait until no reduction is under way."""
         ...
 
-    def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
+    def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
         """Complete the gradients after the backward passes: each parameter has one.
 
-        filled       parameters, by id, whose gradients were put
-        factor       that of the last pass; 0 where no pass counts
-        is_reopened  parameters that are not filled keep the reduced gradients of an earlier pass
+        filled   parameters, by id, whose gradients were put
+        factor   that of this loop body
+        is_kept  parameters that are not filled keep the gradients that they have: reduced ones of an earlier pass, or
+                 of the last step if the script does not zero them
         """
+        ...
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter's `.grad` is the one that publish() has set."""
         ...
 
     def add_up(self, batch: Batch, own_weight: float) -> None:
@@ -324,7 +329,10 @@ class LocalGradients:
     def end_overlap(self, reason: str) -> None:
         """Do nothing: no reduction is under way."""
 
-    def complete(self, filled: Collection[int], factor: float, is_reopened: bool) -> None:
+    def holds(self, parameter: torch.Tensor) -> bool:
+        return True
+
+    def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
         """Complete the gradients, as with several workers. Factor 0: zeros only."""
         for parameter in self.parameters:
             gradient = parameter.grad

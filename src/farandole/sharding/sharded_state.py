@@ -264,12 +264,9 @@ def _broadcast(value: Any, source: int, transport: Transport) -> Any:
     """Return rank `source`'s value; tensors in it are sent as raw memory."""
     packed = packing.pack(value) if transport.rank == source else None
     skeleton = transport.all_gather(packed.skeleton if packed is not None else b"")[source]
-    if packed is not None:
-        tensors = packed.tensors
-    else:
-        value, tensors = packing.make_room(skeleton)
+    tensors = packed.tensors if packed is not None else packing.make_room(skeleton)
     packing.broadcast_all(transport, tensors, packing.total_bytes(tensors), source)
-    return value
+    return value if packed is not None else packing.unpack(packing.Packed(skeleton, tensors))
 
 
 def _what_is_lost(held: list[list[Held]]) -> str:

@@ -138,6 +138,18 @@ def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
         raise
 
 
+def refuse_learnable(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value with a tensor that an optimizer can train: values are copied and replaced, and the
+    optimizer would go on with another tensor."""
+    for name, value in values.items():
+        if any(each.requires_grad and each.is_leaf for each in tensors_in(value)):
+            raise ConfigError(
+                f"state.{name} has a tensor that requires gradients: values of a state are copied, and the copies are "
+                f"not those that an optimizer trains. Make it a parameter of a module, as in "
+                f"torch.nn.ParameterList([tensor]), and pass the module to the state"
+            )
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the plain tensors in nested dicts, lists and tuples, each once, always in the same order."""
     found: list[torch.Tensor] = []

@@ -21,7 +21,7 @@ from farandole.errors import HostsUpdatedInterrupt
 from farandole.liveness import status_reporting
 from farandole.membership import Progress
 from farandole.state import loop_hooks, step
-from farandole.state.deep_copy import deep_copy
+from farandole.state.deep_copy import deep_copy, refuse_learnable
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.metadata import pack_metadata
 from farandole.state.packing import Packed
@@ -221,6 +221,7 @@ class ObjectState(State):
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+        refuse_learnable(kwargs)
         self._saved_state = deep_copy(kwargs, "state")
         for name, value in kwargs.items():
             setattr(self, name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from farandole.collectives.transport import Transport
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed value. `skeleton` holds all but the tensors, to which it refers by their places in `tensors`."""
+    """A packed value. `skeleton` holds all but the values of the tensors, to which it refers by their places in
+    `tensors`; it begins with their shapes and dtypes."""
 
     skeleton: bytes
     tensors: list[torch.Tensor]
@@ -31,12 +33,34 @@ def pack(value: Any) -> Packed:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    return Packed(file.getvalue(), pickler.tensors)
+    forms = pickle.dumps([(tuple(each.shape), _name_of(each.dtype)) for each in pickler.tensors])
+    return Packed(_LENGTH.pack(len(forms)) + forms + file.getvalue(), pickler.tensors)
 
 
 def unpack(packed: Packed) -> Any:
     """Return the value again, with `packed.tensors` in it (not copies). Only for bytes from an authenticated peer."""
-    return _Unpickler(io.BytesIO(packed.skeleton), packed.tensors).load()
+    file = io.BytesIO(packed.skeleton)
+    _read_forms(file)
+    return _Unpickler(file, packed.tensors).load()
+
+
+def make_room(skeleton: bytes) -> list[torch.Tensor]:
+    """Return uninitialized tensors for `Packed.tensors`. The value can be unpacked once they are filled, not before:
+    what it is made of may read them. Only for bytes from an authenticated peer."""
+    return [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in _read_forms(io.BytesIO(skeleton))]
+
+
+def _read_forms(file: io.BytesIO) -> list[tuple[tuple[int, ...], str]]:
+    (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+    forms: list[tuple[tuple[int, ...], str]] = pickle.loads(file.read(length))
+    return forms
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Pickler(pickle.Pickler):
@@ -49,34 +73,21 @@ class _Pickler(pickle.Pickler):
         if type(obj) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented
         self.tensors.append(obj)
-        # Shape and dtype in the skeleton let the receiver allocate memory before the first byte of data arrives.
-        return _tensor, (len(self.tensors) - 1, tuple(obj.shape), str(obj.dtype).removeprefix("torch."))
+        return _tensor, (len(self.tensors) - 1,)
 
 
-def _tensor(place: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    raise AssertionError("only unpack() and make_room() read a skeleton")
+def _tensor(place: int) -> torch.Tensor:
+    raise AssertionError("only unpack() reads a skeleton")
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor] | None) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
-        self.tensors = tensors if tensors is not None else []
-        self._makes_room = tensors is None
+        self._tensors = tensors
 
     def find_class(self, module: str, name: str) -> Any:
-        return self._tensor if (module, name) == (__name__, _tensor.__name__) else super().find_class(module, name)
-
-    def _tensor(self, place: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        if self._makes_room and place == len(self.tensors):
-            self.tensors.append(torch.empty(shape, dtype=getattr(torch, dtype)))
-        return self.tensors[place]
-
-
-def make_room(skeleton: bytes) -> tuple[Any, list[torch.Tensor]]:
-    """Return the value with uninitialized tensors in it, and these tensors in the order of `Packed.tensors`. Filling
-    them completes the value. Only for bytes from an authenticated peer."""
-    unpickler = _Unpickler(io.BytesIO(skeleton), None)
-    return unpickler.load(), unpickler.tensors
+        is_ours = (module, name) == (__name__, _tensor.__name__)
+        return self._tensors.__getitem__ if is_ours else super().find_class(module, name)
 
 
 # The transfer of tensors through a transport, in pieces of a fixed size -----------------------------------------------

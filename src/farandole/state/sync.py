@@ -335,9 +335,10 @@ def receive(transport: Transport, source: int, mine: packing.Packed, sizes: tupl
     if not needed:
         packing.broadcast_all(transport, None, sizes[1], source)
         return None
-    value, room = packing.make_room(skeleton.numpy().tobytes())
+    received = skeleton.numpy().tobytes()
+    room = packing.make_room(received)
     packing.broadcast_all(transport, room, sizes[1], source)
-    return value
+    return packing.unpack(packing.Packed(received, room))
 
 
 def _by_name(tensors: Mapping[str, Any]) -> dict[str, int]:

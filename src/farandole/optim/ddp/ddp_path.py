@@ -288,12 +288,26 @@ class DdpPath:
         self._notice(batch)
         if not batch.is_last:
             self._weights.record(batch)
+            self._refuse_set()
             self._accumulated.close_body(keys)
             return False
         if batch.is_padding and self._restored_in is not batch:
             self._restored_in = batch
             self._restore()
         return self.is_reduced
+
+    def _refuse_set(self) -> None:
+        """Raise StepError for gradients of a micro-batch that come from no backward pass: they are weighted by none."""
+        known = set(map(id, self._zeroed))
+        for place, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is not None and id(parameter) not in known and not step.is_aborted() and gradient.any():
+                raise StepError(
+                    f"the gradient of parameter {place} of the DistributedDataParallel, of shape "
+                    f"{tuple(parameter.shape)}, comes from no backward pass of this micro-batch, but from p.grad = ... "
+                    f"or from an earlier step: call zero_grad() in each loop body, and use fd.DistributedOptimizer for "
+                    f"gradients of torch.autograd.grad()"
+                )
 
     def begin_zeroing(self, batch: Batch, keys: Collection[int]) -> bool:
         """Return whether zero_grad() may proceed: not while the micro-batches of a global batch are being
