@@ -1,5 +1,5 @@
-"""Gradients that come from no backward pass: of torch.autograd.grad(), or computed in another way. They are those of the
-global batch after synchronize(), or refused."""
+"""Gradients that come from no backward pass: of torch.autograd.grad(), or computed in another way. They are those of
+the global batch after synchronize(), or refused."""
 
 from __future__ import annotations
 

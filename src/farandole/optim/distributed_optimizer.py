@@ -51,6 +51,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     - `zero_grad()` does nothing while the micro-batches of a global batch are being accumulated.
     - Several backward passes before `step()` add up, as with DDP: each of them reduces. With micro-batches or
       loss="sum", the second one raises StepError.
+    - Gradients that the script sets itself, as by `torch.autograd.grad()`, are those of the global batch after
+      `synchronize()`, which each loop body calls when the last one is set, or after a `backward()` that follows. With
+      several workers a step without either raises StepError.
     - `step(closure)` returns the closure's loss. Methods that the optimizer's class adds, such as SAM's `first_step()`,
       are part of the step, and a method inside which an optimizer steps decides it. With micro-batches they raise
       StepError.
@@ -186,7 +189,7 @@ class ReducingOptimizer(WrappedOptimizer):
         self._loader_path.decide_within(self, batch)
 
     def synchronize(self) -> None:
-        """Reduce the remaining gradients, and wait for them; afterwards gradients may be changed."""
+        """Reduce the remaining gradients, and those that the script has set; afterwards gradients may be changed."""
         batch = step.batch()
         if batch is not None:
             self._loader_path.synchronize(batch)

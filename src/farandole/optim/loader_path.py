@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from farandole.errors import RecoverableError, StepError
+from farandole.optim.end_of_pass import at_end_of_pass
 from farandole.optim.optimizer_mixin import STEPPED_TWICE, call_dropped, protect, refuse_closure
 from farandole.optim.options import Options
 from farandole.optim.passes import Passes
@@ -142,8 +143,7 @@ class LoaderPath:
                 self._overlaps = self._is_final and is_open and self._reduction.begin_overlap(batch)
             self._body = BodyStatus.PASSED
         self._pass_is_open = True
-        # Private, but the only hook at the end of backward(): torch 2.13 uses it in torch/nn/parallel/distributed.py.
-        torch.autograd.Variable._execution_engine.queue_callback(self._close_pass)
+        at_end_of_pass(self._close_pass)
 
     def _reopen(self, batch: Batch) -> None:
         """Reopen a reduced batch, as with DDP: this pass's gradients are reduced together with the present ones, which

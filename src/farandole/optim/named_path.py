@@ -26,6 +26,7 @@ from farandole.collectives.named.operations import sparse_allreduce_async
 from farandole.collectives.named.tensor_queue import Handle, synchronize
 from farandole.collectives.named.timeline import process_timeline
 from farandole.errors import HorovodInternalError
+from farandole.optim.end_of_pass import at_end_of_pass
 from farandole.optim.named_buckets import NamedBuckets, fits, may_use_buckets
 from farandole.optim.optimizer_mixin import counts_passes
 from farandole.optim.options import Options
@@ -69,11 +70,10 @@ class NamedPath:
         if self._newest is not None:
             self._newest.take(parameter)
         # Private, but the only identity of a backward pass: torch 2.13, torch/autograd/graph.py, uses it so, too.
-        # queue_callback(): see optim/loader_path.py.
         pass_id = torch._C._current_graph_task_id()
         if pass_id != self._pass_id:  # a backward pass within a backward pass (checkpointing) has an end of its own
             self._pass_id = pass_id
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            at_end_of_pass(self._end_pass)
 
     def _end_pass(self) -> None:
         """End the pass. Runs at the end of backward(), on the thread that called it."""
@@ -83,7 +83,7 @@ class NamedPath:
             return
         reduction = self._begin(participants)
         # Queued after the ends of other optimizers' passes: they submit first, then all wait.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(reduction))
+        at_end_of_pass(lambda: self._finish(reduction))
 
     # In step() and synchronize() -------------------------------------------------------------------------
 

@@ -150,6 +150,28 @@ def refuse_learnable(values: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_circles(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a value that contains itself: values are compared and restored part by part."""
+    for name, value in values.items():
+        if _has_circle(value, []):
+            raise ConfigError(
+                f"state.{name} is a {type(value).__name__} that contains itself: such a value cannot be compared and "
+                f"restored part by part; keep the circle in an object of a class with state_dict()"
+            )
+
+
+def _has_circle(value: Any, within: list[int]) -> bool:
+    if type(value) not in (dict, list, tuple, set):
+        return False
+    if id(value) in within:
+        return True
+    within.append(id(value))
+    parts = value.values() if type(value) is dict else value
+    found = any(_has_circle(each, within) for each in parts)
+    within.pop()
+    return found
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the plain tensors in nested dicts, lists and tuples, each once, always in the same order."""
     found: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ from farandole.collectives import world
 from farandole.errors import ConfigError
 from farandole.membership import Progress, Shortfall
 from farandole.state import loop_hooks, step
-from farandole.state.deep_copy import refuse_learnable
+from farandole.state.deep_copy import refuse_circles, refuse_learnable
 from farandole.state.metadata import (
     MetadataSnapshot,
     is_same,
@@ -152,6 +152,7 @@ class StepState(TorchState):
         self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__, self.is_strict))
         self.after_step = list(after_step)
         refuse_learnable(tracked)
+        refuse_circles(tracked)
         self._names = list(tracked)
         for name, value in tracked.items():
             if hasattr(self, name) and name != "log":  # a value of that name is older than the method, and replaces it

@@ -417,3 +417,19 @@ def test_records_that_count_for_all_ranks_are_the_sources() -> None:
     sampler = OldSampler()
     SamplerStateHandler(sampler).load_united([{"epoch": 1, "processed_num": 4}, {"epoch": 1, "processed_num": 8}])
     assert sampler.loaded == {"epoch": 1, "processed_num": 4}
+
+
+@pytest.mark.parametrize("kind", [TorchState, StepState])
+@pytest.mark.parametrize("value", [torch.ones(1, requires_grad=True), [torch.nn.Parameter(torch.ones(1))]])
+def test_a_tensor_that_an_optimizer_can_train_is_no_value(kind: type[TorchState], value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"state.alpha has a tensor that requires gradients.*ParameterList"):
+        kind(alpha=value)
+
+
+def test_a_value_that_contains_itself_is_refused_by_name() -> None:
+    value: dict[str, Any] = {"list": [1, (2, 3)], "same": 1}
+    value["again"] = value["list"]
+    StepState(value=value)
+    value["list"].append(value)
+    with pytest.raises(ConfigError, match=r"state.value is a dict that contains itself"):
+        StepState(value=value)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farandole.collectives import world
 from farandole.errors import ConfigError, RecoverableError
-from farandole.optim.buckets import laid_out
+from farandole.optim.buckets import Arrivals, laid_out
 from farandole.optim.step_agreement import StepHeader, absorb, conclude, packed_at_end
 from farandole.process_group.works import failure, overlapped, plain_collectives
 from farandole.state import step
@@ -155,7 +155,9 @@ class StepPass:
     def _submit(self, flat: torch.Tensor) -> None:
         if self._overlaps:
             self._has_submitted = True
-            overlapped.add(partial(self._transport.all_reduce, flat))
+            arrived = Arrivals(flat.device)
+            arrived.record()
+            overlapped.add(arrived.before(partial(self._transport.all_reduce, flat)))
         else:
             self._unsent.append(flat)
 

@@ -20,6 +20,7 @@ from farandole.collectives.world import World
 from farandole.errors import RecoverableError, StepError
 from farandole.machine import usable_cores
 from farandole.optim.ddp.ddp_passes import Accumulated, DroppedPass, Pass, PlainPass, StepPass, UserHook
+from farandole.optim.end_of_pass import at_end_of_pass
 from farandole.optim.step_agreement import Weights, absorb, conclude_alone, digest, header_of
 from farandole.state import step
 from farandole.state.step import Batch
@@ -192,16 +193,16 @@ class DdpPath:
                 self._arrived.add(id(parameter))
                 if not self._closes:
                     self._closes = True
-                    torch.autograd.Variable._execution_engine.queue_callback(self._close_alone)
+                    at_end_of_pass(self._close_alone)
             elif self._reduces and not step.is_aborted():
                 self._weigh(parameter, batch)
         elif batch.is_padding:
             if self._restored_in is not batch:
                 self._restored_in = batch
-                torch.autograd.Variable._execution_engine.queue_callback(self._restore)
+                at_end_of_pass(self._restore)
         else:
             if not self._taken:
-                torch.autograd.Variable._execution_engine.queue_callback(self._show_zeros)
+                at_end_of_pass(self._show_zeros)
             self._taken.append(parameter)
             self._accumulated.take(parameter, self._factor(batch), may_be_dropped=step.is_shared())
 
