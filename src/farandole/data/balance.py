@@ -68,6 +68,7 @@ class OwnTime:
         self._ns = 0
         self._since: tuple[int, int] | None = None  # the time, and that spent in waiting until then; None: it stands
         self._has_device = torch.cuda.is_available()
+        self._devices: list[int] = []  # those that this process uses, once it does
 
     def run(self) -> None:
         """Let the clock run from now on; the time since the last run() does not count."""
@@ -78,7 +79,12 @@ class OwnTime:
         if self._since is None:
             return
         if self._has_device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream().synchronize()  # what the device has not computed yet is this worker's time
+            # What a device has not computed yet is this worker's time. A model can be on another one than the current.
+            self._devices = self._devices or [
+                place for place in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(place)
+            ]
+            for place in self._devices:
+                torch.cuda.current_stream(place).synchronize()
         began_ns, waited_ns = self._since
         self._ns += max(0, now_ns() - began_ns - (status_reporting.waited_ns() - waited_ns))
         self._since = None
