@@ -20,6 +20,7 @@ from farandole.events import (
     GenerationStarted,
     JobEnds,
     JobRemarked,
+    Recovered,
     StatesDiverged,
     TrainingCutShort,
     TrainingFinished,
@@ -219,6 +220,8 @@ class Report:
             return True
         if isinstance(event, _DETAILS):
             return False
+        if isinstance(event, Recovered) and not event.is_planned:
+            return True  # a warning has told of the loss
         return event.level == "warning" or self._loudness == Loudness.NORMAL
 
     def _last_lines(self, event: WorkerLost) -> list[str]:

@@ -116,6 +116,15 @@ def unused_options(options: argparse.Namespace) -> list[tuple[str, str]]:
     return [(flags[0], reason) for flags, name, _, reason in _LAUNCHER_FLAGS if getattr(options, name)]
 
 
+_WORKERS = "write -np N for all workers, or -H HOST:SLOTS for those of each host; or use `farandole torchrun`"
+_ELSEWHERE = {
+    "stop": "a job ends with its launcher, by Ctrl-C or `kill -INT PID`; `farandole jobs` shows the PID",
+    "--nproc-per-node": _WORKERS,
+    "--nproc_per_node": _WORKERS,
+}
+"""What other programs have under these names, and where it is here."""
+
+
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, without a page of usage, and suggests the intended option."""
 
@@ -130,6 +139,8 @@ class Parser(argparse.ArgumentParser):
             unknown, known = found[1], re.findall(r"[\w-]+", found[2])
         else:
             return ""
+        if (expected := unknown.partition("=")[0]) in _ELSEWHERE:
+            return f"; {_ELSEWHERE[expected]}"
         close = difflib.get_close_matches(unknown.partition("=")[0], known, n=1)
         return f"; did you mean {close[0]}?" if close else ""
 

@@ -224,6 +224,18 @@ def test_a_slip_of_the_fingers_is_answered_by_what_was_meant(
     assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["stop"], "a job ends with its launcher"), (["run", "--nproc-per-node=2", "sh"], "write -np N for all workers")],
+)
+def test_names_of_other_programs_are_answered_by_ours(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert said in capsys.readouterr().err
+
+
 def test_the_way_to_other_hosts() -> None:
     words = (
         "-np 2 -H a:1,b:1 -p 2222 -i key --remote-python /py --remote-folder /data --network-interfaces eth0,eth1 sh"

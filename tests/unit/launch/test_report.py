@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from farandole.config import JobConfig
 from farandole.events import (
     Event,
     GenerationStarted,
     JobEnds,
     JobRemarked,
+    Recovered,
     RegroupBegan,
     StatesDiverged,
     TrainingCutShort,
@@ -100,6 +103,13 @@ def test_what_was_left_out_or_mended_is_in_the_last_line() -> None:
 
 def test_the_last_line_of_a_failure_says_why() -> None:
     assert told(exit_code=3)[-1] == "[farandole] failed (exit code 3). This is why."
+
+
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_quiet_tells_of_a_recovery_where_a_warning_has_told_of_the_loss(is_planned: bool) -> None:
+    recovered = Recovered(2, is_planned, "x", (), (), (), 9.0, 3000.0, 2.0, 1.0, 1.0, 5.0, "w0", 2, 24)
+    said = told(STARTED, recovered, loudness=Loudness.QUIET)[:-2]
+    assert said == ([] if is_planned else [f"[farandole] {recovered.line()}"])
 
 
 def test_quiet_keeps_warnings_and_the_end() -> None:
