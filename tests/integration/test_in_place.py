@@ -464,3 +464,15 @@ def test_a_spare_takes_the_place_of_a_killed_worker_so_that_not_a_bit_changes(tm
     assert len(ends(logs)) == 3
     assert {each["size"] for log in logs.values() for each in log if "size" in each} == {3}
     check_ledger(tmp_path / "job")
+
+
+def test_batches_that_all_ranks_leave_out_are_told_the_first_of_the_job_included() -> None:
+    """The batches of a step are counted in the first one, for which this script takes two."""
+    job = jobs.farandole_run("-np", "2", "--in-place", sys.executable, str(jobs.SCRIPTS / "bad_batches.py"))
+    assert job.returncode == 0, job.stderr
+    lines = [line.split("trained")[1].split() for line in job.stdout.splitlines() if "trained" in line]
+    assert [line[-1] for line in lines] == ["True", "True"]
+    good = [sample for sample in range(24) if sample // 4 not in (0, 3)]
+    assert sorted(int(sample) for line in lines for sample in line[:-2]) == sorted(2 * good)
+    assert "success" not in job.stderr.splitlines()[-1]
+    assert "trained nothing, and were skipped" in job.stderr.splitlines()[-1]

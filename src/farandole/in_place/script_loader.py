@@ -133,6 +133,10 @@ class ScriptHooks(LoaderHooks, Protocol):
         """Note it no longer."""
         ...
 
+    def drop_bodies(self) -> None:
+        """Restore what the loop bodies of the current global batch have changed."""
+        ...
+
 
 class NoScriptHooks(NoLoaderHooks):
     """The hooks of a ScriptLoader without a run loop."""
@@ -144,6 +148,9 @@ class NoScriptHooks(NoLoaderHooks):
         return False
 
     def end_counting(self) -> None:
+        pass
+
+    def drop_bodies(self) -> None:
         pass
 
 
@@ -196,6 +203,7 @@ class ScriptLoader(DataLoader):
         self.is_left = False
         self.static_because = ""
         self.batches_of_step = 0
+        self._counted_by = 0  # workers with which batches_of_step was counted, until the second step has confirmed it
         self._bodies = 0  # loop bodies since the first batch, while the batches of a step are counted
         self._before_rehearsal: dict[str, Any] | None = None
 
@@ -238,6 +246,8 @@ class ScriptLoader(DataLoader):
     # Batches of a step -------------------------------------------------------------------------------------
 
     def __next__(self) -> Any:
+        if self._counted_by and self.batches_of_step > 1:
+            self._look_at_second_step()
         if self.batches_of_step or self.batch is None:
             return super().__next__()
         step.end_body()
@@ -252,7 +262,20 @@ class ScriptLoader(DataLoader):
         bodies, self._bodies = self._bodies, 0
         self.hooks.end_counting()
         self.set_batches_of_step(bodies)
+        self._counted_by = self._world
         return super().__next__()
+
+    def _look_at_second_step(self) -> None:
+        """Correct the number of batches of a step where the script has called step() earlier for the second one: it had
+        left out the first batches of the job, and steps for each batch. These bodies are dropped, and run again."""
+        if self._world != self._counted_by:
+            self._counted_by = 0  # further bodies belong to a step now
+        elif step.has_early_step() and step.expects_micro_batch():
+            self._counted_by = 0
+            self.hooks.drop_bodies()
+            self.set_batches_of_step(1)
+        elif not step.is_undecided() and self.cursor > self._layout.global_batch_size:
+            self._counted_by = 0
 
     def _count_on(self) -> Any:
         if self._bodies >= len(self):

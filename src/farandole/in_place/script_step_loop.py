@@ -281,6 +281,12 @@ class InPlaceLoop(StepLoop):
     def end_counting(self) -> None:
         self._state.on_step = None
 
+    def drop_bodies(self) -> None:
+        self._is_busy = True
+        self._put_back()
+        step.close()
+        self._is_busy = False
+
     def _note_step(self) -> None:
         self._has_stepped = True
 

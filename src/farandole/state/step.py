@@ -164,6 +164,7 @@ class _OpenStep:
     has_untrained: bool = False  # no backward pass has run for some of all workers' samples
     is_without_pass: bool = False  # ... for none of them
     is_left_out: bool = False  # by all workers
+    has_early_step: bool = False  # step() was called before the last micro-batch
     has_inf: bool = False  # an optimizer has skipped its update, since a GradScaler has found inf or NaN
     has_updated: bool = False  # an optimizer has not
 
@@ -178,7 +179,7 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
     if batch.index == 0:
         _forget()
         _step.passed, _step.has_untrained, _step.is_without_pass = 0, False, False
-        _step.has_inf = _step.has_updated = _step.is_left_out = False
+        _step.has_inf = _step.has_updated = _step.is_left_out = _step.has_early_step = False
     else:
         for participant in _step.participants:
             participant.begin_micro_batch()
@@ -263,6 +264,16 @@ def agree_on_passes(samples: int, passed: int) -> None:
     """Note, from the headers of all ranks, the samples of a global batch, and those for which a backward pass has
     run."""
     _step.has_untrained, _step.is_without_pass = passed < samples, not passed
+
+
+def note_early_step() -> None:
+    """Note that step() was called before the last micro-batch of the global batch, without effect."""
+    _step.has_early_step = True
+
+
+def has_early_step() -> bool:
+    """Return whether step() was called before the last micro-batch of the global batch."""
+    return _step.has_early_step
 
 
 def refuse_unknown_scaler() -> None:

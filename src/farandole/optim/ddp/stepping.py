@@ -53,6 +53,7 @@ class SteppingOptimizer(OwnMethods):
             return self._step_with(closure, batch, apply)
         are_reduced = self._begin_step(batch)
         if not batch.is_last:
+            step.note_early_step()
             return False
         step.begin_applying(self)
         if step.is_aborted():
