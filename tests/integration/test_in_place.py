@@ -187,6 +187,20 @@ def test_survivors_of_a_kill_stay_in_their_loop(tmp_path: Path, undisturbed: Pat
     assert epochs == [0, 1, 2, 3]  # the code after each epoch has run once
 
 
+def test_a_new_loader_with_a_batch_sampler_for_each_epoch_stays_elastic(tmp_path: Path, undisturbed: Path) -> None:
+    """A worker is killed in the second epoch, and another one joins in its place."""
+    words = ("--anew", "--pause", "0.1", "--until-logs", "4", "--until-size", "3")
+    with in_place(tmp_path / "job", 3, *WORDS, *words) as job:
+        logs = job.wait_until(lambda logs: sum(bool(log) and log[-1].get("epoch") == 1 for log in logs.values()) == 3)
+        killed = max(logs)
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+        output = job.output()
+    check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - {killed})
+    assert {end["size"] for end in ends(logs).values()} == {3}
+    assert "static" not in output
+
+
 def test_a_survivor_that_has_not_come_to_the_end_of_the_epoch_goes_on_with_the_others(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -263,7 +277,7 @@ def test_a_newcomer_that_is_killed_while_it_passes_over_is_replaced(tmp_path: Pa
 
 
 def test_batches_that_are_added_up_to_a_step_survive_a_kill(tmp_path: Path) -> None:
-    words = ("--samples", "320", "--epochs", "3", "--accumulate", "2")
+    words = ("--samples", "336", "--epochs", "3", "--accumulate", "2")
     with in_place(tmp_path / "undisturbed", 2, *words, "--batch-size", "12") as job:
         job.wait()
     with in_place(tmp_path / "job", 3, *words, "--batch-size", "8", "--pause", "0.05", flags="--restarts 0") as job:
@@ -278,8 +292,8 @@ def test_batches_that_are_added_up_to_a_step_survive_a_kill(tmp_path: Path) -> N
     ("kind", "reason"),
     [
         ("iterable", "its DataLoader has Stream, an IterableDataset"),
-        ("sampler", "its sampler Backwards has an order of its own"),
-        ("endless", "its DataLoader has a Endless, and no DistributedSampler"),
+        ("sampler", "its sampler Drawn draws from the random numbers of its process"),
+        ("endless", "its sampler Endless does not end"),
         ("join", "DistributedDataParallel.join() is for workers with different numbers of batches"),
         ("undivided", "its DataLoader has a RandomSampler, and no DistributedSampler"),
         ("drawn", "optimizer.step() trains samples of no DataLoader"),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817 (as people write it)
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--anew", action="store_true", help="a new DataLoader for each epoch, with a batch sampler")
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--reduce-every", type=int, default=0, help="batches between two collectives in the loop")
     parser.add_argument("--slow-rank", type=int, default=-1, help="sleeps longer before each batch")
@@ -97,6 +98,8 @@ def main() -> None:
     best = 0.0
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
+        if options.anew:
+            loader = DataLoader(train, batch_sampler=BatchSampler(sampler, options.batch_size, drop_last=True))
         for number, (x, y) in enumerate(loader):
             is_last = (number + 1) % options.accumulate == 0
             with nullcontext() if is_last else model.no_sync():

@@ -27,9 +27,11 @@ class Endless(Sampler):
             yield int(torch.randint(32, ()))
 
 
-class Backwards(DistributedSampler):
+class Drawn(DistributedSampler):
+    """A sampler that draws with the process's own random numbers, which are other ones on each worker."""
+
     def __iter__(self) -> Iterator[int]:
-        return iter([*super().__iter__()][::-1])
+        return iter(torch.randperm(32).tolist()[self.rank :: self.num_replicas])
 
 
 def batches(kind: str) -> DataLoader | list[list[torch.Tensor]]:
@@ -37,7 +39,7 @@ def batches(kind: str) -> DataLoader | list[list[torch.Tensor]]:
     if kind == "iterable":
         return DataLoader(Stream(), batch_size=4)
     if kind == "sampler":
-        return DataLoader(table, batch_size=4, sampler=Backwards(table))
+        return DataLoader(table, batch_size=4, sampler=Drawn(table))
     if kind == "endless":
         return DataLoader(table, batch_size=4, sampler=Endless())
     if kind == "undivided":

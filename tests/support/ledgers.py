@@ -12,6 +12,7 @@ from farandole.ledger.records import (
     Applied,
     EpochEnded,
     Intent,
+    Listed,
     Opened,
     Record,
     Started,
@@ -26,7 +27,7 @@ class WrittenJob:
     """A job whose members write one file each.
 
     order, is_carried  of the loader: its name; whether the tail of an epoch is filled from the next one
-    left_out  samples of the data set that are in no position of an epoch
+    left_out  samples of the data set that the samplers of a script have left out of each epoch
 
     members  in order of rank;  step, epoch, cursor  where the state of all members is
     """
@@ -42,6 +43,7 @@ class WrittenJob:
     ) -> None:
         self.samples, self.global_batch_size = samples, global_batch_size
         self.order, self.is_carried, self.left_out = order, is_carried, left_out
+        self._all = samples + left_out
         self.files: dict[str, list[Record]] = {}
         self.run_id, self.generation = 1, 0
         self.step = self.epoch = self.cursor = 0
@@ -65,11 +67,13 @@ class WrittenJob:
                     self.step,
                     self.epoch,
                     self.cursor,
-                    0 if self.order == TWO_STREAMS else self.samples,
+                    0 if self.order == TWO_STREAMS or self.left_out else self.samples,
                     self.order,
-                    left_out=self.left_out,
                 )
             )
+            for epoch in range(self.epoch, self.epoch + 2 if self.left_out else self.epoch):
+                left_out = [(self.samples + place + 17 * epoch) % self._all for place in range(self.left_out)]
+                self.files[name].append(Listed(*key, epoch, self._all, list(left_out), []))
 
     def begin(self) -> None:
         """All members are about to contribute to the next step."""
@@ -127,7 +131,7 @@ class WrittenJob:
             return 2 * (2 * turn + place) if place < 2 else 2 * turn + 1
         if self.order.startswith("weighted"):
             return position // 2
-        return (position + 17 * self.epoch) % (self.samples + self.left_out)
+        return (position + 17 * self.epoch) % self._all
 
     def lines(self) -> list[Line]:
         return [

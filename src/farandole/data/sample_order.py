@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from farandole.collectives.shard_tree import Division
     from farandole.data.balance import Turns
     from farandole.data.division_by_speed import Counts
+    from farandole.data.listed_batches import ListedBatches
     from farandole.state.shard_audit import AuditRule
 
 # lookup(epoch, positions): the samples at these positions of the epoch's order (int64, one dimension).
@@ -158,6 +159,8 @@ class BatchLayout:
     audit              in strict mode, the rule by which shards are computed again; None: none are
     is_balanced        local batches follow the speed of the workers. Then a rank has no dummy batches beside others: it
                        has as many micro-batches as its samples need
+    listed             the batches of the epoch as samplers of torch have listed them: they make the global batches, of
+                       which global_batch_size is the largest; None: all global batches but the last one are alike
 
     Raises DataError on invalid values.
     """
@@ -170,6 +173,7 @@ class BatchLayout:
     shards: int = 0
     audit: AuditRule | None = None
     is_balanced: bool = False
+    listed: ListedBatches | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -208,11 +212,15 @@ class BatchLayout:
         """Return the number of global batches, and so of optimizer steps, of the whole epoch with this cursor. It is
         equal in each epoch, except with "carry", where the epoch begins at the cursor that the previous one has left.
         """
+        if self.listed is not None:
+            return self.listed.steps_from(0)
         begin = cursor % self.global_batch_size if self.tail == "carry" else 0
         return -(-(self.end - begin) // self.global_batch_size)
 
     def steps_left(self, cursor: int, epochs: int = 0) -> int:
         """Return the number of optimizer steps from the cursor to the end of its epoch, and of further whole epochs."""
+        if self.listed is not None:
+            return self.listed.steps_from(cursor) + epochs * self.global_batches()
         if self.tail == "carry":
             return max(0, -(-(self.size * (1 + epochs) - cursor) // self.global_batch_size))
         return max(0, -(-(self.end - cursor) // self.global_batch_size)) + epochs * self.global_batches()
@@ -230,13 +238,24 @@ def make_global_batch(
     start, stop = global_batch_range(layout, cursor)
     if layout.shards:
         return _sharded_global_batch(layout, epoch, start, stop, rank, world, counts)
+    if layout.listed is not None and world == layout.listed.workers and not counts:
+        return _listed_global_batch(layout.listed, epoch, start, stop, rank)
     parts = uneven_slices(start, stop, counts, layout.min_local_batch) if counts else []
     low, high = parts[rank] if parts else even_slice(start, stop, rank, world, layout.min_local_batch)
     if layout.is_balanced and layout.max_local_batch is not None:
         bodies = max(1, -(-(high - low) // layout.max_local_batch))
         return GlobalBatch(epoch, start, stop, low, high, bodies, has_own_bodies=True)
     count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_local_batch)
-    return GlobalBatch(epoch, start, stop, low, high, count)
+    added = 0 if layout.listed is None else len(layout.listed.batches_of(start))
+    return GlobalBatch(epoch, start, stop, low, high, count, added=added)
+
+
+def _listed_global_batch(listed: ListedBatches, epoch: int, start: int, stop: int, rank: int) -> GlobalBatch:
+    """Return a global batch as one of the workers of the start gets it: with the batches of its own sampler."""
+    low, high = even_slice(start, stop, rank, listed.workers)
+    sizes = listed.batches_of(start)
+    cuts = tuple(itertools.accumulate(sizes, initial=low))
+    return GlobalBatch(epoch, start, stop, low, high, len(sizes), added=len(sizes), cuts=cuts)
 
 
 def batches(global_batch: GlobalBatch, min_local_batch: int = 1) -> list[Batch]:
@@ -244,6 +263,9 @@ def batches(global_batch: GlobalBatch, min_local_batch: int = 1) -> list[Batch]:
     count = global_batch.micro_batches
     if global_batch.division is not None:
         return [_shard(global_batch, global_batch.division, index, min_local_batch) for index in range(count)]
+    if global_batch.cuts:
+        parts = itertools.pairwise(global_batch.cuts)
+        return [Batch(global_batch, low, high, index) for index, (low, high) in enumerate(parts)]
     return [
         Batch(global_batch, *even_slice(global_batch.low, global_batch.high, index, count, min_local_batch), index)
         for index in range(count)
@@ -283,6 +305,8 @@ def _shard(global_batch: GlobalBatch, division: Division, index: int, min_local_
 
 def global_batch_range(layout: BatchLayout, cursor: int) -> tuple[int, int]:
     """Return positions [start, stop) of the global batch at `cursor`."""
+    if layout.listed is not None:
+        return cursor, layout.listed.stop(cursor)
     stop = cursor + layout.global_batch_size
     return cursor, stop if layout.tail == "carry" else min(stop, layout.end)
 
@@ -604,7 +628,7 @@ class IndexStream:
             smallest, largest = min(counts), max(counts)
         count = max(1, self._block // largest)
         self._block = min(2 * self._block, _LARGEST_BLOCK)
-        alike = min(count, (layout.end - begin) // layout.global_batch_size)
+        alike = 0 if layout.listed is not None else min(count, (layout.end - begin) // layout.global_batch_size)
         if (
             alike
             and not layout.shards

@@ -1,5 +1,5 @@
-"""A script's DataLoader with a DistributedSampler as a loader of Farandole: samples, order and batches are those of
-torch, for any number of workers."""
+"""A script's DataLoader as a loader of Farandole: samples, order and batches are those that its own samplers list, for
+any number of workers."""
 
 from __future__ import annotations
 
@@ -7,115 +7,39 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader as TorchDataLoader, IterableDataset, default_collate
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 
 from farandole.collectives import world
 from farandole.data.elastic_loader import LoaderHooks, NoLoaderHooks
+from farandole.data.listed_batches import ListedBatches
 from farandole.data.loader import DataLoader
 from farandole.data.sample_order import BatchLayout, Lookup
-from farandole.errors import ConfigError, StepError
+from farandole.errors import StepError
+from farandole.in_place.script_samplers import NUMBERED, numbered_sampler, samplers_of
 from farandole.state import step
 from farandole.state.step import GlobalBatch, StepStatus
-
-NUMBERED = "_farandole_numbered"
-"""Attribute of a sampler: the script has called its set_epoch()."""
 
 
 class NoStepInEpoch(StepError):
     """The script has taken all batches of an epoch for training, and has made no step."""
 
 
-class SamplerOrder:
-    """The order of a DistributedSampler. Its permutation of an epoch depends on the number that the script gives to
-    set_epoch().
+class ListedOrder:
+    """The order of the current epoch, as the samplers of the script have listed it.
 
-    Where a global batch can be divided equally, each of the workers of the start gets the samples that its own sampler
-    would give it: every `workers`-th one.
-
-    Args:
-        sampler: The sampler; no other is made of it.
-        workers: The number of workers at the start.
-        multiple_of: The samples beyond the last multiple of this number are left out.
+    listed  its batches
     """
 
-    def __init__(self, sampler: DistributedSampler[Any], workers: int, multiple_of: int = 1) -> None:
-        self._sampler, self._workers, self._multiple_of = sampler, workers, multiple_of
-        self.layout: BatchLayout | None = None  # the current one
-        self._known = (0, int(sampler.epoch))  # an epoch, and its number
-        self._permutations: dict[int, NDArray[np.int64]] = {}
+    identity = "listed"
 
-    @property
-    def identity(self) -> str:
-        drops = ", drop_last" if self._sampler.drop_last else ""
-        return f"DistributedSampler, {self._workers} workers, shuffle={self._sampler.shuffle}{drops}"
+    def __init__(self, listed: ListedBatches) -> None:
+        self.listed = listed
 
-    def length(self, samples: int) -> int:
-        if len(self._sampler.dataset) != samples:  # type: ignore[arg-type]
-            raise ConfigError(
-                f"the DistributedSampler is for a data set of {len(self._sampler.dataset)} samples, "  # type: ignore[arg-type]
-                f"and that of its DataLoader has {samples}"
-            )
-        of_ranks = samples - samples % self._workers if self._sampler.drop_last else samples
-        return of_ranks - of_ranks % self._multiple_of
+    def length(self, _samples: int) -> int:
+        return self.listed.size
 
-    def bind(self, layout: BatchLayout, seed: int) -> Lookup:
-        self.layout = layout
-
-        def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            return self._permutation(self.number_of(epoch))[self._positions(positions)]
-
-        return look_up
-
-    def number_of(self, epoch: int) -> int:
-        """Return the number of an epoch; of a later one than is known, the expected number."""
-        known, number = self._known
-        return number + (epoch - known) * int(hasattr(self._sampler, NUMBERED))
-
-    def set_number(self, epoch: int, number: int) -> bool:
-        """Set the number of the epoch. Returns whether it is the expected one."""
-        is_expected = self.number_of(epoch) == number
-        self._known = (epoch, number)
-        return is_expected
-
-    def rest(self, epoch: int, position: int, rank: int, workers: int) -> list[int]:
-        """Return the samples of a rank behind a position that ends a global batch, as a DistributedSampler of `workers`
-        ranks would divide them: every `workers`-th one, with repeated samples where they do not divide."""
-        permutation = self._permutation(self.number_of(epoch))
-        rest = permutation[position:]
-        if self._sampler.drop_last:
-            rest = rest[: len(rest) - len(rest) % workers]
-        elif len(rest):
-            rest = np.concatenate([rest, np.resize(permutation, -len(rest) % workers)])
-        return [int(each) for each in rest[rank::workers]]
-
-    def _positions(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return positions in torch's permutation, in which the samples of each rank lie `workers` apart."""
-        layout = self.layout
-        assert layout is not None
-        size, workers = layout.global_batch_size, self._workers
-        starts = positions // size * size
-        samples = np.minimum(starts + size, layout.size) - starts
-        of_each = np.maximum(samples // workers, 1)
-        rank, place = np.divmod(positions - starts, of_each)
-        return np.where(samples % workers == 0, starts + place * workers + rank, positions)
-
-    def _permutation(self, number: int) -> NDArray[np.int64]:
-        samples = len(self._sampler.dataset)  # type: ignore[arg-type]
-        key = number if self._sampler.shuffle else 0
-        if key not in self._permutations:
-            while len(self._permutations) > 1:  # this epoch and the next one
-                self._permutations.pop(next(iter(self._permutations)))
-            if self._sampler.shuffle:  # as DistributedSampler.__iter__ of torch 2.13, torch/utils/data/distributed.py
-                generator = torch.Generator()
-                generator.manual_seed(self._sampler.seed + number)
-                self._permutations[key] = torch.randperm(samples, generator=generator).numpy()
-            else:
-                self._permutations[key] = np.arange(samples)
-        return self._permutations[key]
+    def bind(self, _layout: BatchLayout, _seed: int) -> Lookup:
+        return lambda _epoch, positions: self.listed.look_up(positions)
 
 
 class ScriptHooks(LoaderHooks, Protocol):
@@ -159,77 +83,117 @@ class ScriptLoader(DataLoader):
 
     Args:
         theirs: The script's DataLoader.
-        workers: The number of workers at the start.
+        listed: The batches of its first epoch.
 
     Attributes:
+        theirs: The script's DataLoader. A script may construct another one for each epoch.
         is_left: The code of the script after the batches of this epoch has run.
         static_because: Why all workers are to leave the step loop at the next boundary; empty: they are not. Newcomers
             receive it with the position.
-        batch_of_all: Samples of one batch of the script on each of the workers of the start.
+        leaves_before_batch: They are to do so at once, before the batch that is handed out next.
         batches_of_step: Batches that the script takes on each worker for one step; 0: not known yet. The first step of
             the job shows it: where the script takes another batch without a step, the gradients of the first bodies
             are dropped, and these batches come again when it has called step().
+        known: The epoch whose batches are known; -1: none.
+        next_batches: The batches that the script's samplers have listed last, for the epoch that it has begun, or is
+            about to begin; None: they cannot be listed.
+        why_not_listed: The reason in this case.
 
     Raises:
-        ConfigError: It cannot be divided anew when workers change.
+        ConfigError: Its arguments cannot be supported.
     """
 
     hooks: ScriptHooks
 
-    def __init__(self, theirs: TorchDataLoader[Any], workers: int) -> None:
-        refuse_unsuitable(theirs)
-        sampler: Any = theirs.sampler
-        self._sampler = sampler
-        assert theirs.batch_size is not None
-        self._batch_size, self.batch_of_all = theirs.batch_size, theirs.batch_size * workers
-        self._their_order = SamplerOrder(sampler, workers, self.batch_of_all if theirs.drop_last else 1)
-        size = self._their_order.length(len(theirs.dataset))  # type: ignore[arg-type]
-        if not size:
-            raise ConfigError(f"its data set of {len(theirs.dataset)} samples does not fill one batch of all workers")  # type: ignore[arg-type]
+    def __init__(self, theirs: TorchDataLoader[Any], listed: ListedBatches) -> None:
+        self.theirs = theirs
+        self._their_order = ListedOrder(listed)
+        seed = next((each.seed for each in samplers_of(theirs) if type(getattr(each, "seed", None)) is int), 0)
         super().__init__(
             theirs.dataset,  # type: ignore[arg-type]
-            min(self.batch_of_all, size),
-            seed=int(sampler.seed) % 2**64,
+            listed.largest_global_batch,
+            seed=seed % 2**64,
             order=self._their_order,
-            num_workers=theirs.num_workers,
-            timeout=theirs.timeout,
-            prefetch_factor=theirs.prefetch_factor,
-            multiprocessing_context=theirs.multiprocessing_context,
-            persistent_workers=theirs.persistent_workers,
-            **(replaceable := _replaceable_of(theirs)),
+            **_arguments_of(theirs),
         )
-        self._theirs, self._replaceable = theirs, replaceable
         self.hooks = NoScriptHooks()
         self.is_left = False
         self.static_because = ""
+        self.leaves_before_batch = False
         self.batches_of_step = 0
         self._counted_by = 0  # workers with which batches_of_step was counted, until the second step has confirmed it
+        self.known = -1
         self._bodies = 0  # loop bodies since the first batch, while the batches of a step are counted
-        self._before_rehearsal: dict[str, Any] | None = None
+        self._before_rehearsal: tuple[dict[str, Any], ListedBatches] | None = None
+        self.next_batches: ListedBatches | None = listed
+        self.why_not_listed = ""
+        self._first_number = _number_of(theirs)
+        self._known_number = (0, self._first_number)  # an epoch, and its number
+        self.know(listed)
 
     # Epochs ----------------------------------------------------------------------------------------------
 
     def is_numbered(self) -> bool:
         """Return whether the script numbers its epochs with sampler.set_epoch()."""
-        return hasattr(self._sampler, NUMBERED)
+        sampler = numbered_sampler(self.theirs)
+        return sampler is not None and (hasattr(sampler, NUMBERED) or sampler.epoch != self._first_number)
 
     def number(self) -> int:
         """Return the number that the script has given to its sampler last."""
-        return int(self._sampler.epoch)
+        return _number_of(self.theirs)
+
+    def number_of(self, epoch: int) -> int:
+        """Return the number of an epoch; of a later one than is known, the expected number."""
+        known, number = self._known_number
+        return number + (epoch - known) * int(self.is_numbered())
 
     def has_number(self) -> bool:
         """Return whether the current epoch is the one of that number."""
-        return self._their_order.number_of(self.epoch) == self.number()
+        return self.number_of(self.epoch) == self.number()
+
+    def expect(self, theirs: TorchDataLoader[Any], listed: ListedBatches | None, why_not: str = "") -> None:
+        """Take note of the batches of the epoch that the script is about to begin, or of the reason why there are none,
+        and of its DataLoader."""
+        self.next_batches, self.why_not_listed = listed, why_not
+        arguments = {"pin_memory_device": "", **_arguments_of(theirs)}
+        self.theirs = theirs
+        dataset: Any = theirs.dataset
+        if dataset is not self.dataset or arguments != self._options:
+            self.close()
+            self.dataset = dataset
+            self._open(**arguments)
+
+    def know(self, listed: ListedBatches) -> None:
+        """Take these for the batches of the current epoch."""
+        self.known = self.epoch
+        self._divide(listed)
+        self._restart()
+
+    def _divide(self, listed: ListedBatches) -> None:
+        """Divide these batches from now on."""
+        self._their_order.listed = listed = listed.added_up(self.batches_of_step or 1)
+        batches = self.batches_of_step
+        self._layout = dataclasses.replace(
+            self._layout,
+            size=listed.size,
+            global_batch_size=listed.largest_global_batch,
+            max_local_batch=listed.largest if batches > 1 else None,
+            # BatchNorm refuses a batch of one sample, which the script has none of.
+            min_local_batch=1 if batches > 1 and listed.largest < 3 else min(2, listed.smallest),
+            listed=listed,
+        )
+
+    @property
+    def listed(self) -> ListedBatches:
+        """The batches of the current epoch."""
+        return self._their_order.listed
 
     def begin_epoch(self) -> None:
-        """Begin the current epoch, or go on in it, with the number that the script has given to its sampler."""
-        replaceable = _replaceable_of(self._theirs)
-        if replaceable != self._replaceable:
-            self.close()
-            self._replaceable = replaceable
-            self._open(**{**self._options, **replaceable})
-        if not self._their_order.set_number(self.epoch, self.number()):
-            self._restart()
+        """Begin the current epoch, with the number that the script has given to its sampler; or go on in it, with the
+        batches that the others have."""
+        self._known_number = (self.epoch, self.number())
+        if self.known != self.epoch and self.next_batches is not None:
+            self.know(self.next_batches)
 
     def end_epoch(self) -> None:
         """End the iteration over the batches, also where `break` has left some."""
@@ -284,23 +248,17 @@ class ScriptLoader(DataLoader):
             raise NoStepInEpoch("the script has taken all batches of an epoch for training without optimizer.step()")
         return self._hand_out(is_rehearsal=True)
 
-    @property
-    def left_out_samples(self) -> int:
-        """Number of samples of the data set that `drop_last` leaves out in each epoch, other ones each time."""
-        return len(self._sampler.dataset) - self._layout.size
-
     def set_batches_of_step(self, batches: int) -> None:
         """Set the number of batches of the script for one step. The current position must be that of a step."""
         self.batches_of_step = batches
-        self._layout = dataclasses.replace(
-            self._layout,
-            global_batch_size=min(self.batch_of_all * batches, self._layout.size),
-            max_local_batch=self._batch_size if batches > 1 else None,
-        )
-        self._their_order.layout = self._layout
+        self._divide(self.listed)
         self._padding.is_allowed = batches > 1
-        self.__dict__.pop("_identity", None)
         self._restart_aborted()
+
+    def take_back(self) -> None:
+        """Take back the batch that was handed out last: it was not seen by the script."""
+        step.close()
+        self._restart()
 
     def _restart_aborted(self) -> None:
         """Fetch again from the current position; the run loop still has to see the aborted step."""
@@ -310,17 +268,19 @@ class ScriptLoader(DataLoader):
         super().commit(global_batch)
         self.batches_of_step = self.batches_of_step or 1
 
-    def rest(self, position: int, rank: int, workers: int) -> list[int]:
-        """Return the samples of a rank in the rest of the current epoch, from the end of a global batch on, as torch
-        would divide them."""
-        return self._their_order.rest(self.epoch, position, rank, workers)
+    def rest(self, position: int, rank: int, workers: int) -> list[list[int]]:
+        """Return the batches of a rank in the rest of the current epoch, from the end of a global batch on, for workers
+        that share it without a step loop."""
+        return self.listed.rest(position, rank, workers)
 
     # Batches without effect --------------------------------------------------------------------------------
 
     def rehearse(self) -> Any:
         """Return a batch whose step is aborted. Call end_rehearsal() after the loop body."""
         self.end_rehearsal()
-        self._before_rehearsal = self.state_dict()
+        self._before_rehearsal = self.state_dict(), self.listed
+        if self.next_batches is not None:
+            self._divide(self.next_batches)
         here = world.current().placement
         self.start_rehearsal(here.rank, here.size, is_at_tail=False)
         return self._hand_out(is_rehearsal=True)
@@ -331,50 +291,50 @@ class ScriptLoader(DataLoader):
         if before is not None:
             step.close()
             self.end_rehearsals()
-            self.load_state_dict(before)
+            self._divide(before[1])
+            self.load_state_dict(before[0])
 
     # State -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        number = self._their_order.number_of(self.epoch)
-        left = {"left": 1} if self.is_left else {}
-        static = {"static": self.static_because} if self.static_because else {}
-        return {**super().state_dict(), "number": number, "batches": self.batches_of_step, **left, **static}
+        """Return the position. The batches of the epoch are told to newcomers apart (script_step_loop.py)."""
+        state = {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "order": ListedOrder.identity,
+            "number": self.number_of(self.epoch),
+            "batches": self.batches_of_step,
+            **self.record.state_dict(),
+        }
+        flags = {"ended": self._is_ended, "left": self.is_left, "static": self.static_because}
+        return {**state, **{name: value for name, value in flags.items() if value}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._their_order.set_number(state.get("epoch", 0), state.get("number", 0))
+        self._known_number = (state["epoch"], state["number"])
         self.is_left = bool(state.get("left"))
         self.static_because = state.get("static", self.static_because)  # what was found since then is not forgotten
-        batches = state.get("batches", 0)
-        if not batches:  # it was saved before the number was known, which is not forgotten
-            ours = ("global_batch_size", "max_local_batch")
-            state = {name: value for name, value in state.items() if name not in ours}
-            state["global_batch_size"] = self._layout.global_batch_size
-        elif batches != self.batches_of_step:
+        self.epoch, self._cursor, self._is_ended = state["epoch"], state["cursor"], bool(state.get("ended"))
+        self.record.load_state_dict(state)
+        batches = state["batches"]
+        if batches and batches != self.batches_of_step:  # 0: it was saved before the number was known
             self.set_batches_of_step(batches)
-        super().load_state_dict(state)
+        self._restart()
 
 
-def _replaceable_of(theirs: TorchDataLoader[Any]) -> dict[str, Any]:
-    """Return the attributes that determine what batches hold, and that a script may replace between two epochs."""
-    collate = None if theirs.collate_fn is default_collate else theirs.collate_fn
-    return {"collate_fn": collate, "worker_init_fn": theirs.worker_init_fn, "pin_memory": theirs.pin_memory}
+def _number_of(theirs: TorchDataLoader[Any]) -> int:
+    sampler = numbered_sampler(theirs)
+    return 0 if sampler is None else int(sampler.epoch)
 
 
-def refuse_unsuitable(theirs: TorchDataLoader[Any]) -> None:
-    """Raise ConfigError, with the reason, for a DataLoader whose batches cannot be divided anew when workers change."""
-    sampler = theirs.sampler
-    if isinstance(theirs.dataset, IterableDataset):
-        raise ConfigError(
-            f"its DataLoader has {type(theirs.dataset).__name__}, an IterableDataset, whose samples cannot be read by "
-            f"index"
-        )
-    if not isinstance(sampler, DistributedSampler):
-        raise ConfigError(
-            f"its DataLoader has a {type(sampler).__name__}, and no DistributedSampler, which would tell how the "
-            f"samples are divided"
-        )
-    if type(sampler).__iter__ is not DistributedSampler.__iter__:
-        raise ConfigError(f"its sampler {type(sampler).__name__} has an order of its own (__iter__)")
-    if type(theirs.batch_sampler) is not BatchSampler or theirs.batch_size is None:
-        raise ConfigError(f"its DataLoader has batches of its own ({type(theirs.batch_sampler).__name__})")
+def _arguments_of(theirs: TorchDataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments with which the script's DataLoader fetches its batches."""
+    return {
+        "num_workers": theirs.num_workers,
+        "collate_fn": None if theirs.collate_fn is default_collate else theirs.collate_fn,
+        "pin_memory": theirs.pin_memory,
+        "timeout": theirs.timeout,
+        "prefetch_factor": theirs.prefetch_factor,
+        "worker_init_fn": theirs.worker_init_fn,
+        "multiprocessing_context": theirs.multiprocessing_context,
+        "persistent_workers": theirs.persistent_workers,
+    }

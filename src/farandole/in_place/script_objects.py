@@ -35,6 +35,14 @@ class Noted(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return (value for reference, _ in self._entries if (value := reference()) is not None)
 
+    def __len__(self) -> int:
+        """Return the number of all objects that were constructed so far."""
+        return len(self._entries)
+
+    def is_younger(self, value: T, count: int) -> bool:
+        """Return whether the object was constructed when there had been `count` others."""
+        return any(reference() is value for reference, _ in self._entries[count:])
+
     def line_of(self, value: T) -> str:
         """Return the line of the script that has constructed the object; empty for an unknown one."""
         return next((line for reference, line in self._entries if reference() is value), "")

@@ -9,16 +9,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
+from farandole.data.listed_batches import ListedBatches
 from farandole.errors import RecoverableError
 from farandole.in_place.script_collectives import SurvivingTransport
 from farandole.in_place.script_loader import ScriptLoader
+from farandole.in_place.script_samplers import names_of
 from farandole.in_place.script_state import ScriptState
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Placement
-from farandole.optim.ddp.module import paths_of
 from farandole.process_group.works import set_placement_of_scripts
 from farandole.state import packing, step
 from farandole.state.step_state import StepState
@@ -58,11 +60,29 @@ class ScriptedState(StepState):
             self.script.save()
 
 
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What the members of a generation tell each other.
+
+    known     the epoch whose batches are known; -1: none
+    digest    of these batches
+    gathers   line in which the script gathers a tensor of its batch; empty: none was seen
+    static_because  why the job has to become static; empty: it has not
+    """
+
+    known: int
+    digest: bytes
+    gathers: str
+    static_because: str
+
+
 class InPlaceLoop(StepLoop):
     """The step loop of a script that is never called again: faults are absorbed wherever the script is.
 
     script         the values that only the script knows
     is_first_rank  the script was started as rank 0 of the job
+
+    Attributes:
+        gathers: The line in which the script gathers a tensor of its batch from all workers; empty: none was seen.
     """
 
     def __init__(
@@ -86,6 +106,7 @@ class InPlaceLoop(StepLoop):
         self._is_at_epoch_end = False
         self._has_stepped = False
         self._has_repeated = False  # a batch of this epoch came again
+        self.gathers = ""
         self._stack = ExitStack()
 
     def install(self) -> None:
@@ -93,13 +114,12 @@ class InPlaceLoop(StepLoop):
         self._stack.enter_context(self.installed())
         set_placement_of_scripts(lambda: self._seen)
         self._stack.callback(set_placement_of_scripts, None)
-        for path in paths_of(self._state.modules()):
-            path.mean_over = self._script_loader.batch_of_all
         self._stack.enter_context(InPhase(Phase.USER))
 
     def enter(self) -> None:
         """Enter the loop with all workers, or join them."""
         self._enter(lambda: None)
+        self.record_batches()
 
     def leave(self) -> None:
         """Wait until the script has ended on all workers, and leave the loop."""
@@ -166,15 +186,43 @@ class InPlaceLoop(StepLoop):
         return SurvivingTransport(self._calls, self._seen or world.current().placement, self._note_lack)
 
     def reach_epoch(self, epoch: int) -> None:
-        """Wait until all workers have ended the epochs before `epoch`. They may regroup."""
+        """Wait until all workers have ended the epochs before `epoch`, and have the same batches of it. They may
+        regroup, and may find a reason to become static (`ScriptLoader.static_because`)."""
         loader = self._script_loader
-        while loader.epoch < epoch:
+        while loader.epoch < epoch and not loader.static_because:
             self._end_batches()
             self._is_at_epoch_end = True
-            if self.reach_epoch_end() and loader.epoch < epoch:
+            if self.reach_epoch_end() and loader.epoch < epoch and self.agree_on_batches():
                 loader.advance()
+                if loader.next_batches is not None:
+                    loader.know(loader.next_batches)
+                self.record_batches()
+                self._refuse_unequal_parts()
                 self.begin_epoch()
         self._is_at_epoch_end = False
+
+    def record_batches(self) -> None:
+        """Write to the sample ledger which samples the current epoch has."""
+        loader = self._script_loader
+        if self._records is not None and loader.known == loader.epoch:
+            samples, listed = len(loader.dataset), loader.listed
+            self._records.listed(loader.epoch, samples, listed.left_out(samples), listed.repeated())
+
+    def agree_on_batches(self) -> bool:
+        """Return whether all workers have listed the same batches for the next epoch. False: a reason to become static
+        was found, or there was a regroup."""
+        loader = self._script_loader
+        digest = b"" if loader.next_batches is None else loader.next_batches.digest
+        try:
+            reason = reason_of(digest, loader.why_not_listed, loader.theirs)
+        except RecoverableError:
+            if self._job is None:
+                raise
+            self._regroup()
+            self._pass_boundary()
+            return False
+        loader.static_because = loader.static_because or reason
+        return not reason
 
     def _end_batches(self) -> None:
         """End the epoch's batches, which the script may have left by `break`."""
@@ -317,10 +365,12 @@ class InPlaceLoop(StepLoop):
             self._seen = None
             self._tell_lack()
             try:
+                self._exchange_batches()
                 self._exchange_scripts(place)
             except RecoverableError:
                 continue
             break
+        self._refuse_unequal_parts()
         self._compared_at = (loader.epoch, self._state.step)
         if is_in_batches and not loader.is_left:
             self.arrive()
@@ -332,6 +382,36 @@ class InPlaceLoop(StepLoop):
                 "its start, such code (checkpoints, output) may not run any more"
             )
 
+    def _refuse_unequal_parts(self) -> None:
+        """Become static before the next batch, where the script gathers tensors of its batches, which have to have the
+        same shape on all workers, and these are too many, or too few, for that."""
+        loader, size = self._script_loader, world.current().placement.size
+        is_equal = loader.known != loader.epoch or loader.listed.divides_equally(loader.cursor, size)
+        if self.gathers and not is_equal and not loader.static_because:
+            loader.static_because = (
+                f"{self.gathers}: the script gathers tensors of its batches, which have to be equally large, and its "
+                f"global batches cannot be divided equally among {size} workers"
+            )
+            loader.leaves_before_batch = True
+
+    def _exchange_batches(self) -> None:
+        """Have the batches of the current epoch from the lowest rank that knows them, where this worker does not: it is
+        a newcomer. And learn what others have found out about the script."""
+        loader, transport = self._script_loader, world.current().transport
+        told = _Told(loader.known, loader.listed.digest, self.gathers, loader.static_because)
+        packed = transport.all_gather(msgspec.msgpack.encode(told))
+        by_rank = [msgspec.msgpack.decode(each, type=_Told) for each in packed]
+        ranks = [rank for rank, each in enumerate(by_rank) if each.known == loader.epoch]  # none: the epoch begins
+        if ranks and any((each.known, each.digest) != (loader.epoch, by_rank[ranks[0]].digest) for each in by_rank):
+            batches = transport.all_gather(loader.listed.pack() if transport.rank == ranks[0] else b"")[ranks[0]]
+            if (loader.known, loader.listed.digest) != (loader.epoch, by_rank[ranks[0]].digest):
+                loader.know(ListedBatches.unpack(batches))
+                self.record_batches()
+        loader.static_because = loader.static_because or next(
+            (each.static_because for each in by_rank if each.static_because), ""
+        )
+        self.gathers = next((each.gathers for each in by_rank if each.gathers), "")
+
     def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
         """Do nothing: the first batch of the newcomer was one without effect."""
         return False
@@ -342,3 +422,32 @@ _MOST_NAMES = 12
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
+
+
+class _Listed(msgspec.Struct, frozen=True, array_like=True):
+    """The digest of the batches that a worker has listed, or the reason why it has none."""
+
+    digest: bytes
+    reason: str
+
+
+def reason_of(digest: bytes, reason: str, theirs: TorchDataLoader[Any]) -> str:
+    """Return the reason, alike on all workers, why they do not have the same batches for an epoch; empty: they have.
+
+    Args:
+        digest: Of the batches that this worker has listed for all of them.
+        reason: Why it has none.
+        theirs: The DataLoader of the script.
+
+    Raises:
+        RecoverableError: A worker is lost.
+    """
+    packed = world.current().transport.all_gather(msgspec.msgpack.encode(_Listed(digest, reason)))
+    by_rank = [msgspec.msgpack.decode(each, type=_Listed) for each in packed]
+    found = next((each.reason for each in by_rank if each.reason), "")
+    if not found and any(each.digest != by_rank[0].digest for each in by_rank):
+        found = (
+            f"its sampler {names_of(theirs)} does not tell which samples other workers have: they have listed other "
+            f"batches than this one expected"
+        )
+    return found

@@ -26,8 +26,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farandole.env import read_job_env, read_worker_env, set_torchrun_world_size
 from farandole.errors import ConfigError
-from farandole.in_place.script_loader import NUMBERED
 from farandole.in_place.script_objects import Noted, Registry
+from farandole.in_place.script_samplers import NUMBERED
 from farandole.in_place.training import Training, torchs_iterator
 from farandole.optim.ddp.module import note_wrapped
 from farandole.process_group.autoload import BACKEND
@@ -143,6 +143,21 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
         _replace_function(replacement)
     new_group_of.__name__ = "new_group"
     _replace_function(new_group_of)
+    for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1), ("gather", 0)):
+        _replace_function(_noting_gather(training, getattr(distributed_c10d, name), place))
+
+
+def _noting_gather(training: Training, theirs: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Return a collective of torch that tells the training which tensor it gathers: the argument at this place."""
+
+    @functools.wraps(theirs)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        given = [*args[place:], *(kwargs[name] for name in ("tensor", "input_tensor", "input") if name in kwargs)]
+        if given and isinstance(given[0], torch.Tensor):
+            training.note_gather(given[0])
+        return theirs(*args, **kwargs)
+
+    return collective
 
 
 def _is_known(backend: str | None) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -23,17 +24,28 @@ from typing import Any
 import msgspec
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
+from farandole.data.listed_batches import ListedBatches
 from farandole.errors import ConfigError, FarandoleError, StepError
 from farandole.in_place.loop_shape import line_that_counts
 from farandole.in_place.script_collectives import EchoTransport
-from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader, refuse_unsuitable
+from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader
 from farandole.in_place.script_objects import Objects, Registry, line_of_script, runs_in_lightning
+from farandole.in_place.script_samplers import (
+    SameForAll,
+    advance,
+    listed as listed_batches,
+    may_be_divided,
+    names_of,
+    place,
+    plain_sampler,
+    refuse_undivided,
+    shuffles,
+)
 from farandole.in_place.script_state import ScriptState
-from farandole.in_place.script_step_loop import InPlaceLoop, ScriptedState
+from farandole.in_place.script_step_loop import InPlaceLoop, ScriptedState, reason_of
 from farandole.process_group.works import set_transport_of_scripts
 from farandole.state import step
 from farandole.state.step import StepStatus
@@ -59,9 +71,13 @@ class Training:
         self._loop: InPlaceLoop | None = None
         self._objects: Objects | None = None
         self._loader: ScriptLoader | None = None
-        self._theirs: TorchDataLoader[Any] | None = None
         self._other: TorchDataLoader[Any] | None = None  # without a DistributedSampler, iterated last
         self.is_first_rank = False  # the script was started as rank 0 of the job
+        self._place_at_start = (0, 1)  # rank and size that the script has read at its start
+        self._constructed = 0  # DataLoaders, when the last iteration for training began
+        self._trains_in_eval = False  # the models are in eval() mode while they are trained
+        self._line_in_eval = ""  # of a DataLoader that was taken for one of a validation
+        self._lengths: list[int] = []  # batches in the script's iterations over its training loader
         self._begun = 0  # iterations of the script over its training loader
         self._began_at = 0  # the cursor at which the last one began
         self._offset = 0  # from these to the epochs of the training
@@ -84,6 +100,8 @@ class Training:
         self._has_to_join = job is not None and job.is_newcomer()
         if self._has_to_join:
             world.enter(self._passing(world.current()))
+        here = world.current().placement
+        self._place_at_start = (here.rank, here.size)
         self.is_first_rank = not self._has_to_join and world.current().placement.rank == 0
         set_transport_of_scripts(self._transport)
 
@@ -91,20 +109,19 @@ class Training:
         """Return an iterator over the batches of a DataLoader of the script; None: torch's own iterator is right."""
         if self._is_over or not world.is_entered():
             return None
-        if self._static_because:
-            self._place(theirs)
+        if not may_be_divided(theirs):
+            if not self._is_evaluating(theirs):
+                self._other = theirs
             return None
+        if self._static_because:
+            return self._in_current_world(theirs)
         if self._loader is None and runs_in_lightning():
             self._stay_static(
                 "Lightning's Trainer counts its batches itself: use the Trainer of farandole.frameworks.lightning"
             )
             return None
-        if not isinstance(theirs.sampler, DistributedSampler):
-            if not self._is_evaluating():
-                self._other = theirs
-            return None
-        is_validation = self._loader is not None and theirs is not self._theirs and not _shuffles(theirs)
-        if self._is_evaluating() or is_validation:
+        is_validation = self._loader is not None and not self._is_of_training(theirs) and not shuffles(theirs)
+        if self._is_evaluating(theirs) or is_validation:
             return self._evaluation(theirs)
         return self._training(theirs)
 
@@ -121,6 +138,16 @@ class Training:
             return
         if step.batch() is None:
             self._become_static_in_step(optimizer, self._loop)
+
+    def note_gather(self, tensor: torch.Tensor) -> None:
+        """Note that the script is about to gather this tensor from all workers: whether it has a row for each sample of
+        the batch."""
+        batch = step.batch()
+        if self._loop is None or self._loop.gathers or batch is None or not batch.samples or not tensor.dim():
+            return
+        rows = tensor.shape[0]
+        if rows and rows % batch.samples == 0 and (batch.samples > 1 or tensor.dim() > 1):
+            self._loop.gathers = line_of_script()
 
     def end(self) -> None:
         """Handle the end of the script, or of its process group. Idempotent. A forked child is not the script."""
@@ -155,11 +182,37 @@ class Training:
 
     # Opening -----------------------------------------------------------------------------------------------
 
-    def _open(self, theirs: TorchDataLoader[Any]) -> bool:
-        """Enter the training with this DataLoader. False: the job stays static."""
+    def _list(self, theirs: TorchDataLoader[Any]) -> tuple[ListedBatches | None, str]:
+        """Return the batches of the epoch that the script begins, or the reason why there are none."""
         try:
-            loader = ScriptLoader(theirs, self.workers)
+            return listed_batches(theirs, self.workers, self._as_rank), ""
+        except FarandoleError as error:
+            return None, str(error)
+
+    @contextmanager
+    def _as_rank(self, rank: int) -> Iterator[None]:
+        """Return a context in which this process has a rank of the start."""
+        here = world.current()
+        placement = msgspec.structs.replace(here.placement, rank=rank, size=self.workers)
+        world.enter(replace(here, placement=placement, transport=EchoTransport(rank, self.workers)))
+        try:
+            yield
+        finally:
+            world.enter(here)
+
+    def _open(self, theirs: TorchDataLoader[Any], listed: ListedBatches | None, why_not: str) -> bool:
+        """Enter the training with this DataLoader. False: the job stays static, on all workers."""
+        try:
+            loader = None if listed is None else ScriptLoader(theirs, listed)
             objects = self._registry.objects()
+        except FarandoleError as error:
+            loader, why_not = None, why_not or str(error)
+        if not self._has_to_join:
+            why_not = reason_of(b"" if listed is None else listed.digest, why_not, theirs)
+        if why_not or loader is None:
+            self._stay_static(why_not)
+            return False
+        try:
             state = ScriptedState(
                 **{"model": None, "optimizer": None, **objects.modules, **objects.optimizers, **objects.others},
                 loader=loader,  # type: ignore[arg-type]  # as TorchState(loader=...) of each DataLoader
@@ -171,9 +224,12 @@ class Training:
         except FarandoleError as error:
             self._stay_static(str(error))
             return False
-        self._loader, self._theirs, self._objects, self._loop, self._state = loader, theirs, objects, loop, state
+        self._loader, self._objects, self._loop, self._state = loader, objects, loop, state
         self._script = script
-        if not self._has_to_join:
+        self._trains_in_eval = not any(each.training for each in self._registry.parallel)
+        if self._has_to_join:
+            loader.known = -1
+        else:
             loop.enter()
         return True
 
@@ -222,25 +278,67 @@ class Training:
     def _be_static(self, reason: str) -> None:
         self._static_because, self._loop = reason, None
         set_transport_of_scripts(None)
-        if self._theirs is not None:
-            self._place(self._theirs)
+        if self._loader is not None:
+            self._in_current_world(self._loader.theirs)
 
-    def _place(self, theirs: TorchDataLoader[Any]) -> None:
-        """Let a DataLoader of a job that has become static divide its samples among the current workers."""
-        if self._loader is not None and isinstance(theirs.sampler, DistributedSampler):
-            place(theirs.sampler)
+    def _in_current_world(self, theirs: TorchDataLoader[Any]) -> Iterator[Any] | None:
+        """Return an iterator over this worker's share of a DataLoader in the current world; None: torch's own iterator
+        is right."""
+        if self._loader is None:
+            return None
+        here = world.current().placement
+        plain = plain_sampler(theirs)
+        if plain is not None:
+            place(plain, here.rank, here.size)
+            return None
+        if (here.rank, here.size) == self._place_at_start:
+            return None
+        try:
+            batches = listed_batches(theirs, self.workers, self._as_rank).rest(0, here.rank, here.size)
+        except SameForAll:
+            return None
+        return torchs_iterator(with_batches(theirs, batches))
 
     def _reason_without_loader(self) -> str:
+        if self._line_in_eval:
+            return (
+                f"the script trains while its models are in eval() mode, in which the iteration over the DataLoader of "
+                f"{self._line_in_eval} was taken for a validation: call train() before it"
+            )
         if self._other is not None:
             try:
-                refuse_unsuitable(self._other)
+                refuse_undivided(self._other)
             except ConfigError as error:
                 return str(error)
         return "optimizer.step() trains samples of no DataLoader with a DistributedSampler"
 
-    def _is_evaluating(self) -> bool:
+    def _is_evaluating(self, theirs: TorchDataLoader[Any]) -> bool:
+        """Return whether this iteration is one that trains nothing, as far as that is known before its first batch."""
+        if not torch.is_grad_enabled():
+            return True
         parallel = list(self._registry.parallel)
-        return not torch.is_grad_enabled() or bool(parallel and not any(each.training for each in parallel))
+        if not parallel or any(each.training for each in parallel):
+            return False
+        # With gradients in eval() mode: a validation, or a training of some layers on top of others (a linear probe).
+        if self._loader is None:
+            return not shuffles(theirs)
+        return not (self._trains_in_eval and self._is_of_training(theirs))
+
+    def _is_of_training(self, theirs: TorchDataLoader[Any]) -> bool:
+        """Return whether this is the training loader: the one of the last epoch, or one that the script has constructed
+        since then for the same samples, in the same way."""
+        assert self._loader is not None
+        last, loaders = self._loader.theirs, self._registry.loaders
+        if theirs is last:
+            return True
+        if not loaders.is_younger(theirs, self._constructed):
+            return False
+        is_same_data = theirs.dataset is last.dataset or (
+            type(theirs.dataset) is type(last.dataset)
+            and loaders.line_of(theirs) == loaders.line_of(last)
+            and len(theirs.dataset) == len(last.dataset)  # type: ignore[arg-type]
+        )
+        return is_same_data and names_of(theirs) == names_of(last)
 
     # Iterations --------------------------------------------------------------------------------------------
 
@@ -249,28 +347,36 @@ class Training:
         loader, shows when the script asks for the first batch."""
         if self._loop is None and not self._static_because and self._is_in_other_thread():
             self._stay_static("its batches are taken by another thread than the main one, ahead of the steps")
-        if self._static_because or (self._loop is None and not self._open(theirs)):
-            self._place(theirs)
-            yield from torchs_iterator(theirs)
-        elif theirs is not self._theirs:
+        if not self._static_because and self._loader is not None and not self._is_of_training(theirs):
             yield from self._other_training(theirs)
-        else:
-            if self._has_only_looked():
-                self._begun -= 1
-            begun, self._begun = self._begun, self._begun + 1
-            yield from self._epoch(begun)
+            return
+        listed, why_not = (None, "") if self._static_because else self._list(theirs)
+        if self._static_because or (self._loop is None and not self._open(theirs, listed, why_not)):
+            yield from self._in_current_world(theirs) or torchs_iterator(theirs)
+            return
+        loader = self._loader
+        assert loader is not None
+        loader.expect(theirs, listed, why_not)
+        if listed is not None:
+            with self._as_rank(self._place_at_start[0]):
+                advance(theirs)
+        has_looked = self._has_only_looked()
+        begun = self._begun = self._begun - int(has_looked)
+        self._begun += 1
+        self._lengths[begun:] = [0 if listed is None else listed.steps_from(0)]
+        self._constructed = len(self._registry.loaders)
+        yield from self._epoch(begun, has_looked)
 
     def _other_training(self, theirs: TorchDataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of another loader than the first one that was iterated for training: its position is not
         kept, and a step with its samples could not be repeated."""
-        assert self._theirs is not None
+        assert self._loader is not None
         reason = (
             f"the script iterates for training over a second DataLoader ({self._registry.loaders.line_of(theirs)}), "
-            f"besides the first one ({self._registry.loaders.line_of(self._theirs)})"
+            f"besides the first one ({self._registry.loaders.line_of(self._loader.theirs)})"
         )
         self._leave_for_other(reason)
-        place(theirs.sampler)
-        for batch in torchs_iterator(theirs):
+        for batch in self._in_current_world(theirs) or torchs_iterator(theirs):
             yield batch
             self._leave_for_other(reason)
 
@@ -290,8 +396,9 @@ class Training:
     def _is_in_other_thread(self) -> bool:
         return threading.current_thread() is not threading.main_thread()
 
-    def _epoch(self, begun: int) -> Iterator[Any]:
-        """Yield the batches of the script's iteration number `begun`."""
+    def _epoch(self, begun: int, has_looked: bool) -> Iterator[Any]:
+        """Yield the batches of the script's iteration number `begun`, of which the script may have looked at the first
+        batch already."""
         loop, loader = self._loop, self._loader
         assert loop is not None
         assert loader is not None
@@ -315,7 +422,18 @@ class Training:
                 return
             self.stop_passing()
         loop.reach_epoch(begun + self._offset)
+        if has_looked and loader.next_batches is not None and loader.next_batches.digest != loader.listed.digest:
+            loader.known = -1  # as where the number of the epoch was set after the look
+            while not loop.agree_on_batches() and not loader.static_because:
+                pass
+        if loader.static_because and (loader.known != loader.epoch or loader.is_left):
+            self._become_static(loader.static_because)
+            theirs = loader.theirs
+            yield from self._in_current_world(theirs) or torchs_iterator(theirs)
+            return
         loader.begin_epoch()
+        if has_looked:
+            loop.record_batches()
         loop.arrive()
         self._began_at = loader.cursor
         yield from self._batches(loop, loader)
@@ -350,6 +468,10 @@ class Training:
                 except NoStepInEpoch as error:
                     self._become_static(str(error))
                     return
+                if loader.leaves_before_batch:
+                    began_at = -1
+                    loader.take_back()
+                    continue
                 taken += 1
                 self._is_in_batches = True
                 if self._script is not None:
@@ -372,26 +494,9 @@ class Training:
         return ""
 
     def _rest(self, loader: ScriptLoader, position: int) -> Iterator[Any]:
-        """Return torch's iterator over the rest of an epoch, in torch's order."""
-        theirs = self._theirs
-        assert theirs is not None
+        """Return torch's iterator over the rest of an epoch."""
         here = world.current().placement
-        return torchs_iterator(
-            TorchDataLoader(
-                theirs.dataset,
-                theirs.batch_size,
-                sampler=loader.rest(position, here.rank, here.size),
-                num_workers=theirs.num_workers,
-                collate_fn=theirs.collate_fn,
-                pin_memory=theirs.pin_memory,
-                drop_last=theirs.drop_last,
-                timeout=theirs.timeout,
-                worker_init_fn=theirs.worker_init_fn,
-                multiprocessing_context=theirs.multiprocessing_context,
-                generator=theirs.generator,
-                prefetch_factor=theirs.prefetch_factor,
-            )
-        )
+        return torchs_iterator(with_batches(loader.theirs, loader.rest(position, here.rank, here.size)))
 
     def _has_only_looked(self) -> bool:
         """Return whether the script has taken the first batch of its last iteration and no model has seen it, as in
@@ -403,8 +508,9 @@ class Training:
     def _evaluation(self, theirs: TorchDataLoader[Any]) -> Iterator[Any]:
         """Return torch's iterator, over this worker's share in the current world; its first batch where this worker
         passes over code."""
-        place(theirs.sampler)
-        batches = torchs_iterator(theirs)
+        if torch.is_grad_enabled():
+            self._line_in_eval = self._registry.loaders.line_of(theirs)
+        batches = self._in_current_world(theirs) or torchs_iterator(theirs)
         return islice(batches, 1) if self.passes_over else batches
 
     # Newcomers ---------------------------------------------------------------------------------------------
@@ -415,7 +521,7 @@ class Training:
         iterations otherwise."""
         job = context.job()
         begins_anew = not loader.is_numbered() or loader.number() == begun
-        return job is not None and begins_anew and begun < job.link.step // len(loader)
+        return job is not None and begins_anew and sum(self._lengths) <= job.link.step
 
     def _join(self, loop: InPlaceLoop, loader: ScriptLoader) -> None:
         """Ask to be admitted, and get the state of the others."""
@@ -478,19 +584,20 @@ def _parts_of(state: StepState) -> Iterator[object]:
         yield from module.buffers()
 
 
-def _shuffles(theirs: TorchDataLoader[Any]) -> bool:
-    return bool(getattr(theirs.sampler, "shuffle", False))
-
-
-def place(sampler: Any) -> None:
-    """Give a DistributedSampler the current rank and size: it keeps those of its construction (torch 2.13,
-    torch/utils/data/distributed.py, DistributedSampler.__init__)."""
-    here = world.current().placement
-    samples = len(sampler.dataset)
-    sampler.rank, sampler.num_replicas = here.rank, here.size
-    is_cut = sampler.drop_last and samples % here.size
-    sampler.num_samples = samples // here.size if is_cut else -(-samples // here.size)
-    sampler.total_size = sampler.num_samples * here.size
+def with_batches(theirs: TorchDataLoader[Any], batches: list[list[int]]) -> TorchDataLoader[Any]:
+    """Return a DataLoader like that of the script, with these batches."""
+    return TorchDataLoader(
+        theirs.dataset,
+        batch_sampler=batches,
+        num_workers=theirs.num_workers,
+        collate_fn=theirs.collate_fn,
+        pin_memory=theirs.pin_memory,
+        timeout=theirs.timeout,
+        worker_init_fn=theirs.worker_init_fn,
+        multiprocessing_context=theirs.multiprocessing_context,
+        generator=theirs.generator,
+        prefetch_factor=theirs.prefetch_factor,
+    )
 
 
 torchs_iterator: Callable[[TorchDataLoader[Any]], Iterator[Any]] = TorchDataLoader.__iter__

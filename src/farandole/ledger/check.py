@@ -25,6 +25,7 @@ from farandole.ledger.records import (
     GenerationKey,
     Hashed,
     Intent,
+    Listed,
     Missed,
     Opened,
     Record,
@@ -230,6 +231,7 @@ class _Story:
 
     standing     by step, records that were applied and are not void
     hashes       in strict mode, by step, the hash of the state
+    listed       by epoch, what its order has otherwise than each sample once
     weights      history of the weights of each worker
     is_doubtful  the steps are not consecutive: the start that made some of them void may be in a missing file, the only
                  one of its generation
@@ -244,6 +246,7 @@ class _Story:
     begun: set[Attempt] = field(default_factory=set)
     standing: dict[int, Applied] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
+    listed: dict[int, Listed] = field(default_factory=dict)
     weights: WeightsStory = field(default_factory=WeightsStory)
     is_doubtful: bool = False
 
@@ -256,6 +259,10 @@ class _Story:
                 self.remarks.append(f"{line.file} is incomplete: its worker could not write all lines (full disk?)")
         elif isinstance(record, Started):
             self._add_start(record)
+        elif isinstance(record, Listed):
+            before = self.listed.get(record.epoch)
+            if before is None or before.key < record.key:
+                self.listed[record.epoch] = record
         elif isinstance(record, Intent):
             self.begun.add((record.key, record.step))
         elif isinstance(record, Applied):
@@ -345,10 +352,16 @@ class _EpochCounts:
     skipped  samples of skipped steps
     unseen, unseen_hash  of local batches of which only the sums are known
     is_mixed  some of these sums are of samples of two epochs
+    size      positions of the epoch's order; 0: not known
+    samples   of the data set
+    expected  number of times that the order has each sample; None: once
     """
 
     counts: NDArray[np.uint16]
     begin: int
+    size: int
+    samples: int
+    expected: NDArray[np.uint16] | None = None
     end: int = 0
     skipped: int = 0
     unseen: int = 0
@@ -364,16 +377,26 @@ class _Count:
         self._story = story
         newest = max(story.starts.items())[1]
         self._size, self._streams, self._has_each_once = newest.samples, newest.streams, newest.has_each_once
-        self._left_out = newest.left_out
         self._left: dict[int, list[int]] = {}  # by step: samples and hash that no intent has accounted for
         self._epochs: dict[int, _EpochCounts] = {}
         for step, record in sorted(story.standing.items()):
             for number, start, stop in self._parts(record.epoch, record.start, record.stop):
-                counts = np.zeros(self._size + self._left_out if self._has_each_once else 0, dtype=np.uint16)
-                epoch = self._epochs.setdefault(number, _EpochCounts(counts, begin=start))
+                epoch = self._epochs.setdefault(number, self._new(number, start))
                 epoch.end = max(epoch.end, stop)
                 epoch.skipped += stop - start if record.is_skipped else 0
             self._left[step] = [record.samples, record.ids_hash]
+
+    def _new(self, number: int, begin: int) -> _EpochCounts:
+        listed = self._story.listed.get(number)
+        if listed is None:
+            counts = np.zeros(self._size if self._has_each_once else 0, dtype=np.uint16)
+            return _EpochCounts(counts, begin, self._size, self._size)
+        left_out, repeats = expand(listed.left_out), expand(listed.repeats)
+        expected = np.ones(listed.samples, np.uint16)
+        np.subtract.at(expected, left_out, 1)
+        np.add.at(expected, repeats, 1)
+        size = listed.samples - len(left_out) + len(repeats)
+        return _EpochCounts(np.zeros_like(expected), begin, size, listed.samples, expected)
 
     def _parts(self, epoch: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (epoch, start, stop) of each epoch in which these positions are; several where a tail is carried."""
@@ -393,8 +416,8 @@ class _Count:
         left = self._left[intent.step]
         left[0] -= len(ids)
         left[1] = (left[1] - ids_hash(ids)) & HASH_MASK
-        if self._has_each_once and len(ids):
-            of_this = len(ids) if self._streams else max(0, self._size - intent.low)
+        if (self._has_each_once or intent.epoch in self._story.listed) and len(ids):
+            of_this = max(0, self._size - intent.low) if self._size and not self._streams else len(ids)
             self._add(intent.epoch, ids[:of_this])
             self._add(intent.epoch + 1, ids[of_this:])
 
@@ -406,7 +429,7 @@ class _Count:
             self._story.problems.append(f"a step of another epoch has samples of epoch {number}: {ids.tolist()[:20]}")
             return
         # No stream has more samples than all of them together.
-        is_known = (ids >= 0) & (ids < (self._streams * epoch.end or len(epoch.counts)))
+        is_known = (ids >= 0) & (ids < (self._streams * epoch.end or epoch.samples))
         epoch.foreign += ids[~is_known].tolist()
         missing = int(ids[is_known].max(initial=-1)) + 1 - len(epoch.counts)
         if missing > 0:  # of streams
@@ -428,13 +451,13 @@ class _Count:
                     epoch.is_mixed |= len(parts) > 1
                     epoch.unseen += samples
                     epoch.unseen_hash = (epoch.unseen_hash + rest) & HASH_MASK
-        if not self._has_each_once:
+        if not self._has_each_once and any(epoch.expected is None for epoch in self._epochs.values()):
             story.remarks.append("this order may repeat samples: only that each position was trained once is proved")
         ends, newest = story.ends(), max(self._epochs, default=0)
         story.problems += [
-            f"epoch {number} was left at position {epoch.end} of {self._size}, and no worker recorded its end"
+            f"epoch {number} was left at position {epoch.end} of {epoch.size}, and no worker recorded its end"
             for number, epoch in sorted(self._epochs.items())
-            if number < newest and epoch.end < self._size and number not in ends
+            if number < newest and epoch.end < epoch.size and number not in ends
         ]
         epochs = [self._judge(number, epoch, number in ends) for number, epoch in sorted(self._epochs.items())]
         if story.is_doubtful:
@@ -443,7 +466,7 @@ class _Count:
         tried = story.begun | story.applied.keys()
         stands = {(record.key, step) for step, record in story.standing.items()}
         return Findings(
-            samples=self._size,
+            samples=max([self._size, *(each.samples for each in story.listed.values())]),
             first_step=min(story.standing, default=0),
             streams=self._streams,
             steps=len(story.standing),
@@ -464,26 +487,27 @@ class _Count:
         """
         never = self._never(epoch)
         # Of streams, the trained part of an unfinished epoch has no gaps, either.
-        is_whole = epoch.begin == 0 and (self._streams > 0 or epoch.end == self._size > 0)
+        is_whole = epoch.begin == 0 and (self._streams > 0 or epoch.end == epoch.size > 0)
         proved = unproved = 0
-        if epoch.unseen and self._has_each_once:
+        if epoch.unseen and (self._has_each_once or epoch.expected is not None):
             if is_whole and not epoch.is_mixed and len(never) == epoch.unseen and ids_hash(never) == epoch.unseen_hash:
                 proved, never = epoch.unseen, []
             else:
                 unproved = epoch.unseen
-        if is_whole and len(never) == self._left_out:
-            never = []
         return EpochFinding(
             epoch=number,
             begin=epoch.begin,
             end=epoch.end,
-            is_ended=is_ended or epoch.end == self._size > 0,
+            is_ended=is_ended or epoch.end == epoch.size > 0,
             lost=never if is_whole else [],
-            repeated=np.flatnonzero(epoch.counts > 1).tolist(),
+            repeated=np.flatnonzero(epoch.counts > (1 if epoch.expected is None else epoch.expected)).tolist(),
             foreign=epoch.foreign,
             proved_by_hash=proved,
             unproved=unproved,
             skipped=epoch.skipped,
+            padding=0 if epoch.expected is None else int(np.maximum(epoch.expected.astype(int) - 1, 0).sum()),
+            left_out=0 if epoch.expected is None else int((epoch.expected == 0).sum()),
+            size=epoch.size if epoch.expected is not None else 0,
         )
 
     def _doubted(self, epoch: EpochFinding) -> EpochFinding:
@@ -499,7 +523,8 @@ class _Count:
     def _never(self, epoch: _EpochCounts) -> list[int]:
         """Return the samples that are in no file; of streams those before the last one in any file."""
         if not self._streams:
-            never: list[int] = np.flatnonzero(epoch.counts == 0).tolist()
+            left = (1 if epoch.expected is None else epoch.expected.astype(int)) - epoch.counts.astype(int)
+            never: list[int] = np.repeat(np.arange(len(left)), np.maximum(left, 0)).tolist()
             return never
         gaps = []
         for stream in range(min(self._streams, len(epoch.counts))):

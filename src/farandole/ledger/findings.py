@@ -19,9 +19,11 @@ class EpochFinding(msgspec.Struct, frozen=True):
     proved_by_hash  samples of workers whose files are missing: known by their sum alone, which is right
     unproved        samples of such workers that remain unknown; some of `lost` may be among them
     sampler         its name in the state, under the commit rule
-    padding         samples that a rank has trained for the second time on purpose, to fill up the end of the epoch;
-                    not in `repeated`
+    padding         samples that a rank has trained for the second time on purpose, to fill up the end of the epoch,
+                    or because a script's sampler says so; not in `repeated`
     skipped         samples whose steps all workers have skipped; they count as visited
+    left_out        samples that a script's sampler has left out of the epoch; not in `lost`
+    size            positions of the epoch's order, where a script's sampler has made it; 0: as many as samples
     """
 
     epoch: int
@@ -36,6 +38,8 @@ class EpochFinding(msgspec.Struct, frozen=True):
     sampler: str = ""
     padding: int = 0
     skipped: int = 0
+    left_out: int = 0
+    size: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -81,7 +85,7 @@ class Findings(msgspec.Struct, frozen=True):
         epochs = [epoch for epoch in self.epochs if epoch.sampler == sampler]
         if self.streams:
             return sum(1 for epoch in epochs if epoch.begin == 0 and epoch.is_ended)
-        return sum(1 for epoch in epochs if epoch.begin == 0 and epoch.end == samples > 0)
+        return sum(1 for epoch in epochs if epoch.begin == 0 and epoch.end == (epoch.size or samples) > 0)
 
 
 def as_json(findings: Findings, comparison: Comparison | None = None) -> str:
@@ -174,10 +178,11 @@ def _gathered(numbered: Iterable[tuple[int, str]]) -> Iterator[str]:
 
 def _of_epoch(epoch: EpochFinding, samples: int) -> Iterator[str]:
     """Yield the lines of an epoch; none for an epoch without irregularities."""
-    if (epoch.begin, epoch.end) != (0, samples):
+    size = epoch.size or samples
+    if (epoch.begin, epoch.end) != (0, size):
         covered = epoch.end - epoch.begin
         begun = f" from position {epoch.begin:,} on" if epoch.begin else ""
-        left = max(0, samples - epoch.end)
+        left = max(0, size - epoch.end)
         if not left:
             end = ""
         elif epoch.is_ended:
@@ -188,7 +193,10 @@ def _of_epoch(epoch: EpochFinding, samples: int) -> Iterator[str]:
     if epoch.skipped:
         yield f"{_many(epoch.skipped, 'sample')} visited and not trained: all workers have skipped their steps"
     if epoch.padding:
-        yield f"{_many(epoch.padding, 'sample')} trained twice as padding at its end"
+        where = "as the script's sampler repeats them" if epoch.size else "as padding at its end"
+        yield f"{_many(epoch.padding, 'sample')} trained twice {where}"
+    if epoch.left_out:
+        yield f"{_many(epoch.left_out, 'sample')} left out by the script's sampler (drop_last, a subset, a draw)"
     if epoch.proved_by_hash:
         yield f"{_many(epoch.proved_by_hash, 'sample')} of {_silent(epoch)}; their hash is correct"
     if epoch.unproved:

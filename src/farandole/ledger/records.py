@@ -52,7 +52,6 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     samples  positions of one epoch's order: of the data set, where each sample comes once; 0 where unknown
     order    name of the order, as the loader gives it
     copied   the worker has copied parameters and optimizer state from another one; None where unknown
-    left_out  samples of the data set that the order leaves out in each epoch, other ones each time
     """
 
     run_id: int
@@ -66,7 +65,6 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     samples: int
     order: str = ""
     copied: bool | None = None
-    left_out: int = 0
 
     @property
     def key(self) -> GenerationKey:
@@ -83,6 +81,27 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
         """True when an epoch must have each of the samples 0, 1, ..., samples - 1 once, or the first samples of each
         stream, without a gap. Otherwise, as with weighted draws, only each position of the order must come once."""
         return self.streams > 0 or (self.samples > 0 and not self.order.startswith("weighted"))
+
+
+class Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
+    """The samplers of a script have listed the batches of an epoch (farandole run --in-place): the order of this epoch
+    has each sample of the data set once, except for these.
+
+    samples   of the data set
+    left_out  samples that no sampler has listed
+    repeats   samples that they have listed again, each as often as it comes again
+    """
+
+    run_id: int
+    generation: int
+    epoch: int
+    samples: int
+    left_out: Ids
+    repeats: Ids
+
+    @property
+    def key(self) -> GenerationKey:
+        return self.run_id, self.generation
 
 
 class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
@@ -260,7 +279,18 @@ class Missed(msgspec.Struct, frozen=True, array_like=True, tag="missed"):
 
 
 Record: TypeAlias = (
-    Opened | Started | Intent | Applied | Differed | EpochEnded | Hashed | Entered | Trained | EpochLeft | Missed
+    Opened
+    | Started
+    | Listed
+    | Intent
+    | Applied
+    | Differed
+    | EpochEnded
+    | Hashed
+    | Entered
+    | Trained
+    | EpochLeft
+    | Missed
 )
 
 _encoder = msgspec.json.Encoder()

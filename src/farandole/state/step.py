@@ -559,6 +559,10 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     audit        in strict mode, the shards that other ranks compute again; the first run of the loop body is for it
     has_own_bodies  the number of runs is this rank's own: local batches follow the speed of the workers
     has_equal_shards  in strict mode, all shards have equally many samples
+    added        number of loop bodies of a script whose gradients are added up in one step on each worker of the start
+                 of its job, which may have other workers now; 0: gradients are those of the mean of all samples
+    cuts         bounds of the micro-batches, where they are those that the script's own sampler has listed; their mean
+                 losses count alike. Empty: the local batch is divided evenly, and all samples count alike
     """
 
     epoch: int
@@ -572,6 +576,8 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     audit: Audit | None = None
     has_own_bodies: bool = False
     has_equal_shards: bool = False
+    added: int = 0
+    cuts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -638,4 +644,7 @@ class Batch(msgspec.Struct, frozen=True):
     def weight(self) -> float:
         """Factor for the gradient of this micro-batch's mean loss. With it, the sum over all ranks and micro-batches is
         the gradient of the global batch's mean loss."""
-        return self.samples / self.global_batch.global_samples
+        whole = self.global_batch
+        if whole.cuts:  # each rank has as many samples as this one
+            return whole.samples / (whole.global_samples * whole.micro_batches)
+        return self.samples / whole.global_samples

@@ -19,13 +19,14 @@ from farandole.ledger.records import (
     Hashed,
     Intent,
     LedgerWriter,
+    Listed,
     Started,
     Trained,
     compact,
     ids_hash,
 )
 from farandole.state import loop_hooks, step
-from farandole.state.loop_hooks import TrainedSamples
+from farandole.state.loop_hooks import Samples, TrainedSamples
 from farandole.state.state_digest import Divergence
 from farandole.state.step import Batch
 from farandole.state.step_state import StepState
@@ -68,9 +69,13 @@ class SampleRecords:
                 samples=loader.get("size", 0),
                 order=str(loader.get("order", "")),
                 copied=has_copied,
-                left_out=getattr(self._state.loader, "left_out_samples", 0),
             )
         )
+
+    def listed(self, epoch: int, samples: int, left_out: Samples, repeats: Samples) -> None:
+        """Record which samples of the data set an epoch has not, and which ones more than once: its order is that of a
+        script's own samplers."""
+        self._writer.write(Listed(*self._generation(), epoch, samples, compact(left_out), compact(repeats)))
 
     def epoch_ended(self) -> None:
         """Record that all workers have returned for the next epoch; the loader has not moved yet."""

@@ -10,7 +10,7 @@ import pytest
 from farandole.errors import ConfigError
 from farandole.ledger.check import Line, check
 from farandole.ledger.findings import Findings, as_json, format_findings
-from farandole.ledger.records import HOLED, Intent, Missed, Opened, Record, compact, expand
+from farandole.ledger.records import HOLED, Intent, Listed, Missed, Opened, Record, Started, compact, expand
 from tests.support.ledgers import TWO_STREAMS, WrittenJob
 
 STEPS = 4  # of one epoch
@@ -73,8 +73,38 @@ def test_samples_that_the_order_leaves_out_are_not_lost() -> None:
     job.train(2 * STEPS)
     findings = findings_of(job)
     assert (findings.is_exact, findings.whole_epochs()) == (True, 2)
+    assert "epochs 0 to 1, each: 3 samples left out by the script's sampler (drop_last, a subset, a draw)" in list(
+        format_findings(findings)
+    )
     change(job, "a", 0, [*ids_of(job, "a", 0)[1:], ids_of(job, "a", 0)[1]])
-    assert not findings_of(job).is_exact
+    (lost, _) = findings_of(job).epochs
+    assert not lost.is_exact
+    assert len(lost.repeated) == 1
+    change(job, "a", 0, [*ids_of(job, "a", 0)[:-1], 41])  # another one than those that it has listed
+    assert findings_of(job).epochs[0].repeated == [41]
+
+
+def test_samples_that_a_sampler_repeats_are_told_from_those_that_come_again() -> None:
+    job = WrittenJob()
+    job.train(STEPS)
+    key = (job.run_id, job.generation)
+    for name, records in job.files.items():
+        job.files[name] = [records[0], Listed(*key, 0, 39, [], [0]), *records[1:]]
+        started = next(place for place, each in enumerate(job.files[name]) if isinstance(each, Started))
+        job.files[name][started] = msgspec.structs.replace(job.files[name][started], samples=0)
+    found = findings_of(job)
+    assert found.epochs[0].foreign == [39]  # position 39 should be another sample 0
+    assert found.epochs[0].lost == [0]
+    name, step = next(
+        (name, each.step)
+        for name, records in job.files.items()
+        for each in records
+        if isinstance(each, Intent) and 39 in expand(each.ids)
+    )
+    ids = ids_of(job, name, step)
+    change(job, name, step, [0 if each == 39 else each for each in ids])
+    (epoch,) = findings_of(job).epochs
+    assert (epoch.is_exact, epoch.padding, epoch.end) == (True, 1, 40)
 
 
 def test_an_unfinished_epoch_is_exact_so_far() -> None:

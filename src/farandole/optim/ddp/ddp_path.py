@@ -52,7 +52,6 @@ class DdpPath:
         self._has_stale = False  # `.grad` may hold gradients of an aborted step
         self._taken: list[torch.Tensor] = []  # parameters whose gradients of this pass are accumulated
         self._zeroed: list[torch.Tensor] = []  # parameters whose `.grad` is zeros for that reason
-        self.mean_over = 0  # samples over which losses are means, where they are added up; 0: the global batch
         self._is_watching = False  # gradients are also seen when they arrive
         self._weights = Weights("mean")
         self._accumulated = Accumulated()
@@ -109,7 +108,9 @@ class DdpPath:
         return (
             world.current().transport.size == 1
             and self.hook is None
-            and not (self.mean_over or self._finds_unused or batch.global_batch.is_divided or self._accumulates())
+            and not (
+                self._finds_unused or batch.global_batch.is_divided or batch.global_batch.added or self._accumulates()
+            )
         )
 
     def _notice(self, batch: Batch) -> None:
@@ -168,7 +169,7 @@ class DdpPath:
     def _factor(self, batch: Batch) -> float:
         """Return the factor of this batch's gradients."""
         factor = self._weights.record(batch)
-        return factor * -(-batch.global_batch.global_samples // self.mean_over) if self.mean_over else factor
+        return factor * (batch.global_batch.added or 1)
 
     # Micro-batches before the last one, and loop bodies that do not count -----------------------------------
 
