@@ -35,6 +35,7 @@ from farandole.state.state_digest import digest_of
 logger = logging.getLogger("farandole")
 
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LONG = 1000  # a list with more items is looked at as a whole
 _MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
 _MOST_DEPTH = 12
@@ -62,7 +63,8 @@ class Holder:
         if self.kind == "cell":
             return {"": target.cell_contents} if _is_filled(target) else {}
         if self.kind == "globals":
-            return {key: value for key, value in target.items() if not key.startswith("__")}
+            # A copy first: another thread may add to it.
+            return {key: value for key, value in dict(target).items() if not key.startswith("__")}
         if self.kind == "set":
             return {"": frozenset(target)}
         return dict(target) if self.kind == "dict" else dict(enumerate(target))
@@ -156,13 +158,20 @@ def _is_plain(value: Any) -> bool:
 def _is_value(value: Any) -> bool:
     """Return whether a value is compared and carried as a whole."""
     if isinstance(value, torch.Tensor):
-        return value.grad_fn is None and value.layout is torch.strided
+        return type(value) in _TENSORS and value.grad_fn is None and _has_bytes(value)
     return bool(value.dtype != object) if isinstance(value, np.ndarray) else _is_plain(value)
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    is_usual = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return is_usual and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 @torch.no_grad()
 def _digest(value: Any) -> int:
     if isinstance(value, np.ndarray):
+        if value.nbytes > _SAMPLED_BYTES:
+            value = value.reshape(-1)[:: max(1, value.size // 65536)]
         value = torch.from_numpy(np.frombuffer(np.ascontiguousarray(value).tobytes() or b"\0", dtype=np.uint8).copy())
     if isinstance(value, torch.Tensor):
         size, value = value.numel() * value.element_size(), value.detach()
@@ -190,9 +199,10 @@ def _own_modules(_: int) -> dict[str, ModuleType]:
     """Return the modules that belong to the script; its main one without a name. `_`: the number of all modules."""
     found: dict[str, ModuleType] = {"": sys.modules["__main__"]}
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        is_module = type(module) is ModuleType and module is not found[""] and name != "__mp_main__"
-        if is_module and file and _is_own(file):
+        if type(module) is not ModuleType or module is found[""] or name == "__mp_main__":
+            continue
+        file = vars(module).get("__file__")  # an attribute of a module may run code
+        if isinstance(file, str) and _is_own(file):
             found[name] = module
     return found
 

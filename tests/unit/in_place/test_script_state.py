@@ -155,3 +155,36 @@ def test_enumerate_goes_on_from_another_number_of_batches() -> None:
     assert list(enumerate(log_every(batches()))) == expected
     assert [(number, batch) for number, (batch,) in enumerate(zip(batches(), strict=True))] == expected
     assert next(other) == (1, "y")
+
+
+def test_values_of_unusual_kinds_are_left_alone() -> None:
+    class Stubborn:
+        __slots__ = ("unset",)
+
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("not comparable")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    main: dict[str, Any] = {
+        "meta": torch.empty(2, device="meta"),
+        "sparse": torch.eye(2).to_sparse(),
+        "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
+        "lazy": torch.nn.LazyLinear(2),
+        "objects": np.array([object()], dtype=object),
+        "stubborn": Stubborn(),
+        "numbers": iter(range(3)),
+        "not a number": float("nan"),
+        "empty": torch.empty(0),
+        "nested": {(1, 2): [torch.ones(1)], None: {"deep": (torch.ones(1), [1])}},
+    }
+    main["itself"] = main
+    state = state_of(Trainer(), main=main)
+    for _ in range(3):
+        state.take(is_due=True)
+        state.look()
+        state.save()
+        state.roll_back()
+    loaded, missing = state.apply(state.pack())
+    assert not missing
+    assert not loaded
