@@ -99,7 +99,7 @@ def list_of(jobs: Sequence[JobFile]) -> str:
 def line_of(job: JobFile) -> str:
     """Return a line about a job that runs on this machine."""
     for_s = max(0.0, wall_time_s() - job.started_s)
-    return f"{job.job}  pid {job.pid}  for {for_s:.0f} s  at {job.coordinator}  {' '.join(job.command)}"
+    return f"{job.job}  launcher {job.pid}  for {for_s:.0f} s  at {job.coordinator}  {' '.join(job.command)}"
 
 
 # A command's connection to the coordinator of a running job -----------------------------------------------------------

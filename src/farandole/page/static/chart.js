@@ -37,8 +37,10 @@ export class Chart {
     let [low, high] = [Math.min(...known), Math.max(...known)];
     const [from, to] = [at[0], Math.max(at[at.length - 1], at[0] + 1)];
     const x = (time) => ((time - from) / (to - from)) * WIDTH;
-    this.range.textContent = low === high ? "" : `${this.format(low)} to ${this.format(high)}`;
-    if (low === high) [low, high] = [low - 1, high + 1];
+    // A mean over other workers may round a constant otherwise, in its last digits.
+    const isFlat = high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
+    this.range.textContent = isFlat ? "" : `${this.format(low)} to ${this.format(high)}`;
+    if (isFlat) [low, high] = [low - 1, high + 1];
     const y = (value) => 4 + (1 - (value - low) / (high - low)) * (HEIGHT - 8);
     let path = "";
     let isDrawn = false;
