@@ -67,7 +67,8 @@ class Holder:
             return {key: value for key, value in dict(target).items() if not key.startswith("__")}
         if self.kind == "set":
             return {"": frozenset(target)}
-        return dict(target) if self.kind == "dict" else dict(enumerate(target))
+        # Not dict(target): a class may construct what it is asked for, as that of transformers' activations does.
+        return dict(dict.items(target)) if self.kind == "dict" else dict(enumerate(target))
 
     def write(self, values: Mapping[Any, Any]) -> None:
         """Set some of the values."""

@@ -188,3 +188,15 @@ def test_values_of_unusual_kinds_are_left_alone() -> None:
     loaded, missing = state.apply(state.pack())
     assert not missing
     assert not loaded
+
+
+class Constructing(dict[str, Any]):
+    """A table that calls what it holds, and fails for instances."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+def test_a_dictionary_is_read_without_its_own_methods() -> None:
+    table = Constructing(made=list, number=3)
+    assert Holder("table", table, "dict").read() == {"made": list, "number": 3}
