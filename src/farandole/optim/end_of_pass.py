@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,9 @@ from farandole.errors import StepError
 def at_end_of_pass(callback: Callable[[], None]) -> None:
     """Have `callback` called when the current backward() ends, on the thread that called it. Raises StepError inside of
     compiled autograd, which has no such end."""
-    if getattr(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", False):
+    # It takes seconds to import, so `import torch` does not: who compiles has imported it.
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
         raise StepError(
             "compiled autograd (torch._dynamo.config.compiled_autograd) runs the hooks on gradients in a graph of its "
             "own, in which gradients cannot be reduced: leave it out; torch.compile() of the model works"
