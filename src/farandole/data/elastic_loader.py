@@ -39,6 +39,8 @@ class ElasticLoader(ABC):
     """
 
     def __init__(self, seed: int, accumulates: bool) -> None:
+        if not hasattr(seed, "__index__"):
+            raise DataError(f"seed must be a whole number, the same on all workers and in each run, got {seed!r}")
         self.seed, self.epoch = seed, 0
         self.hooks: LoaderHooks = NoLoaderHooks()
         self.record = EpochRecord()

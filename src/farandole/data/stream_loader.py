@@ -39,6 +39,10 @@ class StreamLoader(ElasticLoader):
     is called before, if the data set has it. A worker that joins opens the streams at their offsets: with skip(n) of
     the opened stream if it exists, else by reading the samples before, or see `stateful`. The other workers read on.
 
+    Workers compare samples of each global batch: a data set that divides itself by rank, or shuffles without a common
+    seed, is an error (CollectiveMismatch) in the first step in which it shows. With stream_length(), below, they
+    compare the lengths only.
+
     The end of a stream is unknown before it is read, and all workers must know it. So every worker, and each of its
     loader workers, reads all streams, and only `transform` and `collate_fn` are divided, unless the data set has
         dataset.stream_length(v, V)             samples of a stream: a worker then reads only streams that it needs,
@@ -61,6 +65,9 @@ class StreamLoader(ElasticLoader):
             without `stateful`. A checkpoint accepts states of plain values, containers and tensors.
         transform: Maps one sample to the value that is collated: the costly part, run only by the worker that trains
             it.
+        sample_key: Maps one sample, before `transform`, to the value by which workers compare it; None: the sample
+            itself. Give it where samples differ between workers by nature, as with random numbers that the data set
+            draws.
         num_workers: Loader processes of this worker, as in torch's DataLoader; so are the following arguments.
         collate_fn: Makes a batch of a list of samples, as in torch.
         pin_memory: As in torch.
@@ -117,6 +124,7 @@ class StreamLoader(ElasticLoader):
         seed: int = 0,
         stateful: bool = False,
         transform: Callable[[Any], Any] | None = None,
+        sample_key: Callable[[Any], Any] | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
@@ -155,7 +163,7 @@ class StreamLoader(ElasticLoader):
         self._marks_behind: dict[int, Mark] = {}
         self._requests = FetchRequests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._sizes))
         source = Source(dataset, streams, stateful)
-        self._reader = StreamReader(source, seed, transform, collate_fn or default_collate)
+        self._reader = StreamReader(source, seed, transform, collate_fn or default_collate, sample_key)
         inner: TorchDataLoader[Any] = TorchDataLoader(
             self._reader,  # type: ignore[arg-type]  # it has no length
             batch_size=None,

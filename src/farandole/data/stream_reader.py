@@ -12,6 +12,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from farandole.data.augmentation import generators_kept, seed_item
+from farandole.data.sample_content import content_hash
 from farandole.data.sample_order import batches, delivered, even_slice, micro_batches
 from farandole.data.stream_order import StreamPosition, walk
 from farandole.data.streams import Mark, Source, Stream
@@ -35,6 +36,10 @@ class Reply:
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
 
+_MOST_CONTENTS = 10_000
+_GAMMA = 0x9E3779B97F4A7C15  # of splitmix64: sequences of places without a pattern
+
+
 class StreamReader:
     """Answers requests, as the data set of torch's DataLoader.
 
@@ -48,7 +53,10 @@ class StreamReader:
         seed: int,
         transform: Callable[[Any], Any] | None,
         collate: Callable[[list[Any]], Any],
+        sample_key: Callable[[Any], Any] | None = None,
     ) -> None:
+        self._sample_key = sample_key
+        self._contents: dict[int, int] = {}  # by the first sample: `transform` may change samples, which may come again
         self._source, self._seed, self._transform, self._collate = source, seed, transform, collate
         self._streams: list[Stream] = []
         self._epoch = -1
@@ -88,6 +96,7 @@ class StreamReader:
         if fetch_start.epoch != self._epoch:
             self._streams = [Stream(self._source, stream, fetch_start.epoch) for stream in range(self._source.streams)]
             self._epoch = fetch_start.epoch
+            self._contents.clear()
         for number, mark in enumerate(request.marks or ()):
             if mark is not None:
                 self._streams[number].learn(mark)
@@ -117,9 +126,28 @@ class StreamReader:
         parts = micro_batches(start, stop, fetch_start.world, sizes.max_local_batch, sizes.min_local_batch)
         if request.part >= parts:
             return None
-        return batches(GlobalBatch(fetch_start.epoch, start, stop, low, high, parts), sizes.min_local_batch)[
-            request.part
-        ]
+        content = 0 if request.part else self._content(start, stop)
+        global_batch = GlobalBatch(fetch_start.epoch, start, stop, low, high, parts, content=content)
+        return batches(global_batch, sizes.min_local_batch)[request.part]
+
+    def _content(self, start: int, stop: int) -> int:
+        """Return a hash by which workers compare the global batch: of all samples of the first one of an epoch, and of
+        two of each other one. It depends on nothing but the streams."""
+        if start not in self._contents:
+            if len(self._contents) > _MOST_CONTENTS:
+                self._contents.clear()
+            compared, lengths = self._taken, [each.length for each in self._streams]
+            if None not in lengths:  # a stream is read by the workers that need it, and the lengths are compared
+                compared = []
+            elif start:
+                compared = [self._taken[0], self._taken[start * _GAMMA % 2**64 % len(self._taken)]]
+            samples = [self._streams[stream].get(number) for stream, number in compared]
+            if self._sample_key is not None:
+                samples = [self._sample_key(each) for each in samples]
+            places = [number for place in self._taken for number in place]
+            known = [-1 if each is None else each for each in lengths]
+            self._contents[start] = content_hash(samples, start, stop, *known, *places)
+        return self._contents[start]
 
     def _transformed(self, samples: list[Any], batch: Batch, low: int) -> list[Any]:
         if self._transform is None:

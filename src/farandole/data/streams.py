@@ -73,6 +73,11 @@ class Stream:
         self._marks: dict[int, Any] = {}
         self._shut()
 
+    @property
+    def length(self) -> int | None:
+        """Number of samples, if the data set provides it."""
+        return self._length
+
     def has(self, number: int) -> bool:
         """Return whether there is a sample of this number. Reads up to it, unless the data set provides the stream's
         length."""

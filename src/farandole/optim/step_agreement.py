@@ -38,6 +38,7 @@ def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, in
         own_shard=audited[0],
         other_shard=audited[1],
         passed=step.passed(),
+        content=global_batch.content,
     )
 
 
@@ -195,7 +196,7 @@ def total(weights: list[float]) -> float | None:
 #
 # Without it, the gradient of a rank that skipped a bad batch would be added to those of another batch, unnoticed.
 
-_LAYOUT = struct.Struct("<8qQdQqQQqq")
+_LAYOUT = struct.Struct("<8qQdQqQQqqq")
 SIZE = _LAYOUT.size
 
 
@@ -216,6 +217,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     other_shard  in an audited step, digest of the shard of another rank that it has computed again
     own_ns      time that this rank has taken for its part of the step without waiting for others; 0: not measured
     passed      samples of this rank's local batch for which a backward pass has run
+    content     hash of samples of the global batch, where they come from streams; else 0
     """
 
     generation: int
@@ -234,6 +236,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     other_shard: int = 0
     own_ns: int = 0
     passed: int = 0
+    content: int = 0
 
     def pack(self) -> bytes:
         return _LAYOUT.pack(
@@ -253,6 +256,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
             self.other_shard,
             self.own_ns,
             self.passed,
+            self.content,
         )
 
     @classmethod
@@ -267,6 +271,7 @@ _MEANINGS = {
     "epoch": "epoch",
     "start": "first sample of the global batch",
     "stop": "end of the global batch",
+    "content": "samples",
 }
 """The fields that are equal on all ranks, with their meanings."""
 
@@ -302,12 +307,31 @@ def check(headers: list[StepHeader]) -> None:
 
 def _difference(headers: list[StepHeader]) -> CollectiveMismatch:
     """Return the error that names the first field in which headers of different steps differ."""
+    is_at_one_place = len({(each.epoch, each.start, each.step) for each in headers}) == 1
+    if is_at_one_place and any(header.content for header in headers):
+        return _other_streams(headers)
     values = {field: [getattr(header, field) for header in headers] for field in _MEANINGS}
     field = next(field for field, by_rank in values.items() if len(set(by_rank)) > 1)
     by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[field]))
     return CollectiveMismatch(
         f"workers reduced different steps: they differ in {_MEANINGS[field]} ({by_rank}). Every worker must "
         f"run the loop body once for each batch it gets, with the same model; nothing was applied"
+    )
+
+
+def _other_streams(headers: list[StepHeader]) -> CollectiveMismatch:
+    """Return the error for workers that read different samples where all read the same stream."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, header in enumerate(headers):
+        groups.setdefault((header.content, header.stop), []).append(rank)
+    ranks = ", others to ".join(f"ranks {each}" for each in groups.values())
+    return CollectiveMismatch(
+        f"the data set of the StreamLoader yields other samples to {ranks}, in the global batch that begins with "
+        f"sample {headers[0].start} of epoch {headers[0].epoch}: every worker has to read the same samples in the same "
+        f"order, of which the loader gives each a part. Do not divide the data set by rank (RANK, WORLD_SIZE, "
+        f"split_by_node, split_dataset_by_node), shuffle it with a seed that is the same everywhere, such as the "
+        f"number that set_epoch() gets, and draw random numbers in transform=, not in the data set; with values that "
+        f"differ by nature give sample_key=. Nothing was applied"
     )
 
 

@@ -563,6 +563,7 @@ class GlobalBatch(msgspec.Struct, frozen=True):
                  of its job, which may have other workers now; 0: gradients are those of the mean of all samples
     cuts         bounds of the micro-batches, where they are those that the script's own sampler has listed; their mean
                  losses count alike. Empty: the local batch is divided evenly, and all samples count alike
+    content      of a stream, a hash of samples of it, the same on every rank that reads the same stream; else 0
     """
 
     epoch: int
@@ -578,6 +579,7 @@ class GlobalBatch(msgspec.Struct, frozen=True):
     has_equal_shards: bool = False
     added: int = 0
     cuts: tuple[int, ...] = ()
+    content: int = 0
 
     @property
     def samples(self) -> int:

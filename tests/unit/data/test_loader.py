@@ -702,6 +702,12 @@ def test_arguments_of_torch_that_cannot_be_followed_are_refused_with_a_reason(
         make(**argument)
 
 
+@pytest.mark.parametrize("seed", [None, 1.5, "1"])
+def test_a_seed_that_is_no_whole_number_is_refused(seed: Any) -> None:
+    with pytest.raises(DataError, match="seed must be a whole number"):
+        make(seed=seed)
+
+
 def test_an_unknown_argument_is_refused_and_a_likely_one_named() -> None:
     with pytest.raises(TypeError, match=r"no argument 'num_worker'; did you mean num_workers\?"):
         make(num_worker=2)

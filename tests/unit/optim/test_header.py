@@ -25,6 +25,13 @@ def test_a_rank_that_differs_is_found_and_the_values_are_named(field: str) -> No
         check([HEADER, other])
 
 
+def test_workers_whose_streams_differ_are_told_so() -> None:
+    header = msgspec.structs.replace(HEADER, content=1)
+    for other in ({"content": 2}, {"stop": 30, "content": 3}):
+        with pytest.raises(CollectiveMismatch, match="yields other samples to ranks"):
+            check([header, header, msgspec.structs.replace(header, **other)])
+
+
 def test_shares_that_do_not_make_up_the_global_batch_are_found() -> None:
     with pytest.raises(CollectiveMismatch, match=r"hold 11 samples.*holds 12"):
         check([HEADER, msgspec.structs.replace(HEADER, samples=5)])
