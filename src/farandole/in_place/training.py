@@ -50,6 +50,7 @@ from farandole.process_group.works import set_transport_of_scripts
 from farandole.state import step
 from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
+from farandole.wire.messages import Remark
 from farandole.worker import context
 
 logger = logging.getLogger("farandole")
@@ -531,6 +532,9 @@ class Training:
         loop.enter()
         self._has_to_join = False
         logger.warning("joined at %s; carried over: %s", loader, self._objects)
+        if loader.is_over and (job := context.job()) is not None:
+            text = "a worker joined at the end of an epoch, where values of the script may be off by a step"
+            job.link.send(Remark("newcomer at the end of an epoch", text))
         self.begin_passing()
 
     def _arrives(self, loader: ScriptLoader, begun: int) -> bool:
