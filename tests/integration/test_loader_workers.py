@@ -23,7 +23,7 @@ from farandole.data.loader import DataLoader
 from farandole.data.stream_loader import StreamLoader
 from farandole.state import step
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 
 class Numbers:
