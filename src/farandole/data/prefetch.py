@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ logger = logging.getLogger("farandole")
 torch_signals: Any = signal_handling
 """torch's watch over loader processes, which has no public interface (torch 2.13)."""
 
+_LOSSES_TO_PREPARE_ONE = 2
 _MOST_LOSSES = 3
 """Losses of loader processes before the same batch, after which it is given up: they die of its samples."""
 
@@ -63,6 +65,7 @@ class Prefetch(Generic[OnWayT]):
         self._iterator: Iterator[Any] | None = None
         self._pids: tuple[int, ...] = ()
         self._losses = 0  # of loader processes since the last batch
+        self._ahead = getattr(loader, "prefetch_factor", None)  # batches that each loader process prepares
 
     def take(self) -> tuple[OnWayT, Any]:
         """Return the next batch since the last restart, collated; batches of earlier restarts are dropped. Raises the
@@ -113,6 +116,9 @@ class Prefetch(Generic[OnWayT]):
         # from the default one (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter.__init__).
         if loader.generator is not None:
             loader.generator.manual_seed(torch.initial_seed())
+        # A process that dies of the samples of one batch takes batches with it that it has prepared before: they come
+        # when it prepares no others.
+        loader.prefetch_factor = 1 if self._losses >= _LOSSES_TO_PREPARE_ONE else self._ahead
         iterator: Any = iter(loader)
         if getattr(iterator, "_worker_pids_set", False):
             # torch's handler of SIGCHLD would raise in the main thread, wherever that is, when one of them dies.
@@ -141,6 +147,8 @@ class Prefetch(Generic[OnWayT]):
         try:
             torch_signals._set_worker_pids(id(self), self._pids)
             torch_signals._error_if_any_worker_fails()
+            if self._has_lost_process():  # and other code of this process has waited for it: torch does not see it
+                raise RuntimeError("a loader process has exited unexpectedly")
             return self._next()
         finally:
             self._unwatch()
@@ -156,7 +164,9 @@ class Prefetch(Generic[OnWayT]):
             return
 
     def _has_lost_process(self) -> bool:
-        return bool(self._pids) and not all(process.is_alive() for process in getattr(self._iterator, "_workers", ()))
+        # Not is_alive(): it is true for ever of a process that other code has waited for, as os.wait() does.
+        processes = getattr(self._iterator, "_workers", ()) if self._pids else ()
+        return bool(connection.wait([process.sentinel for process in processes], timeout=0))
 
     def _count_loss(self, error: Exception) -> None:
         """Prepare that new loader processes fetch the batches on the way. Raises the error when that does not help."""
