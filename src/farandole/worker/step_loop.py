@@ -186,9 +186,6 @@ class StepLoop:
     def _remark(self) -> None:
         """Say in the last line of the job what was not trained."""
         record, steps = getattr(self._state.loader, "record", None), self._state.step
-        if self._calls.lacking:
-            text = f"{self._calls.lacking} collectives of the script lack the part of a worker that was lost in them"
-            remark(self._job, "collectives", text)
         if record is None:
             return
         if record.skipped == steps:

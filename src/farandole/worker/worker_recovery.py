@@ -340,9 +340,6 @@ class BodyCalls:
     connect          connects to the members of the next generation
     transport        gives the transport of the current generation
     add_up           adds up over all workers of a generation, where no worker was lost
-
-    lacking          number of calls of the script's own collectives whose results lack the part of a lost worker;
-                     fd.mean and fd.any are over the remaining workers by definition
     """
 
     def __init__(
@@ -358,7 +355,6 @@ class BodyCalls:
         self._connect, self._transport, self._add_up = connect, transport, add_up
         self._counts: Counter[bytes] = Counter()
         self._counted_at = -1
-        self.lacking = 0
         self._last: CallKey | None = None
         self._result = b""
 
@@ -408,16 +404,10 @@ class BodyCalls:
                 f"optimizer.step() has returned True"
             )
         key = self._key(what)
-        is_over_remaining = what.startswith(("mean", "any"))
-
-        def combining(parts: list[bytes]) -> bytes:
-            self.lacking += not is_over_remaining
-            return combine(parts)
-
         result = self._first_try(first_try)
         while result is None:
             try:
-                result = self._complete(self._transport(), key, mine(), combining)
+                result = self._complete(self._transport(), key, mine(), combine)
             except RecoverableError:
                 self._connect()
         self._last, self._result = key, result
