@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -261,6 +262,29 @@ def test_loader_processes_that_are_killed_and_that_other_code_has_waited_for_are
             process.kill()
             os.waitpid(process.pid, 0)
     assert take(feed, loader, 2)[0] == list(range(10, 30))
+    loader.close()
+
+
+class DyingWithLock(Numbers):
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        frame = sys._getframe()
+        while index == 25 and not self.marker.exists():
+            if "done_event" in frame.f_locals:  # of torch's loop over the requests, which it looks at before each
+                self.marker.touch()
+                frame.f_locals["done_event"]._cond.acquire()
+                os.kill(os.getpid(), signal.SIGKILL)
+            frame = cast(FrameType, frame.f_back)
+        return super().__getitem__(index)
+
+    def __init__(self, size: int, marker: Path) -> None:
+        super().__init__(size)
+        self.marker = marker
+
+
+def test_a_loader_process_that_dies_with_a_lock_of_torchs_is_replaced(tmp_path: Path) -> None:
+    """Nobody gets that lock any more, and torch takes it to let the other processes end."""
+    loader = make(dataset=DyingWithLock(100, tmp_path / "died"))
+    assert take(iter(loader), loader, 6)[0] == list(range(60))
     loader.close()
 
 

@@ -7,7 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import Event
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -125,14 +127,20 @@ class Prefetch(Generic[OnWayT]):
             torch_signals._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
             self._pids = tuple(process.pid for process in iterator._workers)
+            iterator._workers_done_event = _DoneEvent(iterator._workers_done_event)
         return iterator  # type: ignore[no-any-return]
 
     def _end_processes(self) -> None:
         # Private, but torch has no public way: without it they would live as long as the traceback of an error
         # (torch 2.13, torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter._shutdown_workers).
-        shut_down = getattr(self._iterator, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
+        iterator: Any = self._iterator
+        if self._pids:
+            if self._has_lost_process():
+                iterator._workers_done_event.theirs = None
+                for process in iterator._workers:
+                    if not _has_ended(process):
+                        process.kill()
+            iterator._shutdown_workers()
         if isinstance(self._loader, TorchDataLoader):
             self._loader._iterator = None
         self._iterator, self._pids = None, ()
@@ -164,9 +172,7 @@ class Prefetch(Generic[OnWayT]):
             return
 
     def _has_lost_process(self) -> bool:
-        # Not is_alive(): it is true for ever of a process that other code has waited for, as os.wait() does.
-        processes = getattr(self._iterator, "_workers", ()) if self._pids else ()
-        return bool(connection.wait([process.sentinel for process in processes], timeout=0))
+        return bool(self._pids) and any(map(_has_ended, getattr(self._iterator, "_workers", ())))
 
     def _count_loss(self, error: Exception) -> None:
         """Prepare that new loader processes fetch the batches on the way. Raises the error when that does not help."""
@@ -178,6 +184,29 @@ class Prefetch(Generic[OnWayT]):
             error.add_note(f"{_MOST_LOSSES} times in a row before the same batch: its samples may be the cause")
             raise error
         logger.warning("a loader process is lost, and new ones are started: %s", error)
+
+
+class _DoneEvent:
+    """torch's event for the end of its loader processes, as the main process sees it. A killed process may have had the
+    lock of `theirs`, for which torch would wait for ever, also where it only looks at it."""
+
+    def __init__(self, theirs: Event) -> None:
+        self.theirs: Event | None = theirs
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        if self.theirs is not None:
+            self.theirs.set()
+
+
+def _has_ended(process: BaseProcess) -> bool:
+    """Return whether a process has ended. Not is_alive(): that is true for ever of a process that other code has waited
+    for, as os.wait() does."""
+    return bool(connection.wait([process.sentinel], timeout=0))
 
 
 # Transfer of small tensors from the loader processes, in the message itself -------------------------------------------
