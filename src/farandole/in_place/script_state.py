@@ -414,7 +414,8 @@ class ScriptState:
         for name in names:
             holder, key, value = found.entries[name]
             entries.append((name, holder.path, key, value.detach() if isinstance(value, torch.Tensor) else value))
-        return {"entries": entries, "unequal": sorted(self._unequal), "batches": self.batches}
+        tensors = self._tensors.known()
+        return {"entries": entries, "unequal": sorted(self._unequal), "batches": self.batches, "tensors": tensors}
 
     def apply(self, packed: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Load what another worker has packed where this one is. Returns the names of what was loaded, and of what has
@@ -435,6 +436,7 @@ class ScriptState:
         self._unequal |= set(packed["unequal"])
         self._changed |= {name for name, *_ in packed["entries"]} | self._unequal
         self._copies, self._last = [], None
+        self._tensors.know(packed["tensors"])
         self._search(self._roots())
         return loaded, missing
 
@@ -482,10 +484,22 @@ class _Tensors:
         self._early: set[str] = set()
         self._late: set[str] = set()
         self._is_learning = False
+        self._has_learned = False  # from a whole loop body, here or on another worker
         self._copies: dict[str, torch.Tensor] = {}
+
+    def known(self) -> tuple[list[str], list[str]]:
+        """Return the names of the tensors that a loop body changes before its step, and after it."""
+        return sorted(self._early), sorted(self._late)
+
+    def know(self, names: Sequence[Sequence[str]]) -> None:
+        """Take over the known() of another worker: the first loop body of this one may be aborted."""
+        self._early |= set(names[0])
+        self._late = (self._late | set(names[1])) - self._early
+        self._has_learned = True
 
     def learn(self, tensors: Mapping[str, torch.Tensor], digests: Mapping[str, int]) -> None:
         """Watch these tensors from now on, and find out what the next loop body changes."""
+        self._has_learned |= bool(self._live)
         same = {name for name, each in tensors.items() if self._live.get(name) is each}
         self._late |= {name for name in same if self._digests[name] != digests[name]} - self._early
         self._live, self._digests = dict(tensors), {name: digests[name] for name in tensors}
@@ -495,7 +509,7 @@ class _Tensors:
     def take(self) -> None:
         """Remember the tensors, at a boundary."""
         self._late |= self._written() - self._early
-        self._is_learning = False
+        self._is_learning, self._has_learned = False, True
         self._copy()
 
     def look(self) -> None:
@@ -520,7 +534,11 @@ class _Tensors:
     @torch.no_grad()
     def _copy(self) -> None:
         self._versions = {name: each._version for name, each in self._live.items()}
-        self._copies = {name: each.detach().clone() for name, each in self._live.items() if name in self._early}
+        if self._has_learned:
+            names = self._early & self._live.keys()
+        else:  # the first loop body of the job may change any of them
+            names = {name for name, each in self._live.items() if each.nbytes <= _SAMPLED_BYTES}
+        self._copies = {name: self._live[name].detach().clone() for name in names}
 
     def _written(self) -> set[str]:
         return {name for name, each in self._live.items() if each._version != self._versions[name]}

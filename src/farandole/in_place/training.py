@@ -50,7 +50,6 @@ from farandole.process_group.works import set_transport_of_scripts
 from farandole.state import step
 from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
-from farandole.wire.messages import Remark
 from farandole.worker import context
 
 logger = logging.getLogger("farandole")
@@ -476,6 +475,9 @@ class Training:
                 taken += 1
                 self._is_in_batches = True
                 if self._script is not None:
+                    if step.is_rehearsal() and loader.is_over and self._script.batches:
+                        # A body without effect behind the last batch has the last number: a schedule ends there.
+                        self._script.set_batches(self._script.batches - 1)
                     self._script.batches += 1
                 yield batch
         finally:
@@ -532,9 +534,6 @@ class Training:
         loop.enter()
         self._has_to_join = False
         logger.warning("joined at %s; carried over: %s", loader, self._objects)
-        if loader.is_over and (job := context.job()) is not None:
-            text = "a worker joined at the end of an epoch, where values of the script may be off by a step"
-            job.link.send(Remark("newcomer at the end of an epoch", text))
         self.begin_passing()
 
     def _arrives(self, loader: ScriptLoader, begun: int) -> bool:

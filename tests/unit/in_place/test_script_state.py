@@ -103,6 +103,34 @@ def test_a_newcomer_receives_what_all_have_changed_alike_and_keeps_what_is_its_o
     assert not any("seconds" in name or "rank" in name for name in loaded)
 
 
+def test_the_first_loop_body_of_a_newcomer_may_come_again() -> None:
+    """As at the end of an epoch, where all workers run a body without effect. Nothing was learned from its own yet."""
+    trainers = [Trainer() for _ in range(2)]
+    trainers[1].average = copy.deepcopy(trainers[0].average)
+    first, newcomer = (state_of(trainer) for trainer in trainers)
+    train(trainers[0], first, 4)
+    newcomer.apply(copy.deepcopy(first.pack()))
+    abort_a_body(trainers[1], newcomer)
+    assert trainers[1].picture() == trainers[0].picture()
+
+
+def test_the_first_loop_body_of_the_job_may_come_again() -> None:
+    trainer = Trainer()
+    state, before = state_of(trainer), trainer.picture()
+    state.take(is_due=True)
+    abort_a_body(trainer, state)
+    assert trainer.picture() == before
+
+
+def abort_a_body(trainer: Trainer, state: ScriptState) -> None:
+    was_training = trainer.net.training
+    trainer.before_step()
+    state.save()
+    trainer.after_step()
+    state.roll_back()
+    trainer.net.train(was_training)  # it belongs to the TorchState
+
+
 def test_what_has_no_place_on_a_newcomer_is_named() -> None:
     here: dict[str, Any] = {"teacher": None}
     there: dict[str, Any] = {"teacher": None}
