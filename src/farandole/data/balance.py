@@ -173,7 +173,9 @@ class Balance:
         otherwise."""
         self._clock.stop()
         self.turns.passed(global_batch.epoch, global_batch.start)
-        division, is_first, self._is_first = self._division, self._is_first, False
+        # Loader processes are started in the first step of an epoch, which takes all workers equally long.
+        starts = self._delay > 0 and global_batch.start == 0
+        division, is_first, self._is_first = self._division, self._is_first or starts, False
         if division is None or not self._own_ns:
             status_reporting.set_balance(1.0, _speed(self._own_cost))
             return False

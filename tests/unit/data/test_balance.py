@@ -101,6 +101,19 @@ def test_several_reductions_of_one_step_are_added_up(clock: Clock) -> None:
     assert one.note() == (100_000, 0)  # picoseconds for a sample
 
 
+@pytest.mark.parametrize(("fetched_ahead", "counts"), [(0, True), (2, False)])
+def test_the_step_in_which_loader_processes_start_does_not_count(fetched_ahead: int, counts: bool) -> None:
+    """Each epoch has new ones. Their start would hide in short epochs that the workers have other speeds."""
+    one = Balance(fetched_ahead=fetched_ahead)
+    one.begin(LAYOUT, [(0, fetched_ahead)] * 2, 0)
+    for epoch in range(12):
+        for position in (0, 40):
+            one.handing_out()
+            one.agreed([20, 20], [900_000 if position == 0 else 2000, 2000])
+            one.decided(LAYOUT, make_global_batch(LAYOUT, epoch, position, 0, 2))
+    assert (one.note()[0] > 100_000) == counts
+
+
 def test_survivors_bring_their_speeds_and_others_get_the_mean() -> None:
     workers = [Balance(fetched_ahead=0) for _ in range(3)]
     for rank, each in enumerate(workers):
