@@ -488,13 +488,13 @@ class TrainingCutShort(Event):
     """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised.
 
     The script may have intended that (`break`, early stopping) or not: only its author can tell. Fields as in Shortfall
-    (membership.py).
+    (membership.py); all are 0 when no worker has returned from the function: what was left is not known then.
     """
 
-    epochs: int
-    epochs_left: int
-    steps: int
-    steps_left: int
+    epochs: int = 0
+    epochs_left: int = 0
+    steps: int = 0
+    steps_left: int = 0
     level: ClassVar[Level] = "warning"
 
     @classmethod
@@ -507,12 +507,15 @@ class TrainingCutShort(Event):
             counts.append(f"{self.steps_left} of {count(self.steps, 'step')} were not applied")
         if self.epochs:
             counts.append(f"{self.epochs_left} of {count(self.epochs, 'epoch')} ended early or were not started")
-        return f"the script has ended the training itself: {'; '.join(counts)}"
+        told = "; ".join(counts) or "it has left the elastic function before this returned"
+        return f"the script has ended the training itself: {told}"
 
     def verdict(self) -> str:
         """Return what the last line of the job says of it."""
         if self.steps:
             return f"ended by the script after {self.steps - self.steps_left} of {count(self.steps, 'step')}"
+        if not self.epochs:
+            return "ended by the script"
         whole = self.epochs - self.epochs_left
         return f"ended by the script after {whole} of {count(self.epochs, 'whole epoch')}"
 

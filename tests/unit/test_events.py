@@ -83,6 +83,7 @@ def test_training_that_was_cut_short_is_told_in_what_can_be_counted() -> None:
     )
     assert events.TrainingCutShort(1, 1, 0, 0).line().endswith("itself: 1 of 1 epoch ended early or were not started")
     assert events.TrainingCutShort(0, 0, 40, 30).line().endswith("itself: 30 of 40 steps were not applied")
+    assert events.TrainingCutShort().line().endswith("itself: it has left the elastic function before this returned")
 
 
 def test_of_a_stopped_worker_s_threads_the_main_thread_comes_first() -> None:

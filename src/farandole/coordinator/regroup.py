@@ -36,6 +36,7 @@ from farandole.events import (
     Recovered,
     RegroupBegan,
     TooFewWorkers,
+    TrainingCutShort,
     WorkersNeverMet,
 )
 from farandole.membership import GenerationId
@@ -74,6 +75,7 @@ def abort_for_faults(transition: Transition) -> None:
 def end_if_hopeless(transition: Transition) -> None:
     """End a job in which no further generation can ever start."""
     if _have_all_left(transition.job):
+        transition.log(TrainingCutShort())
         transition.end(
             0,
             "All workers exited with code 0 before the elastic function had returned: the script caught an exception "

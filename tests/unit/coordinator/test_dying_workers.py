@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farandole.coordinator import AgentReported, ScaleRequested
-from farandole.events import WorkerLost
+from farandole.events import TrainingCutShort, WorkerLost
 from farandole.wire.messages import Failed, WorkerDying
 from tests.support.told_job import ToldJob
 
@@ -89,6 +89,7 @@ def test_when_all_end_well_by_themselves_the_job_ends_with_success() -> None:
     code, reason = told.ending
     assert code == 0
     assert reason.startswith("All workers exited with code 0 before the elastic function had returned")
+    assert told.logged(TrainingCutShort) == [TrainingCutShort()]
     assert told.logged(WorkerLost) == []
 
 

@@ -82,6 +82,7 @@ def test_a_job_that_did_less_than_was_promised_is_not_called_a_success() -> None
         told(TrainingCutShort(4, 3, 0, 0))[-1]
         == "[farandole] ended by the script after 1 of 4 whole epochs. This is why."
     )
+    assert told(TrainingCutShort())[-1] == "[farandole] ended by the script. This is why."
     assert told(STARTED, cut_short, loudness=Loudness.QUIET)[0] == f"[farandole] {cut_short.line()}"
     assert told(cut_short, exit_code=3)[-1] == "[farandole] failed (exit code 3). This is why."
 
