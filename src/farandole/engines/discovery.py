@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
 from farandole.agent.completion import to_its_end
@@ -16,12 +16,16 @@ from farandole.config import JobConfig
 from farandole.engines.host_list import HostSlots, check_total, is_this_machine, parse_host
 from farandole.errors import ConfigError, FarandoleError
 from farandole.events import Event, HostDiscoveryFailed, HostRefused
+from farandole.machine import now_s
 
 DISCOVERY_PERIOD_S = 1.0
 SCRIPT_TIME_LIMIT_S = 60.0
-EMPTY_ANSWERS = 5
-"""So many answers in a row without any host are believed. A query that fails often looks like one that finds nothing,
-and to believe it costs all workers: each time their replacements would begin anew."""
+ANSWERS_IN_A_ROW = 5
+"""So many answers in a row are believed when there is no host in them at all, or when they take away what was away
+before and has come back. A query that fails often looks like one that finds less, and each time to believe it costs
+workers, whose replacements begin anew."""
+AGAIN_S = 60.0
+"""A failure that has been reported, and comes again after answers, is reported again after this time."""
 OUTPUT_BYTES = 4 << 20
 """Bytes of the longest list of hosts."""
 ERROR_BYTES = 64 << 20
@@ -199,8 +203,10 @@ class HostsSource:
         self.others: set[str] = set()
         """The names of other machines that have been found so far."""
         self._refused: set[str] = set()
-        self._last_failure = ""
-        self._empty_answers = 0  # in a row
+        self._last_failure, self._reported_s, self._has_answered = "", 0.0, False
+        self._fewer_answers: dict[str, int] = {}  # in a row, for each host of which they offered fewer slots, or none
+        self._were_fewer = set[str]()  # hosts from which a believed answer has taken slots away
+        self._come_and_go = set[str]()  # those of them that got slots back
 
     @property
     def are_fixed(self) -> bool:
@@ -236,11 +242,9 @@ class HostsSource:
             except HostsOver:
                 raise
             except DiscoveryFailed as error:
-                if str(error) != self._last_failure:
-                    self._last_failure = str(error)
-                    self._on_event(HostDiscoveryFailed(self._last_failure))
+                self._report(str(error))
                 continue
-            self._last_failure = ""
+            self._has_answered = True
             refused = await self._note_others(found)
             for name in refused - self._refused:
                 self._on_event(HostRefused(name, _why_refused(name)))
@@ -250,15 +254,45 @@ class HostsSource:
                 self.hosts = hosts
                 on_hosts(hosts)
 
+    def _report(self, failure: str) -> None:
+        """Report a failure, unless it is the last one, which goes on or comes and goes."""
+        is_new = failure != self._last_failure
+        if is_new or (self._has_answered and now_s() >= self._reported_s + AGAIN_S):
+            self._last_failure, self._reported_s, self._has_answered = failure, now_s(), False
+            self._on_event(HostDiscoveryFailed(failure))
+
     def _believed(self, found: tuple[HostSlots, ...]) -> tuple[HostSlots, ...]:
-        """Return the hosts that were found. Raises DiscoveryFailed where none was, for the first few times: only an
-        engine knows that."""
-        self._empty_answers = 0 if found or not self.hosts or self._are_all_others else self._empty_answers + 1
-        if 0 < self._empty_answers < EMPTY_ANSWERS:
+        """Return the hosts that were found, and for a while those that were not, or have fewer slots now, if they come
+        and go. Raises DiscoveryFailed where no host was found, for the first few times: only an engine knows that."""
+        if self._are_all_others:
+            return found
+        offered, kept = {host.name: host for host in found}, dict[str, HostSlots]()
+        for host in self.hosts:
+            now = offered[host.name].slots if host.name in offered else 0
+            if now >= host.slots:
+                self._fewer_answers.pop(host.name, None)
+                continue
+            self._fewer_answers[host.name] = count = self._fewer_answers.get(host.name, 0) + 1
+            if count < ANSWERS_IN_A_ROW and (not found or host.name in self._come_and_go):
+                kept[host.name] = host
+        if kept and not found:
             raise DiscoveryFailed(
-                f"host discovery found no host at all, which counts after {EMPTY_ANSWERS} times in a row"
+                f"host discovery found no host at all, which counts after {ANSWERS_IN_A_ROW} times in a row"
             )
-        return found
+        believed = {**offered, **kept}
+        self._note_changes(believed)
+        return tuple(believed.values())
+
+    def _note_changes(self, believed: Mapping[str, HostSlots]) -> None:
+        """Note which hosts lose slots now, and which get slots again that they had lost."""
+        slots = {host.name: host.slots for host in self.hosts}
+        now = {name: host.slots for name, host in believed.items()}
+        gaining = {name for name in self._were_fewer if now.get(name, 0) > slots.get(name, 0)}
+        losing = {name for name in slots if now.get(name, 0) < slots[name]}
+        self._come_and_go |= gaining
+        self._were_fewer = (self._were_fewer | losing) - gaining
+        for name in losing:
+            self._fewer_answers.pop(name, None)
 
     async def _note_others(self, hosts: Iterable[HostSlots]) -> set[str]:
         """Note which hosts are other machines, and return those that cannot be used because of it."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from farandole.config import JobConfig
-from farandole.engines.discovery import EMPTY_ANSWERS, HostsOver, HostsSource
+from farandole.engines.discovery import ANSWERS_IN_A_ROW, HostsOver, HostsSource
 from farandole.engines.host_list import HostSlots
 from farandole.events import Event, HostDiscoveryFailed
 from tests.support.waiting import run
@@ -50,11 +50,11 @@ def followed(*answers: tuple[HostSlots, ...]) -> tuple[list[tuple[HostSlots, ...
 def test_an_empty_answer_now_and_then_changes_nothing() -> None:
     lists, events = followed(HERE, NONE, HERE, NONE, NONE, HERE)
     assert lists == []
-    assert [type(each) for each in events] == [HostDiscoveryFailed, HostDiscoveryFailed]
+    assert [type(each) for each in events] == [HostDiscoveryFailed]  # not for each of them
 
 
 def test_empty_answers_in_a_row_are_believed() -> None:
-    lists, events = followed(HERE, *[NONE] * EMPTY_ANSWERS, HERE)
+    lists, events = followed(HERE, *[NONE] * ANSWERS_IN_A_ROW, HERE)
     assert lists == [NONE, HERE]
     assert len(events) == 1
 
@@ -70,3 +70,29 @@ def test_a_job_without_hosts_waits_for_the_first_one() -> None:
     lists, events = followed(NONE, NONE, HERE)
     assert lists == [HERE]
     assert events == []
+
+
+def slots(*numbers: int) -> list[tuple[HostSlots, ...]]:
+    return [(HostSlots("localhost", number),) for number in numbers]
+
+
+def test_slots_that_come_and_go_are_kept() -> None:
+    lists, events = followed(*slots(2, 1, 2, 1, 2, 1, 1, 2, 1, 3, 1))
+    assert lists == slots(1, 2, 3)
+    assert events == []
+
+
+def test_slots_that_have_come_back_are_gone_after_answers_in_a_row() -> None:
+    lists, _ = followed(*slots(2, 1, 2, *[1] * ANSWERS_IN_A_ROW, 1))
+    assert lists == slots(1, 2, 1)
+
+
+def test_hosts_that_take_turns_are_all_kept() -> None:
+    one, other = (HostSlots("localhost", 2),), (HostSlots("127.0.0.1", 2),)
+    lists, _ = followed(*[one, other] * 6)
+    assert [set(each) for each in lists] == [{*other}, {*one}, {*one, *other}]
+
+
+def test_a_host_that_loses_slots_again_and_again_without_getting_any_is_believed() -> None:
+    lists, _ = followed(*slots(4, 3, 2, 1))
+    assert lists == slots(3, 2, 1)
