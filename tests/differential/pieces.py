@@ -346,6 +346,29 @@ if steps % 5 == 0:
             """,
         end="report(model=model, calls=net.calls)",
     ),
+    "states-iterator": Piece(
+        before=Piece.before + "\nrates = iter([LR * 0.97**n for n in range(EPOCHS * len(loader))])",
+        body="optimizer.param_groups[0]['lr'] = next(rates)\n" + Piece.body,
+    ),
+    "states-own-random-numbers": Piece(
+        before=Piece.before + "\nmixing = np.random.default_rng(5)",
+        body="x = x * mixing.uniform(0.9, 1.1)\n" + Piece.body,
+    ),
+    "states-generator": Piece(
+        top="""
+            def temperatures():
+                value = 1.0
+                while True:
+                    value *= 0.98
+                    yield value
+            """,
+        before=Piece.before + "\ntemperature = temperatures()",
+        body="x = x / next(temperature)\n" + Piece.body,
+    ),
+    "states-array": Piece(
+        before=Piece.before + "\ncalls = array.array('l', [0])",
+        body="calls[0] += 1\nx = x / (1 + 0.01 * calls[0])\n" + Piece.body,
+    ),
     "states-learnable-scale": Piece(
         model="""
             class Scaled(nn.Module):

@@ -95,13 +95,13 @@ def in_place(script: Path, folder: Path, *, is_disturbed: bool) -> Outcome:
     if is_disturbed:
         variables["FAULT"] = str(folder / "killed")
     command = [sys.executable, "-m", "farandole", "run", "-np", str(WORLD), "--in-place", sys.executable, str(script)]
-    with (folder / "output").open("wb") as output:
-        job = jobs.start(command, output, variables)
+    with (folder / "output").open("wb") as output, jobs.start(command, output, variables) as job:
         try:
             code = job.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             job.kill()
             code = 124
+        jobs.check_nothing_is_left(job)
     return Outcome(code, _reported(folder), (folder / "output").read_text())
 
 

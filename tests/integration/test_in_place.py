@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.differential import run as differential
+from tests.differential.pieces import PIECES
 from tests.support import jobs
 
 ROOT = Path(__file__).parents[2]
@@ -490,3 +492,17 @@ def test_batches_that_all_ranks_leave_out_are_told_the_first_of_the_job_included
     assert sorted(int(sample) for line in lines for sample in line[:-2]) == sorted(2 * good)
     assert "success" not in job.stderr.splitlines()[-1]
     assert "trained nothing, and were skipped" in job.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("piece", "reason"),
+    [("generator", "main().temperature, a generator, goes on in the loop body"), ("array", "with equal samples, ")],
+)
+def test_a_newcomer_that_lacks_what_the_others_have_trains_nothing(tmp_path: Path, piece: str, reason: str) -> None:
+    script = tmp_path / f"{piece}.py"
+    script.write_text(PIECES[f"states-{piece}"].script())
+    outcome = differential.in_place(script, tmp_path / "job", is_disturbed=True)
+    assert outcome.exit_code == 0, outcome.output
+    assert len(outcome.values) == 1, outcome.output
+    remarks = outcome.line_with("finished, with remarks")
+    assert f"not admitted, since it would not train as the others do: {reason}" in remarks, outcome.output

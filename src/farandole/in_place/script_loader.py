@@ -98,6 +98,7 @@ class ScriptLoader(DataLoader):
         next_batches: The batches that the script's samplers have listed last, for the epoch that it has begun, or is
             about to begin; None: they cannot be listed.
         why_not_listed: The reason in this case.
+        is_of_trial: The next batch is that of a trial (newcomer_trial.py): on all workers the same samples.
 
     Raises:
         ConfigError: Its arguments cannot be supported.
@@ -127,6 +128,7 @@ class ScriptLoader(DataLoader):
         self._before_rehearsal: tuple[dict[str, Any], ListedBatches] | None = None
         self.next_batches: ListedBatches | None = listed
         self.why_not_listed = ""
+        self.is_of_trial = False
         self._first_number = _number_of(theirs)
         self._known_number = (0, self._first_number)  # an epoch, and its number
         self.know(listed)
@@ -284,6 +286,12 @@ class ScriptLoader(DataLoader):
         here = world.current().placement
         self.start_rehearsal(here.rank, here.size, is_at_tail=False)
         return self._hand_out(is_rehearsal=True)
+
+    def _rehearse_a_change(self) -> None:
+        if self.is_of_trial:
+            self._index_stream.restart(self._layout, self.epoch, self.cursor, 0, self._world)
+        else:
+            super()._rehearse_a_change()
 
     def end_rehearsal(self) -> None:
         """Return to the position before rehearse(). Idempotent."""

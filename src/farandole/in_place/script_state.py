@@ -17,10 +17,11 @@ import hashlib
 import logging
 import sys
 import sysconfig
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from farandole.in_place.script_frames import frames_of_script, set_locals, shift_counts
+from farandole.in_place.script_places import (
+    Place,
+    copied,
+    is_iterator,
+    is_random,
+    mark_of,
+    moved,
+    place_of,
+    set_state,
+    state_of,
+)
 from farandole.state.metadata import load_value
 from farandole.state.state_digest import digest_of
 
@@ -40,7 +52,7 @@ _LONG = 1000  # a list with more items is looked at as a whole
 _MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
 _MOST_DEPTH = 12
 _SAMPLED_BYTES = 64 << 20  # of a larger tensor, a sample is compared
-_NAMESPACES = (SimpleNamespace, argparse.Namespace, torch.nn.Module)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
 _MODULE_KEYS = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 _DATA = (DataLoader, Dataset, Sampler, BatchSampler)
 _NOT_ENTERED = (torch.Tensor, np.ndarray, ModuleType, torch.distributed.ProcessGroup, *_DATA)
@@ -107,7 +119,7 @@ class Holder:
         is_set = self.kind == "set"
         changed = values if is_set else {key: each for key, each in values.items() if now.get(key, now) is not each}
         if changed:
-            self.write(changed)
+            self.write({key: copied(each) if is_iterator(each) else each for key, each in changed.items()})
 
     def name_of(self, key: Any) -> str:
         if self.kind in ("frame", "object", "globals"):
@@ -160,6 +172,8 @@ def _is_value(value: Any) -> bool:
     """Return whether a value is compared and carried as a whole."""
     if isinstance(value, torch.Tensor):
         return type(value) in _TENSORS and value.grad_fn is None and _has_bytes(value)
+    if is_iterator(value) or is_random(value):
+        return place_of(value) is not None
     return bool(value.dtype != object) if isinstance(value, np.ndarray) else _is_plain(value)
 
 
@@ -180,6 +194,7 @@ def _digest(value: Any) -> int:
             flat = value.view(-1)
             return digest_of([flat[:4096], flat[:: max(1, flat.numel() // 65536)].contiguous()])
         return digest_of([value])
+    value = place_of(value) or value
     text = repr(sorted(map(repr, value)) if isinstance(value, set | frozenset) else value)
     return int.from_bytes(hashlib.blake2b(f"{type(value)}{text}".encode(), digest_size=7).digest(), "big")
 
@@ -257,12 +272,16 @@ class Found:
 
     copies   of each holder that can change: its values
     entries  the values that are compared and carried, by their names
+    randoms  generators of random numbers
+    generators  Python's, by their names
     """
 
     def __init__(self, roots: Iterable[Holder], skipped: Iterable[object]) -> None:
         self.copies: list[tuple[Holder, dict[Any, Any]]] = []
         self.entries: dict[str, tuple[Holder, Any, Any]] = {}
         self.holders: dict[str, Holder] = {}
+        self.randoms: list[Any] = []
+        self.generators: dict[str, GeneratorType[Any, Any, Any]] = {}
         self._seen = set(map(id, skipped))
         self._kept: list[object] = []  # what was seen stays, so that no id is used twice
         for root in roots:
@@ -272,7 +291,7 @@ class Found:
         values = holder.read() if not isinstance(holder.target, list | deque) else self._items(holder)
         self.holders[holder.path] = holder
         if holder.kind != "tuple":
-            self.copies.append((holder, {key: each for key, each in values.items() if not _is_passing(each)}))
+            self.copies.append((holder, _kept_of(values)))
         self._kept.append(holder.target)
         for key, value in values.items():
             if type(key) in _PLAIN or type(key) is tuple:
@@ -288,6 +307,10 @@ class Found:
         if type(value) not in _PLAIN:
             self._seen.add(id(value))
             self._kept.append(value)
+        if is_random(value):
+            self.randoms.append(value)
+        elif isinstance(value, GeneratorType):
+            self.generators[holder.name_of(key)] = value
         inner = _holder(holder.name_of(key), value) if depth < _MOST_DEPTH else None
         if _is_value(value) and (holder.kind != "tuple" or isinstance(value, torch.Tensor)):
             self.entries[holder.name_of(key)] = (holder, key, value)
@@ -324,6 +347,8 @@ class ScriptState:
 
     Attributes:
         batches: The number of batches that the script has in this iteration, as its enumerate() counts them.
+        going_on: Generators of Python that go on in the loop body, by name: they can be neither brought back nor
+            carried.
     """
 
     def __init__(
@@ -339,11 +364,16 @@ class ScriptState:
         self._changed: set[str] = set()  # names of what has changed since the start
         self._unequal: set[str] = set()  # of these, what has differed between workers
         self._tensors = _Tensors()
+        self._randoms: list[tuple[Any, Any]] = []  # with their states
+        self._generators: dict[str, tuple[GeneratorType[Any, Any, Any], object]] = {}
+        self._has_gone_on: set[str] = set()  # of these, in a loop body that came again
+        self.going_on: set[str] = set()  # of these, in a loop body
 
     # A loop body that comes again ---------------------------------------------------------------------------
 
     def take(self, is_due: bool) -> None:
         """Remember everything, at a boundary; search anew where it is due, or the functions are others."""
+        self.going_on |= {name for name, (each, mark) in self._generators.items() if _has_moved(each, mark)}
         roots = self._roots()
         of = [each.target for each in roots]
         if is_due or len(of) != len(self._of) or any(one is not other for one, other in zip(of, self._of, strict=True)):
@@ -352,6 +382,7 @@ class ScriptState:
         else:
             self._copies = [(each, _kept_of(each.read())) for each in self._watched]
             self._tensors.take()
+            self._take_places([each for each, _ in self._randoms], {n: g for n, (g, _) in self._generators.items()})
         self._batches_then = self.batches
 
     def roll_back(self) -> None:
@@ -362,7 +393,20 @@ class ScriptState:
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
                 logger.warning("%s of the script has changed in an aborted step, and stays so: %s", holder.path, error)
         self._tensors.put_back()
+        for each, state in self._randoms:
+            set_state(each, state)
+        self._has_gone_on |= {name for name, (each, mark) in self._generators.items() if _has_moved(each, mark)}
         self.set_batches(self._batches_then)
+
+    def _take_places(self, randoms: Sequence[Any], generators: Mapping[str, GeneratorType[Any, Any, Any]]) -> None:
+        self._randoms = [(each, state_of(each)) for each in randoms]
+        self._generators = {name: (each, mark_of(each)) for name, each in generators.items()}
+
+    def take_gone_on(self) -> list[str]:
+        """Return the names of the generators that have gone on in a loop body that came again, since the last call:
+        they cannot be brought back."""
+        gone_on, self._has_gone_on = sorted(self._has_gone_on), set()
+        return gone_on
 
     def look(self) -> None:
         """Notice which tensors the loop body has changed before its step."""
@@ -391,6 +435,7 @@ class ScriptState:
             self._changed |= {name for name, each in digests.items() if self._last.get(name) != each}
         self._last = digests
         self._tensors.learn(found.tensors(), digests)
+        self._take_places(found.randoms, found.generators)
         return found
 
     # Between workers ----------------------------------------------------------------------------------------
@@ -413,7 +458,8 @@ class ScriptState:
         entries = []
         for name in names:
             holder, key, value = found.entries[name]
-            entries.append((name, holder.path, key, value.detach() if isinstance(value, torch.Tensor) else value))
+            sent = value.detach() if isinstance(value, torch.Tensor) else place_of(value) or value
+            entries.append((name, holder.path, key, sent))
         tensors = self._tensors.known()
         return {"entries": entries, "unequal": sorted(self._unequal), "batches": self.batches, "tensors": tensors}
 
@@ -430,8 +476,12 @@ class ScriptState:
             live = found.entries[name][2] if name in found.entries else holder.read().get(key)
             if isinstance(live, torch.Tensor) == isinstance(value, torch.Tensor) and _digest(live) == _digest(value):
                 continue
-            _load(holder, key, live, value)
-            loaded.append(name)
+            try:
+                _load(holder, key, live, value)
+            except TypeError:
+                missing.append(name)
+            else:
+                loaded.append(name)
         self.set_batches(packed["batches"])
         self._unequal |= set(packed["unequal"])
         self._changed |= {name for name, *_ in packed["entries"]} | self._unequal
@@ -441,8 +491,13 @@ class ScriptState:
         return loaded, missing
 
 
+def _has_moved(generator: GeneratorType[Any, Any, Any], mark: object) -> bool:
+    return mark is not None and mark_of(generator) != mark
+
+
 def _kept_of(values: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: each for key, each in values.items() if not _is_passing(each)}
+    kept = {key: each for key, each in values.items() if not _is_passing(each)}
+    return {key: copied(each) if is_iterator(each) else each for key, each in kept.items()}
 
 
 def _is_watched(holder: Holder, values: Mapping[Any, Any], before: Mapping[str, Mapping[Any, Any]]) -> bool:
@@ -455,6 +510,11 @@ def _is_watched(holder: Holder, values: Mapping[Any, Any], before: Mapping[str, 
 
 @torch.no_grad()
 def _load(holder: Holder, key: Any, live: Any, value: Any) -> None:
+    if isinstance(value, Place):
+        there = moved(live, value)
+        if there is not live:
+            holder.write({key: there})
+        return
     if isinstance(value, torch.Tensor):
         if isinstance(live, torch.Tensor) and (live.shape, live.dtype) == (value.shape, value.dtype):
             live.detach().copy_(value)

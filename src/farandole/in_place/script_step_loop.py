@@ -4,6 +4,7 @@ from the iterator of the script's DataLoader (script_loader.py)."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,20 +15,24 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.data.listed_batches import ListedBatches
-from farandole.errors import RecoverableError
+from farandole.errors import RecoverableError, StepError
+from farandole.in_place.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.in_place.script_collectives import SurvivingTransport
 from farandole.in_place.script_loader import ScriptLoader
 from farandole.in_place.script_samplers import names_of
 from farandole.in_place.script_state import ScriptState
 from farandole.liveness.status_reporting import InPhase
+from farandole.machine import now_s
 from farandole.membership import Phase, Placement
 from farandole.process_group.works import set_placement_of_scripts
 from farandole.state import packing, step
+from farandole.state.step import Batch
 from farandole.state.step_state import StepState
 from farandole.state.sync import receive
 from farandole.wire.messages import Remark
 from farandole.worker.context import WorkerJob
-from farandole.worker.step_loop import StepLoop
+from farandole.worker.leaving import remark
+from farandole.worker.step_loop import StepLoop, reseed
 
 logger = logging.getLogger("farandole")
 
@@ -67,12 +72,19 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     digest    of these batches
     gathers   line in which the script gathers a tensor of its batch; empty: none was seen
     static_because  why the job has to become static; empty: it has not
+    is_on_trial  it is a newcomer that has not trained yet
+    going_on  a generator of the script that goes on in the loop body; empty: there is none
     """
 
     known: int
     digest: bytes
     gathers: str
     static_because: str
+    is_on_trial: bool
+    going_on: str
+
+
+_MOST_S_TO_LEAVE = 60.0
 
 
 class InPlaceLoop(StepLoop):
@@ -106,6 +118,10 @@ class InPlaceLoop(StepLoop):
         self._is_at_epoch_end = False
         self._has_stepped = False
         self._has_repeated = False  # a batch of this epoch came again
+        self._is_on_trial = self._lacks_values
+        self._trial: Trial | None = None  # it is under way
+        self._on_trial: list[int] = []  # ranks of newcomers that have not trained yet
+        self._going_on = ""  # a generator of the script: a trial would make it go on
         self.gathers = ""
         self._stack = ExitStack()
 
@@ -228,7 +244,9 @@ class InPlaceLoop(StepLoop):
         """End the epoch's batches, which the script may have left by `break`."""
         step.end_body()
         if step.is_aborted():
+            lost = step.batch()
             self.reach_boundary()
+            self._remark_left_step(lost)
         loader = self._script_loader
         if self._has_repeated and loader.fraction < 1.0 and world.current().placement.rank == 0:
             logger.warning(
@@ -239,6 +257,18 @@ class InPlaceLoop(StepLoop):
         self._has_repeated = False
         loader.end_epoch()
 
+    def _remark_left_step(self, batch: Batch | None) -> None:
+        """Say in the last line of the job that a step is missing: the script has left the loop over its batches, by
+        `break`, in a body whose step was aborted, and cannot be brought back into it."""
+        if batch is None or self._script_loader.is_over:
+            return
+        start, stop = batch.global_batch.start, batch.global_batch.stop
+        text = (
+            f"samples [{start}, {stop}) of epoch {batch.global_batch.epoch} are not trained: the script has left the "
+            f"loop over its batches in the body of their step, which was to come again after a change of the workers"
+        )
+        remark(self._job, "left step", text)
+
     def leave_batches(self) -> bool:
         self._state.capture()
         return True
@@ -247,8 +277,13 @@ class InPlaceLoop(StepLoop):
 
     def reach_boundary(self) -> None:
         super().reach_boundary()
+        if step.is_undecided():
+            return
+        tried = self._end_trial()
+        if tried is not None or (self._on_trial and self._going_on):
+            self._judge_newcomers(tried)
         here = (self._script_loader.epoch, self._state.step)
-        if step.is_undecided() or not self._is_due(here):
+        if not self._is_due(here):
             return
         try:
             self._compare_scripts()
@@ -283,6 +318,12 @@ class InPlaceLoop(StepLoop):
         if is_repeated:
             self._script.roll_back()
             self._lacks_contribution = False
+            if self._job is not None and (gone_on := self._script.take_gone_on()):
+                text = (
+                    f"{_some(gone_on)} of the script has gone on in a loop body that came again, and cannot be brought "
+                    f"back: generators of Python have no state that can be set"
+                )
+                remark(self._job, "generator of the script", text)
 
     def arrive(self) -> None:
         """Load the values of the others' script: this worker's script is where theirs was."""
@@ -357,6 +398,7 @@ class InPlaceLoop(StepLoop):
 
     def _regroup(self) -> None:
         self._has_repeated |= step.is_aborted()
+        self._end_trial()
         loader = self._script_loader
         place = () if self._lacks_values else (self._state.step, loader.epoch, int(loader.is_left))
         is_in_batches = not (self._lacks_values or self._is_at_epoch_end)
@@ -398,9 +440,14 @@ class InPlaceLoop(StepLoop):
         """Have the batches of the current epoch from the lowest rank that knows them, where this worker does not: it is
         a newcomer. And learn what others have found out about the script."""
         loader, transport = self._script_loader, world.current().transport
-        told = _Told(loader.known, loader.listed.digest, self.gathers, loader.static_because)
+        going_on = min(self._script.going_on, default="")
+        told = _Told(
+            loader.known, loader.listed.digest, self.gathers, loader.static_because, self._is_on_trial, going_on
+        )
         packed = transport.all_gather(msgspec.msgpack.encode(told))
         by_rank = [msgspec.msgpack.decode(each, type=_Told) for each in packed]
+        self._on_trial = [rank for rank, each in enumerate(by_rank) if each.is_on_trial]
+        self._going_on = next((each.going_on for each in by_rank if each.going_on), "")
         ranks = [rank for rank, each in enumerate(by_rank) if each.known == loader.epoch]  # none: the epoch begins
         if ranks and any((each.known, each.digest) != (loader.epoch, by_rank[ranks[0]].digest) for each in by_rank):
             batches = transport.all_gather(loader.listed.pack() if transport.rank == ranks[0] else b"")[ranks[0]]
@@ -411,6 +458,74 @@ class InPlaceLoop(StepLoop):
             (each.static_because for each in by_rank if each.static_because), ""
         )
         self.gathers = next((each.gathers for each in by_rank if each.gathers), "")
+
+    # The trial of a newcomer -------------------------------------------------------------------------------
+
+    def rehearses(self) -> bool:
+        loader = self._script_loader
+        if not (self._on_trial and loader.batches_of_step) or loader.static_because:
+            return False
+        self._trial = Trial(self._state)
+        self._state.on_step = self._trial.look
+        loader.is_of_trial = True
+        reseed(loader.seed, self._state.step, 0)  # as on the worker whose samples these are
+        return True
+
+    def _end_trial(self) -> Tried | None:
+        """Return the result of the trial that is under way; None: there is none."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return None
+        self._state.on_step, self._script_loader.is_of_trial = None, False
+        return trial.end(self._is_on_trial)
+
+    def _judge_newcomers(self, tried: Tried | None) -> None:
+        """Let newcomers leave that do not train as the others do. `tried`: the result of a trial; None: there was none,
+        since a generator would have gone on in it."""
+        here = world.current()
+        try:
+            if tried is None:
+                reason = f"{self._going_on}, a generator, goes on in the loop body, and cannot be carried over"
+                verdict = Verdict(tuple(self._on_trial), reason)
+            else:
+                by_rank = here.transport.all_gather(msgspec.msgpack.encode(tried))
+                verdict = judge([msgspec.msgpack.decode(each, type=Tried) for each in by_rank])
+            if not verdict.refused:
+                self._is_on_trial, self._on_trial = False, []
+                self._remark_open(verdict)
+                return
+            self._let_leave(verdict)
+        except RecoverableError:
+            if self._job is None:
+                raise
+        self._regroup()
+        self._pass_boundary()
+
+    def _remark_open(self, verdict: Verdict) -> None:
+        if verdict.is_open:
+            text = (
+                f"whether newcomers train as the others do could not be shown: with equal samples and random numbers, "
+                f"{verdict.difference} on other workers, too"
+            )
+            remark(self._job, "trial of newcomers", text)
+
+    def _let_leave(self, verdict: Verdict) -> None:
+        """Wait until the refused newcomers may leave. Raises RecoverableError when a worker is lost instead."""
+        job, here = self._job, world.current()
+        assert job is not None
+        text = f"a newcomer was not admitted, since it would not train as the others do: {verdict.difference}"
+        remark(job, "refused newcomer", text)
+        if here.placement.rank in verdict.refused:
+            logger.error("this worker leaves: %s", text)
+            job.link.ask_to_leave()
+        deadline_s = now_s() + _MOST_S_TO_LEAVE
+        while not job.has_to_regroup():
+            if here.placement.rank in verdict.refused and now_s() > deadline_s:
+                raise StepError(text)
+            job.link.catch_up()
+            prepared = here.transport.all_gather(job.link.prepared.to_bytes(8, "big"))
+            job.agree([int.from_bytes(each, "big") for each in prepared])
+            time.sleep(0.005)
 
     def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
         """Do nothing: the first batch of the newcomer was one without effect."""

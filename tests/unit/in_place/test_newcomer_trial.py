@@ -1,0 +1,71 @@
+"""The trial of a newcomer: what its loop body does with the samples of the others is compared with what theirs does."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.in_place.newcomer_trial import GradientNote, Trial, Tried, Verdict, judge
+
+
+def tried(scale: float = 1.0, lr: float = 0.1, *, is_newcomer: bool = False, tied: bool = False) -> Tried:
+    """Return the result on a worker whose loss is multiplied by `scale`."""
+    torch.manual_seed(0)
+    net: Any = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    if tied:
+        net[1].weight = net[0].weight
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    trial = Trial(SimpleNamespace(modules=lambda: [net], optimizers=lambda: [optimizer]))  # type: ignore[arg-type]
+    (net(torch.ones(2, 3)).square().sum() * scale).backward()
+    trial.look()
+    result = trial.end(is_newcomer)
+    net(torch.ones(2, 3)).sum().backward()  # after the trial, it counts no more
+    return result
+
+
+def elsewhere(one: Tried, name: str = "another host") -> Tried:
+    return Tried(one.is_newcomer, name, one.gradients, one.options)
+
+
+def test_a_newcomer_that_does_the_same_is_admitted() -> None:
+    assert judge([tried(), tried(), tried(is_newcomer=True)]) == Verdict()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [({"scale": 1.0001}, "gradient of 0.bias"), ({"lr": 0.2}, "['lr'] is 0.2")]
+)
+def test_a_newcomer_that_does_something_else_is_refused(change: dict[str, float], what: str) -> None:
+    verdict = judge([tried(), tried(**change, is_newcomer=True), tried(is_newcomer=True)])
+    assert verdict.refused == (1,)
+    assert what in verdict.difference
+
+
+def test_where_the_others_differ_among_themselves_the_trial_shows_nothing() -> None:
+    verdict = judge([tried(), tried(1.0001), tried(is_newcomer=True)])
+    assert verdict.is_open
+    assert not verdict.refused
+
+
+def test_one_that_has_no_gradient_is_refused() -> None:
+    without = Tried(True, tried().exact, {}, tried().options)
+    assert "has no gradient" in judge([tried(), without]).difference
+
+
+@pytest.mark.parametrize(("scale", "is_refused"), [(1.00001, False), (1.01, True)])
+def test_between_hosts_a_difference_of_rounding_is_none(scale: float, is_refused: bool) -> None:
+    assert bool(judge([tried(), elsewhere(tried(scale, is_newcomer=True))]).refused) == is_refused
+
+
+def test_a_gradient_of_other_signs_is_not_one_of_rounding() -> None:
+    one, other = tried(), copy.deepcopy(tried(is_newcomer=True))
+    note = other.gradients["0.bias"]
+    other.gradients["0.bias"] = GradientNote(note.digest + 1, note.magnitude, (-note.sums[0], note.sums[1]))
+    assert judge([one, elsewhere(other)]).refused == (1,)
+
+
+def test_a_parameter_that_is_used_twice_has_one_gradient() -> None:
+    assert tried(tied=True).gradients.keys() == {"0.weight", "0.bias", "1.bias"}
