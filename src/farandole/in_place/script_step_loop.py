@@ -4,7 +4,7 @@ from the iterator of the script's DataLoader (script_loader.py)."""
 from __future__ import annotations
 
 import logging
-import time
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -22,7 +22,6 @@ from farandole.in_place.script_loader import ScriptLoader
 from farandole.in_place.script_samplers import names_of
 from farandole.in_place.script_state import ScriptState
 from farandole.liveness.status_reporting import InPhase
-from farandole.machine import now_s
 from farandole.membership import Phase, Placement
 from farandole.process_group.works import set_placement_of_scripts
 from farandole.state import packing, step
@@ -84,7 +83,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     going_on: str
 
 
-_MOST_S_TO_LEAVE = 60.0
+_MOST_LOOKS = 6000  # for the permission to leave, 10 ms apart
 
 
 class InPlaceLoop(StepLoop):
@@ -518,14 +517,15 @@ class InPlaceLoop(StepLoop):
         if here.placement.rank in verdict.refused:
             logger.error("this worker leaves: %s", text)
             job.link.ask_to_leave()
-        deadline_s = now_s() + _MOST_S_TO_LEAVE
+        looks = 0
         while not job.has_to_regroup():
-            if here.placement.rank in verdict.refused and now_s() > deadline_s:
+            if here.placement.rank in verdict.refused and looks == _MOST_LOOKS:
                 raise StepError(text)
+            looks += 1
             job.link.catch_up()
             prepared = here.transport.all_gather(job.link.prepared.to_bytes(8, "big"))
             job.agree([int.from_bytes(each, "big") for each in prepared])
-            time.sleep(0.005)
+            threading.Event().wait(0.01)
 
     def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
         """Do nothing: the first batch of the newcomer was one without effect."""
