@@ -156,6 +156,7 @@ def _join() -> None:
         _job = WorkerJob(worker_env, _settings)
         atexit.register(_end)
         _report_exceptions(_job)
+        process_setup.name_what_holds_the_exit(lambda: _job is not None and not _job.has_finished)
         object_state.install_saver(_job.may_publish)
         if not _job.meet():
             _enter_alone()
@@ -397,7 +398,7 @@ def _report_exceptions(job: WorkerJob) -> None:
             return
         if isinstance(error, JobEnded):
             return  # The job's end has a reported reason; a traceback from each worker would only hide it.
-        summary = _in_one_line(traceback.format_exception_only(kind, error)[-1].strip())
+        summary = _in_one_line(traceback.format_exception_only(kind, error)[-1].strip()).rstrip(".")
         text = "".join(traceback.format_exception(kind, error, trace))
         job.link.send(Failed(summary[:1_000], text[-_TRACEBACK_LIMIT:]))
         show(kind, error, trace)

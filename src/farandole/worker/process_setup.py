@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from functools import cache
 from multiprocessing import process
 from multiprocessing.util import Finalize
@@ -20,6 +21,8 @@ import torch
 
 from farandole.env import has_malloc_settings
 from farandole.machine import now_s
+
+logger = logging.getLogger("farandole")
 
 # Loader processes -----------------------------------------------------------------------------------------------------
 
@@ -82,6 +85,32 @@ def shorten_exit() -> None:
     kept: list[object] = [*sys.modules.values()]
     kept.append(kept)
     gc.freeze()
+
+
+NAMED_AFTER_S = 10.0
+"""Seconds after the end of the script in which most processes have ended."""
+
+
+def name_what_holds_the_exit(is_needed: Callable[[], bool]) -> None:
+    """Have a thread of its own warn when the script has ended and the process does not, while other workers may wait
+    for it: `is_needed` is asked at the end of the script."""
+    arguments = (threading.main_thread(), is_needed, NAMED_AFTER_S)
+    threading.Thread(target=_name_after, args=arguments, name="farandole-exit", daemon=True).start()
+
+
+def _name_after(main: threading.Thread, is_needed: Callable[[], bool], after_s: float) -> None:
+    main.join()
+    if not is_needed():
+        return
+    threading.Event().wait(after_s)
+    threads = [each.name for each in threading.enumerate() if not each.daemon and each is not main]
+    named = f"these threads, which are no daemons: {', '.join(threads)}"
+    logger.warning(
+        "the script ended %g s ago, and its process waits for %s. The training was not finished, and other workers may "
+        "wait for the end of this one",
+        after_s,
+        named if threads else "a function of atexit, or for children",
+    )
 
 
 # The log level, from HOROVOD_LOG_LEVEL --------------------------------------------------------------------------------

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import pytest
+
+from farandole.worker import process_setup
 
 _SCRIPT = """
 import atexit, gc, sys
@@ -28,3 +33,25 @@ def test_handlers_run_files_in_cycles_are_flushed_and_objects_are_finalized(tmp_
     assert done.stdout.splitlines() == ["a handler that was there before True", "deleted"]
     assert done.stderr == ""
     assert path.read_text() == "all of it"
+
+
+def test_what_holds_the_exit_of_a_worker_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    script_ends = threading.Thread(target=lambda: None)
+    script_ends.start()
+    is_over = threading.Event()
+    left_behind = threading.Thread(target=is_over.wait, name="uploads", daemon=False)
+    left_behind.start()
+    try:
+        process_setup._name_after(script_ends, lambda: True, 0.0)
+    finally:
+        is_over.set()
+        left_behind.join()
+    assert "its process waits for these threads, which are no daemons" in caplog.text
+    assert "uploads" in caplog.text
+
+
+def test_nothing_is_said_of_the_exit_when_nobody_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    script_ends = threading.Thread(target=lambda: None)
+    script_ends.start()
+    process_setup._name_after(script_ends, lambda: False, 0.0)
+    assert caplog.text == ""
