@@ -12,6 +12,9 @@ help:  ## what there is
 demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 	@$(BIN)/python examples/digits/demo.py
 
+# Where it is set, each process of the tests would compile all sources anew that it imports, and pytest rewrite its files.
+unexport PYTHONDONTWRITEBYTECODE
+
 LANES ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser --ignore tests/trackers
 
@@ -21,7 +24,7 @@ test: $(READY)  ## the tests, without long ones and those of the engines, of the
 
 test-long: $(READY)  ## the long tests, which 'make test' leaves out: many jobs each, with faults at many places
 	@echo "Running the long tests; this takes some fifteen minutes ..."
-	@$(PYTEST) -m "long and not gpu"
+	@$(PYTEST) -m "long and not chaos_long and not gpu"
 
 test-all: test test-long  ## both
 

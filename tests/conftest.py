@@ -7,6 +7,7 @@ import fcntl
 import gc
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"random seed: --hypothesis-seed={config.option.hypothesis_seed}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out, without importing them, the files of which `-m "long and ..."` or `-m "not long and ..."` runs
+    nothing: each lane imports all that it collects, frameworks included."""
+    chosen = config.option.markexpr
+    if collection_path.suffix != ".py" or not chosen.startswith(("long and ", "not long and ")):
+        return None
+    text = collection_path.read_text()
+    if chosen.startswith("long"):
+        return True if "pytest.mark.long" not in text else None
+    return True if re.search(r"^pytestmark = .*pytest\.mark\.long\b", text, re.MULTILINE) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

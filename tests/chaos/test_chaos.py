@@ -36,7 +36,11 @@ WORSE_DAY = (
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("body", "plan", "kind"),
-    [("", BAD_DAY, jobs.RunningJob), ("", WORSE_DAY, RunningJob), ("averages-before", BAD_DAY, jobs.RunningJob)],
+    [
+        ("", BAD_DAY, jobs.RunningJob),
+        pytest.param("", WORSE_DAY, RunningJob, marks=pytest.mark.long),
+        pytest.param("averages-before", BAD_DAY, jobs.RunningJob, marks=pytest.mark.long),
+    ],
 )
 def test_a_job_of_three_survives_a_bad_day(body: str, plan: str, kind: type[RunningJob]) -> None:
     case = case_of(2)
@@ -44,6 +48,7 @@ def test_a_job_of_three_survives_a_bad_day(body: str, plan: str, kind: type[Runn
     check(dataclasses.replace(case, body=body, shape=shape, width=8, plan=parse(plan)), kind)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", [3])
 def test_a_job_survives_what_its_seed_holds_for_it(seed: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 from farandole.launch.joining import token_of_job
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
-from tests.support.jobs import check_job, farandole_run, processes_with
+from tests.support.jobs import check_job, farandole, farandole_run, processes_with
 from tests.support.joined import AGENT, JoinedJob
 
 SAMPLES, LONG_S = 600, 40.0
@@ -26,7 +26,7 @@ SAMPLES, LONG_S = 600, 40.0
 
 def agent(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `farandole agent` to its end."""
-    return subprocess.run([*AGENT, *words], capture_output=True, text=True, timeout=30.0)
+    return farandole("agent", *words, timeout_s=30.0)
 
 
 def dies(descriptor: int) -> bool:

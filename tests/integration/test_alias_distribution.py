@@ -16,6 +16,8 @@ import pytest
 import farandole
 from farandole.horovod import alias_path
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 OURS = ROOT / "farandole-horovod"
 ALIAS = alias_path() / "horovod"

@@ -126,6 +126,7 @@ def test_a_full_disk_stops_nothing_and_a_job_that_loses_all_workers_goes_on_from
     assert job.newest()["run_id"] == 2
 
 
+@pytest.mark.long
 def test_under_the_commit_rule_the_newest_commit_goes_to_an_object_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_under_the_commit_rule_the_newest_commit_goes_to_an_object_store(
     assert not list(job.checkpoints.glob("**/*.new"))
 
 
+@pytest.mark.long
 def test_torchruns_job_is_lost_and_goes_on_alone(tmp_path: Path) -> None:
     environment = {
         **os.environ,

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.jobs import SCRIPTS, farandole_run
 
+pytestmark = pytest.mark.long
+
 SCRIPT = str(SCRIPTS / "data_parallel_job.py")
 
 

@@ -95,6 +95,7 @@ def test_a_kill_and_a_join_leave_what_one_process_makes_of_the_whole_batches(
     assert all(each < 1e-10 for each in found.values()), found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "hosts"), [(2, "localhost:1,127.0.0.1:1"), (3, "localhost:2,127.0.0.1:1")])
 def test_between_hosts_buckets_are_reduced_during_backward_and_a_kill_then_changes_nothing(
     tmp_path: Path, workers: int, hosts: str

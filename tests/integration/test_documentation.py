@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.pages import blocks_of_docstrings, blocks_of_pages
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -60,6 +60,7 @@ def test_the_gpt_learns_in_bfloat16(tmp_path: Path) -> None:
     assert float(loss) < 4.0
 
 
+@pytest.mark.long
 def test_a_resnet_learns_is_resumed_and_is_evaluated_where_farandole_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_script_of_ddp_is_elastic_without_a_change(tmp_path: Path) -> None:
     assert re.findall(r"epoch +(\d)", printed) == ["1", "2"]
 
 
+@pytest.mark.long
 def test_a_script_of_ddp_starts_again_from_its_snapshot_under_farandole_torchrun(tmp_path: Path) -> None:
     wrapper = [str(SCRIPTS / "kill_in_script.py"), str(tmp_path / "mark"), "90", DDP]
     words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", *wrapper]
@@ -129,6 +131,7 @@ def test_a_script_of_ddp_starts_again_from_its_snapshot_under_farandole_torchrun
     assert float(epochs[-1][1]) > 80
 
 
+@pytest.mark.long
 def test_a_script_of_horovod_runs_without_a_change() -> None:
     script = str(EXAMPLES / "horovod" / "train.py")
     done = farandole_run("-np", "2", "--horovod", sys.executable, script, "--epochs", "3")
@@ -137,6 +140,7 @@ def test_a_script_of_horovod_runs_without_a_change() -> None:
     assert float(accuracy) > 70
 
 
+@pytest.mark.long
 def test_an_elastic_script_of_horovod_goes_on_without_a_killed_worker_and_with_a_new_one(tmp_path: Path) -> None:
     words = ("--epochs", "2", "--batches-per-commit", "2")
     printed = run_with_a_kill_and_a_join(tmp_path, "horovod/elastic.py", *words, flags=("--horovod",))

@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.jobs import SCRIPTS, farandole_run
+
+pytestmark = pytest.mark.long
 
 SCRIPT = str(SCRIPTS / "fixed_size_job.py")
 

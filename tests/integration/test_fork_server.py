@@ -226,6 +226,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     assert processes_with(str(tmp_path)) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_replacements_are_forked_until_the_server_is_killed_and_no_worker_goes_with_it(tmp_path: Path) -> None:
     with ForkingJob(tmp_path) as running:
@@ -248,6 +249,7 @@ def test_ctrl_c_while_all_workers_wait_for_the_server_ends_the_job_at_once(tmp_p
         assert running.wait(8) == 130  # less than the workers' grace and the time to reap them
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_a_job_whose_workers_are_all_forked_ends_well_at_ctrl_c(tmp_path: Path) -> None:
     with ForkingJob(tmp_path, "--fork-server", "on") as running:
@@ -257,6 +259,7 @@ def test_a_job_whose_workers_are_all_forked_ends_well_at_ctrl_c(tmp_path: Path) 
         assert running.wait(DEADLINE_S) == 130
 
 
+@pytest.mark.long
 def test_kill_9_of_the_agent_leaves_neither_the_server_nor_what_it_forked(tmp_path: Path) -> None:
     with ForkingJob(tmp_path, "--fork-server", "on") as running:
         running.wait_until(all_training(2), DEADLINE_S)

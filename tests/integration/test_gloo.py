@@ -99,6 +99,7 @@ def test_a_rank_that_is_lost_ends_an_operation_inside_of_gloo() -> None:
     assert tensor.eq(7.0).all()
 
 
+@pytest.mark.long
 @pytest.mark.core
 @pytest.mark.parametrize("is_lasting", [False, pytest.param(True, marks=needs_reconfigure)])
 def test_200_generations_leave_no_descriptor_and_no_thread_behind(is_lasting: bool) -> None:

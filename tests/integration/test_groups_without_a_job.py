@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from tests.support.jobs import SCRIPTS
 
+pytestmark = pytest.mark.long
+
 
 def run(check: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, SCRIPTS / "groups_without_a_job.py", check]

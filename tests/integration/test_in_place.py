@@ -149,7 +149,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("words", ["--norm", "--accumulate 2 --amp --workers 1"])
+@pytest.mark.parametrize("words", ["--norm", pytest.param("--accumulate 2 --amp --workers 1", marks=pytest.mark.long)])
 def test_without_a_disturbance_losses_and_parameters_are_those_of_torchrun(tmp_path: Path, words: str) -> None:
     losses, digests = [], []
     for launch in (torchrun, in_place):
@@ -189,6 +189,7 @@ def test_survivors_of_a_kill_stay_in_their_loop(tmp_path: Path, undisturbed: Pat
     assert epochs == [0, 1, 2, 3]  # the code after each epoch has run once
 
 
+@pytest.mark.long
 def test_a_new_loader_with_a_batch_sampler_for_each_epoch_stays_elastic(tmp_path: Path, undisturbed: Path) -> None:
     """A worker is killed in the second epoch, and another one joins in its place."""
     words = ("--anew", "--pause", "0.1", "--until-logs", "4", "--until-size", "3")
@@ -203,6 +204,7 @@ def test_a_new_loader_with_a_batch_sampler_for_each_epoch_stays_elastic(tmp_path
     assert "static" not in output
 
 
+@pytest.mark.long
 def test_a_survivor_that_has_not_come_to_the_end_of_the_epoch_goes_on_with_the_others(
     tmp_path: Path, undisturbed: Path
 ) -> None:
@@ -227,6 +229,7 @@ def test_a_survivor_that_has_not_come_to_the_end_of_the_epoch_goes_on_with_the_o
     check_disturbed(tmp_path / "job", logs, undisturbed, {by_rank[0], by_rank[1]})
 
 
+@pytest.mark.long
 def test_collectives_at_some_counts_of_batches_match_after_a_kill(tmp_path: Path, undisturbed: Path) -> None:
     """One worker is slow: when another is killed, it has not begun the batch of the step that is aborted."""
     words = ("--pause", "0.05", "--slow-rank", "1", "--reduce-every", "3")
@@ -245,6 +248,7 @@ def without(logs: Logs, killed: int) -> list[list[Entry]]:
     return [log for pid, log in logs.items() if pid != killed]
 
 
+@pytest.mark.long
 def test_a_newcomer_passes_over_what_is_done_and_joins(tmp_path: Path, undisturbed: Path) -> None:
     words = ("--pause", "0.1", "--until-logs", "4", "--until-size", "3")
     with in_place(tmp_path / "job", 3, *WORDS, *words) as job:
@@ -263,6 +267,7 @@ def test_a_newcomer_passes_over_what_is_done_and_joins(tmp_path: Path, undisturb
     assert entries(logs[newcomer], "batch")[0]["rank"] != 0
 
 
+@pytest.mark.long
 def test_a_newcomer_that_is_killed_while_it_passes_over_is_replaced(tmp_path: Path, undisturbed: Path) -> None:
     words = ("--batch-size", "12", "--pause", "0.1", "--until-logs", "4", "--until-size", "2")
     with in_place(tmp_path / "job", 2, *WORDS, *words) as job:
@@ -278,6 +283,7 @@ def test_a_newcomer_that_is_killed_while_it_passes_over_is_replaced(tmp_path: Pa
     check_disturbed(tmp_path / "job", logs, undisturbed, logs.keys() - set(killed))
 
 
+@pytest.mark.long
 def test_batches_that_are_added_up_to_a_step_survive_a_kill(tmp_path: Path) -> None:
     words = ("--samples", "336", "--epochs", "3", "--accumulate", "2")
     with in_place(tmp_path / "undisturbed", 2, *words, "--batch-size", "12") as job:
@@ -290,6 +296,7 @@ def test_batches_that_are_added_up_to_a_step_survive_a_kill(tmp_path: Path) -> N
     check_disturbed(tmp_path / "job", logs, tmp_path / "undisturbed", logs.keys() - {killed})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -371,6 +378,7 @@ def digests_of_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", STATIC_LOOPS)
 def test_a_script_that_turns_out_not_to_qualify_goes_on_as_under_torchrun(
     tmp_path: Path, digests_of_torchrun: dict[str, set[str]], loop: str
@@ -411,6 +419,7 @@ def test_after_a_kill_it_goes_on_with_the_workers_that_are_left(tmp_path: Path) 
     check_ledger(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", ["", "--max-restarts 1"])
 def test_once_static_a_loss_ends_the_job_or_starts_it_again(tmp_path: Path, flags: str) -> None:
     with in_place(tmp_path, 2, "counted", "--pause", "0.1", flags=flags, script=LOOPS) as job:
@@ -427,6 +436,7 @@ def test_once_static_a_loss_ends_the_job_or_starts_it_again(tmp_path: Path, flag
         assert "The job had become static, so the others cannot continue without it: loops_of_torchrun.py:" in output
 
 
+@pytest.mark.long
 def test_a_newcomer_that_comes_too_late_for_the_step_loop_ends_and_no_other_is_started(tmp_path: Path) -> None:
     """The worker is killed in the last batches of the first loader, and nobody starts within them."""
     words = ("two_phases", "--epochs", "1", "--pause", "0.3")
@@ -442,6 +452,7 @@ def test_a_newcomer_that_comes_too_late_for_the_step_loop_ends_and_no_other_is_s
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loop", ["generated", "prefetched"])
 def test_loops_that_end_with_their_batches_stay_elastic(tmp_path: Path, loop: str) -> None:
     with in_place(tmp_path / "undisturbed", 2, loop, "--batch-size", "12", script=LOOPS) as job:
@@ -456,6 +467,7 @@ def test_loops_that_end_with_their_batches_stay_elastic(tmp_path: Path, loop: st
     assert "static" not in output
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_killed_worker_so_that_not_a_bit_changes(tmp_path: Path) -> None:
     """With as many workers as before, BatchNorm's statistics are those of the same local batches."""
     words = (*WORDS, "--norm")

@@ -39,6 +39,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fresh", [False, True])
 def test_output_exit_code_environment_and_folder_are_those_of_the_job(
     fresh: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

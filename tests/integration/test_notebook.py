@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.jobs import SCRIPTS
 
+pytestmark = pytest.mark.long
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook" / "digits.ipynb"
 
 

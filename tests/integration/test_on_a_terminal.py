@@ -15,6 +15,8 @@ from farandole.testing.running_job import FARANDOLE_RUN
 from tests.support.jobs import ELASTIC_JOB, SCRIPTS, processes_with
 from tests.support.terminal import OnTerminal, Screen
 
+pytestmark = pytest.mark.long
+
 LONG_S = 90.0
 WIDE = 400  # no row is continued in the next one
 NOISY = str(SCRIPTS / "noisy_worker.py")

@@ -33,7 +33,7 @@ from tests.scripts.optimizer_kinds import (
 from tests.support.jobs import SCRIPTS, farandole_run
 from tests.support.pure_order import global_batches
 
-pytestmark = [pytest.mark.core, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.core, pytest.mark.timeout(300)]
 
 Found = list[dict[str, Any]]
 """What each worker has written at the end."""

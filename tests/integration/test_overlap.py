@@ -40,6 +40,7 @@ def beyond_step(step: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
     return lambda latest: len(latest) == 3 and step_of(latest) > step
 
 
+@pytest.mark.long
 def test_the_size_of_buckets_is_tried_out_once_whoever_comes_and_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from tests.support.jobs import SCRIPTS, farandole_run
 pytestmark = pytest.mark.core
 
 
-@pytest.mark.parametrize("loader", ["farandole", "torch"])
+@pytest.mark.parametrize("loader", ["farandole", pytest.param("torch", marks=pytest.mark.long)])
 def test_after_100_steps_of_2_workers_float32_parameters_are_bitwise_those_of_ddp(loader: str, tmp_path: Path) -> None:
     """Two numbers have one sum, and half of it is exact: there is no rounding to differ in."""
     script = str(SCRIPTS / "ddp_job.py")

@@ -12,7 +12,7 @@ from farandole.testing.running_job import all_training
 from tests.scripts.exact_job import SAMPLES
 from tests.support.jobs import SCRIPTS, RunningJob, run_alone
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.long, pytest.mark.core]
 
 SCRIPT = SCRIPTS / "exact_job.py"
 EPOCHS = 24

@@ -45,6 +45,7 @@ def test_what_is_committed_counts_and_what_is_rolled_back_does_not(tmp_path: Pat
     assert found["epochs"][0]["padding"] or found["epochs"][2]["padding"], "101 samples for 3, 2 or 1 ranks"
 
 
+@pytest.mark.long
 def test_in_torchdatas_loader_with_loader_processes_too(tmp_path: Path) -> None:
     _, found = job(tmp_path, "--kill", "before-record:0:2", "--kill", "before-record:1:3", "--stateful")
     assert found["is_exact"], found

@@ -118,6 +118,7 @@ def test_a_rank_may_change_its_tensor_as_soon_as_its_own_call_is_over() -> None:
         assert in_threads(3, sums) == [[3.0 * number for number in range(30) for _ in (0, 1)]] * 3
 
 
+@pytest.mark.long
 def test_200_generations_leave_no_descriptor_and_no_mapping_behind() -> None:
     buffers = [shareable_zeros(100_000, torch.float32) for _ in range(2)]
 

@@ -94,6 +94,7 @@ def test_a_script_that_asks_for_rank_trains_together() -> None:
     assert "alone" not in stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("framework", ["accelerate", "lightning"])
 def test_frameworks_train_together_unchanged(framework: str) -> None:
     results, stderr = run(framework, workers=2)
@@ -113,6 +114,7 @@ def test_the_backend_needs_no_import_under_farandole_run() -> None:
     assert results == [f"[(3, {rank}, 6.0), (3, {rank}, 6.0), (3, {rank}, 6.0)]" for rank in range(3)]
 
 
+@pytest.mark.long
 def test_the_backend_needs_no_import_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, SCRIPT, "ours"], capture_output=True, text=True, timeout=110)
@@ -120,6 +122,7 @@ def test_the_backend_needs_no_import_under_torchrun() -> None:
     assert "RESULT 0 [(2, 0, 3.0), (2, 0, 3.0), (2, 0, 3.0)]" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["farandole", "cpu:farandole", "cuda:farandole,cpu:farandole"])
 def test_the_backend_needs_no_environment_whichever_devices_are_named(backend: str) -> None:
     code = f"import torch.distributed as d; d.init_process_group({backend!r}); print(d.get_rank(), d.get_world_size())"
@@ -196,6 +199,7 @@ def test_misuse_of_other_backends_is_torch_s_error_and_a_size_that_cannot_be_is_
     assert whole == "3.0"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launch", ["run", "torchrun"])
 def test_a_group_of_gloo_that_only_one_rank_opens_is_told_of_and_ends_with_torch_s_timeout(launch: str) -> None:
     words = ("-np", "2", sys.executable) if launch == "run" else ("--nproc-per-node", "2")
@@ -211,6 +215,7 @@ def test_our_group_that_only_one_rank_opens_ends_the_job_at_once() -> None:
     assert "w0 waits in init(), but w1 exited with code 0 without calling it" in done.stderr
 
 
+@pytest.mark.long
 def test_import_torch_loads_little_and_only_the_installed_package_is_asked() -> None:
     (entry,) = [each for each in entry_points(group="torch.backends") if each.name == "farandole"]
     assert entry.value == "farandole.process_group.autoload:load"

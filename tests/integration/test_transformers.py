@@ -15,6 +15,8 @@ from tests.scripts.framework_model import EPOCHS, STEPS_PER_EPOCH
 from tests.support.framework_jobs import has_stepped, train_with_a_kill_and_a_join
 from tests.support.jobs import SCRIPTS, RunningJob, farandole_run
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("transformers")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.jobs import SCRIPTS, farandole_run
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.long, pytest.mark.core]
 
 
 @pytest.mark.timeout(180)
