@@ -158,13 +158,13 @@ def test_a_joiner_hears_what_to_run_and_where_and_its_workers_lines_are_forwarde
 def test_an_agent_whose_beats_nobody_answers_kills_its_workers_in_time_and_joins_again_empty(tmp_path: Path) -> None:
     async def test() -> None:
         async with joining(tmp_path, budget_s=0.6) as served:
+            begin_s = asyncio.get_running_loop().time()
             first = await served.greet()
             await served.spawn("w1")
-            begin_s = asyncio.get_running_loop().time()
             # One way only: everything that the agent says arrives, and nothing comes back.
             with pytest.raises(ConnectionError):
                 assert not await served.hear(WorkerExited), "the lease's end is no fault of the worker's"
-            assert 0.3 < asyncio.get_running_loop().time() - begin_s < 2.0
+            assert 0.3 < asyncio.get_running_loop().time() - begin_s < 5.0
             again = await served.greet()
             assert again.process == first.process
             assert processes_with(str(tmp_path)) == []

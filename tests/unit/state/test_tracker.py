@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,18 +229,20 @@ def test_what_waits_is_written_when_the_process_ends(tmp_path: Path) -> None:
 def test_the_next_log_tells_that_a_later_write_has_failed(
     as_rank: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_file, "_WRITE_EVERY_S", 0.05)
+    monkeypatch.setattr(metrics_file, "_WRITE_EVERY_S", 60.0)  # the second one is left to the thread
+    monkeypatch.setattr(metrics_file, "_LONGEST_WAIT_S", 0.05)
     tracker = Tracker(tmp_path / "m.csv")
     tracker.log(1, loss=1)
-    full = OSError(errno.ENOSPC, "No space left on device")
+    full, has_tried = OSError(errno.ENOSPC, "No space left on device"), threading.Event()
 
     def write(*_: object) -> int:
+        has_tried.set()
         raise full
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
         tracker.log(2, loss=2)
-        time.sleep(0.5)
+        assert has_tried.wait(60)
     with pytest.raises(OSError, match="No space left"):
         tracker.log(3, loss=3)
 
