@@ -420,6 +420,22 @@ def test_after_a_kill_it_goes_on_with_the_workers_that_are_left(tmp_path: Path) 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("reduced", ["loss", "copy"])
+def test_gradients_through_a_sum_over_the_workers_need_all_of_them(tmp_path: Path, reduced: str) -> None:
+    words = ("generated", "--epochs", "4", "--pause", "0.25", "--reduce", reduced)
+    with in_place(tmp_path, 3, *words, flags="--restarts 0", script=LOOPS) as job:
+        logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 2 for log in logs.values()) == 3)
+        killed = sorted(logs)[1]
+        os.kill(killed, signal.SIGKILL)
+        logs = job.wait()
+        output = job.output()
+    assert len({end["digest"] for end in ends(logs).values()}) == 1
+    assert ("gradients flow through a tensor that the script reduces" in output) == (reduced == "loss"), output
+    assert ("this job is static from here on, with 2 workers" in output) == (reduced == "loss")
+    check_ledger(tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("flags", ["", "--max-restarts 1"])
 def test_once_static_a_loss_ends_the_job_or_starts_it_again(tmp_path: Path, flags: str) -> None:
     with in_place(tmp_path, 2, "counted", "--pause", "0.1", flags=flags, script=LOOPS) as job:

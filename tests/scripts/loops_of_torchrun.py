@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
+    parser.add_argument("--reduce", choices=("loss", "copy"), help="over all workers, in each batch")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
 
@@ -172,6 +173,11 @@ def run(loop: str, options: argparse.Namespace) -> None:
 
     def train(epoch: int, *batches: Batch, steps: bool = True, factor: float = 1.0) -> None:
         loss = factor * sum(F.cross_entropy(model(x), y) for x, y in batches)
+        if options.reduce:
+            total = loss.clone()
+            dist.all_reduce(total)
+            if options.reduce == "loss":
+                loss = total / dist.get_world_size()
         loss.backward()
         if steps:
             optimizer.step()

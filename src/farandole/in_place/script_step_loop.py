@@ -70,6 +70,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     known     the epoch whose batches are known; -1: none
     digest    of these batches
     gathers   line in which the script gathers a tensor of its batch; empty: none was seen
+    differentiates  line in which it reduces a tensor through which gradients flow; empty: none was seen
     static_because  why the job has to become static; empty: it has not
     is_on_trial  it is a newcomer that has not trained yet
     going_on  a generator of the script that goes on in the loop body; empty: there is none
@@ -78,6 +79,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     known: int
     digest: bytes
     gathers: str
+    differentiates: str
     static_because: str
     is_on_trial: bool
     going_on: str
@@ -94,6 +96,8 @@ class InPlaceLoop(StepLoop):
 
     Attributes:
         gathers: The line in which the script gathers a tensor of its batch from all workers; empty: none was seen.
+        differentiates: The line in which it reduces a tensor over all workers, through which gradients flow; empty:
+            none was seen.
     """
 
     def __init__(
@@ -121,7 +125,7 @@ class InPlaceLoop(StepLoop):
         self._trial: Trial | None = None  # it is under way
         self._on_trial: list[int] = []  # ranks of newcomers that have not trained yet
         self._going_on = ""  # a generator of the script: a trial would make it go on
-        self.gathers = ""
+        self.gathers = self.differentiates = ""
         self._stack = ExitStack()
 
     def install(self) -> None:
@@ -424,16 +428,30 @@ class InPlaceLoop(StepLoop):
             )
 
     def _refuse_unequal_parts(self) -> None:
-        """Become static before the next batch, where the script gathers tensors of its batches, which have to have the
-        same shape on all workers, and these are too many, or too few, for that."""
+        """Become static before the next batch, where gradients depend on more than the samples of the global batch:
+
+        - The script gathers tensors of its batches, which have to have the same shape on all workers, and these are too
+          many, or too few, for that.
+        - It reduces a tensor over all workers, through which gradients flow: torch's collective hands each worker the
+          gradient of its own part only, so that their mean is divided by the number of workers.
+        """
         loader, size = self._script_loader, world.current().placement.size
+        if loader.static_because:
+            return
         is_equal = loader.known != loader.epoch or loader.listed.divides_equally(loader.cursor, size)
-        if self.gathers and not is_equal and not loader.static_because:
+        if self.gathers and not is_equal:
             loader.static_because = (
                 f"{self.gathers}: the script gathers tensors of its batches, which have to be equally large, and its "
                 f"global batches cannot be divided equally among {size} workers"
             )
-            loader.leaves_before_batch = True
+        elif self.differentiates and size != loader.listed.workers:
+            loader.static_because = (
+                f"{self.differentiates}: gradients flow through a tensor that the script reduces over all workers, so "
+                f"their scale depends on the number of workers, which is {size} and was {loader.listed.workers}"
+            )
+        else:
+            return
+        loader.leaves_before_batch = True
 
     def _exchange_batches(self) -> None:
         """Have the batches of the current epoch from the lowest rank that knows them, where this worker does not: it is
@@ -441,7 +459,13 @@ class InPlaceLoop(StepLoop):
         loader, transport = self._script_loader, world.current().transport
         going_on = min(self._script.going_on, default="")
         told = _Told(
-            loader.known, loader.listed.digest, self.gathers, loader.static_because, self._is_on_trial, going_on
+            loader.known,
+            loader.listed.digest,
+            self.gathers,
+            self.differentiates,
+            loader.static_because,
+            self._is_on_trial,
+            going_on,
         )
         packed = transport.all_gather(msgspec.msgpack.encode(told))
         by_rank = [msgspec.msgpack.decode(each, type=_Told) for each in packed]
@@ -457,6 +481,7 @@ class InPlaceLoop(StepLoop):
             (each.static_because for each in by_rank if each.static_because), ""
         )
         self.gathers = next((each.gathers for each in by_rank if each.gathers), "")
+        self.differentiates = next((each.differentiates for each in by_rank if each.differentiates), "")
 
     # The trial of a newcomer -------------------------------------------------------------------------------
 

@@ -144,17 +144,18 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     new_group_of.__name__ = "new_group"
     _replace_function(new_group_of)
     for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1), ("gather", 0)):
-        _replace_function(_noting_gather(training, getattr(distributed_c10d, name), place))
+        _replace_function(_noting(training.note_gather, getattr(distributed_c10d, name), place))
+    _replace_function(_noting(training.note_reduction, distributed_c10d.all_reduce, 0))
 
 
-def _noting_gather(training: Training, theirs: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """Return a collective of torch that tells the training which tensor it gathers: the argument at this place."""
+def _noting(note: Callable[[torch.Tensor], None], theirs: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Return a collective of torch that tells the training which tensor it is given: the argument at this place."""
 
     @functools.wraps(theirs)
     def collective(*args: Any, **kwargs: Any) -> Any:
         given = [*args[place:], *(kwargs[name] for name in ("tensor", "input_tensor", "input") if name in kwargs)]
         if given and isinstance(given[0], torch.Tensor):
-            training.note_gather(given[0])
+            note(given[0])
         return theirs(*args, **kwargs)
 
     return collective

@@ -149,6 +149,19 @@ class Training:
         if rows and rows % batch.samples == 0 and (batch.samples > 1 or tensor.dim() > 1):
             self._loop.gathers = line_of_script()
 
+    def note_reduction(self, tensor: torch.Tensor) -> None:
+        """Note that the script is about to reduce this tensor over all workers: whether gradients flow through the
+        result, as through a loss, is known when they do. A copy of a loss for the log has a graph, too."""
+        loop = self._loop
+        if loop is None or loop.differentiates or step.batch() is None or not tensor.requires_grad or tensor.is_leaf:
+            return
+        line = line_of_script()
+
+        def note(_: torch.Tensor) -> None:
+            loop.differentiates = loop.differentiates or line
+
+        tensor.register_hook(note)  # type: ignore[no-untyped-call]
+
     def end(self) -> None:
         """Handle the end of the script, or of its process group. Idempotent. A forked child is not the script."""
         if self._is_over or world.is_forked_child():
