@@ -32,6 +32,11 @@ _SCHEDULERS = {
     "step": ("torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)", "epoch"),
     "cosine": ("torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))", "batch"),
     "one-cycle": ("torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(loader))", "batch"),
+    "sequential": (
+        "torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4), "
+        "torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], [4])",
+        "batch",
+    ),
     "lambda": ("torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)", "batch"),
 }
 _STEP = "loss = F.cross_entropy(model(x), y)\noptimizer.zero_grad()\nloss.backward()\n"
@@ -214,6 +219,28 @@ def update(ema, net, decay=0.9):
         before=Piece.before + "\naverage = torch.optim.swa_utils.AveragedModel(net)",
         body=Piece.body + "average.update_parameters(net)",
         end="report(model=model, average=average)",
+    ),
+    "states-clipped-weights": Piece(
+        body=Piece.body
+        + "with torch.no_grad():\n    for p in net.parameters():\n        p.data.mul_(0.99).clamp_(-0.3, 0.3)\n",
+    ),
+    "states-buffers-by-batch": Piece(
+        model="""
+            class Centered(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.layer = nn.Linear(8, 2)
+                    self.register_buffer("mean", torch.zeros(8))
+
+                def forward(self, x):
+                    if self.training:
+                        self.mean.lerp_(x.mean(0), 0.1)
+                    return self.layer(x - self.mean)
+
+            net = Centered()
+            model = DDP(net)
+            """,
+        end="report(model=net.layer)",
     ),
     "states-manual-lr": Piece(
         before=Piece.before + "\ntotal, step = EPOCHS * len(loader), 0",
@@ -695,7 +722,7 @@ PIECES: dict[str, Piece] = {
     **_MODELS,
 }
 
-RANDOM = frozenset({"models-dropout"})
+RANDOM = frozenset({"models-dropout", "states-buffers-by-batch"})
 """Scripts whose results depend on how the samples are divided: after a disturbance they cannot equal torchrun's."""
 
 COARSE = frozenset({"steps-autocast", "models-hook"})

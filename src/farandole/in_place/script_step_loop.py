@@ -53,6 +53,15 @@ class ScriptedState(StepState):
 
     script: ScriptState | None = None
 
+    def capture(self, is_whole: bool = False) -> None:
+        if not self.step:
+            self._watched.inspect()
+        super().capture(is_whole)
+
+    def _on_decided(self, batch: Batch | None) -> None:
+        super()._on_decided(batch)
+        self._watched.applied()
+
     def before_applying(self) -> None:
         super().before_applying()
         if self.script is not None:

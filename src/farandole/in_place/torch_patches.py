@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
@@ -225,7 +225,8 @@ def _note_constructions(registry: Registry) -> None:
     _note(AveragedModel, registry.averages)
     _note(torch.optim.Optimizer, registry.optimizers)
     _note(DataLoader, registry.loaders)
-    for kind in (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler):
+    # Those that consist of other schedulers do not call the constructor of their base (torch 2.13).
+    for kind in (LRScheduler, ReduceLROnPlateau, SequentialLR, ChainedScheduler, torch.amp.GradScaler):
         _note(kind, registry.others)
     register_optimizer_step_pre_hook(_before_step)
 

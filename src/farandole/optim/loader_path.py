@@ -219,6 +219,7 @@ class LoaderPath:
         found = [each for each in gradients.parameters if self._is_set(each)]
         if not found:
             return
+        step.begin_pass(batch)  # in the count of samples that are trained
         if self._body is BodyStatus.FRESH:
             self._keep_before(batch)
             self._body = BodyStatus.PASSED
@@ -262,6 +263,14 @@ class LoaderPath:
                 f"unscaled: it makes them those of the global batch"
             )
 
+    def _note_set_alone(self, batch: Batch) -> None:
+        """Count the samples of a worker alone, whose gradients stay where the script has set them."""
+        gradients = self._reduction.gradients
+        if gradients.stay_in_place and not step.passed():
+            set_ = (each.grad for each in gradients.parameters if each.grad is not None)
+            if any(bool(_has_values(gradient)) for gradient in set_):
+                step.begin_pass(batch)
+
     def zeroed(self) -> None:
         """Note that zero_grad() has set gradients to zeros, and left the tensors."""
         self._was_zeroed = True
@@ -300,6 +309,7 @@ class LoaderPath:
             self._factor = self._weights.record(batch)
             if not step.is_aborted():
                 self._refuse_set()
+                self._note_set_alone(batch)
             self._reduce(batch)
 
     def _reduce(self, batch: Batch) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from farandole.collectives.connection_pair import bytes_of, memory_at
 from farandole.state.optimizer_state import with_inner
@@ -422,8 +423,9 @@ def named_tensors(kinds: Kinds, attributes: Mapping[str, Any], has_all_buffers: 
     """Return all tensors of a state, each once, in the same order on all ranks.
 
     Running statistics of BatchNorm are excluded unless `has_all_buffers`: except in strict mode, each rank computes its
-    own from its local batch. Sparse tensors are
-    excluded too, and tensors of other classes, such as those of a sharded model, whose parts differ by rank.
+    own from its local batch. So are buffers of a DistributedDataParallel that broadcasts them: each forward pass begins
+    with those of rank 0, and may change them by its local batch. Sparse tensors are excluded too, and tensors of other
+    classes, such as those of a sharded model, whose parts differ by rank.
 
     Args:
         kinds: The values that the state was given.
@@ -464,16 +466,20 @@ def _all(kinds: Kinds, attributes: Mapping[str, Any], has_all_buffers: bool) -> 
         yield from _nested(name, attributes, (name,), attributes[name])
 
 
-def _of_module(prefix: str, module: torch.nn.Module, has_all_buffers: bool) -> Iterator[NamedTensor]:
+def _of_module(
+    prefix: str, module: torch.nn.Module, has_all_buffers: bool, are_broadcast: bool = False
+) -> Iterator[NamedTensor]:
     for key in module._parameters:
         yield NamedTensor(prefix + key, module._parameters, (key,), is_trained=True)
+    if isinstance(module, DistributedDataParallel):
+        are_broadcast |= bool(module.broadcast_buffers)
     # The base class of all BatchNorm and InstanceNorm layers (torch 2.13, torch/nn/modules/batchnorm.py).
-    if has_all_buffers or not isinstance(module, _NormBase):
+    if has_all_buffers or not (are_broadcast or isinstance(module, _NormBase)):
         for key in module._buffers:
             yield NamedTensor(prefix + key, module._buffers, (key,), is_trained=False)
     for key, child in module._modules.items():
         if child is not None:
-            yield from _of_module(f"{prefix}{key}.", child, has_all_buffers)
+            yield from _of_module(f"{prefix}{key}.", child, has_all_buffers, are_broadcast)
 
 
 def _of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[NamedTensor]:

@@ -42,6 +42,8 @@ class WatchedTensors:
         self._is_inspected = False
         self._copied: list[str] = []  # tensors whose copy is that of the last capture()
         self.trusted: set[str] = set()  # since the last capture()
+        self._is_learning = False
+        self._after_step: tuple[list[int], dict[str, torch.Tensor]] | None = None  # versions, and copies if it learns
 
     def track(self, tensors: Mapping[str, torch.Tensor], owned: Container[str] = ()) -> None:
         """Watch these tensors from now on; `owned` are the names of optimizers' tensors. A capture() has to follow."""
@@ -51,6 +53,7 @@ class WatchedTensors:
             [(name, each) for name, each in self.items() if name not in owned], list(self.items())
         )
         self._copies = {name: copy for name, copy in self._copies.items() if name in tensors}
+        self._after_step = None
 
     def items(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the tensors, live, with their names."""
@@ -91,8 +94,29 @@ class WatchedTensors:
         versions = self._versions if since is None else since
         return [name for (name, each), version in zip(self.items(), versions, strict=True) if each._version != version]
 
+    def inspect(self) -> None:
+        """Find out by their bytes which tensors the loop body behind the next capture() changes, before its step and
+        after it: no rehearsal has shown it."""
+        self._is_suspicious = self._is_learning = True
+
+    def applied(self) -> None:
+        """Note that a step is applied: what changes before the next capture() changes after the step."""
+        copies = {name: each.detach().clone() for name, each in self.items()} if self._is_learning else {}
+        self._after_step, self._is_learning = (self.mark(), copies), False
+
+    def _learn_late(self) -> None:
+        if self._after_step is None:
+            return
+        (versions, copies), self._after_step = self._after_step, None
+        late = set(self.changed(versions)) | {
+            name for name, each in self.items() if name in copies and not are_equal(each, copies[name])
+        }
+        if not late <= self._changing_late:
+            self.add_changing_late(late)
+
     def capture(self, is_whole: bool = False) -> None:
         """Remember the tensors as they are now; with `is_whole` the bytes of all of them."""
+        self._learn_late()
         self._versions = [each._version for each in self._tensors]
         self.trusted.clear()
         self._sampled.take()

@@ -187,6 +187,17 @@ def test_gradients_that_are_zeroed_before_the_step_do_not_count() -> None:
         assert torch.equal(net.weight.grad, wanted)
 
 
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_batch_whose_gradients_the_script_sets_is_trained(is_set: bool) -> None:
+    net, x = model(), samples(4)
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in hand_out([4]):
+        if is_set:
+            net.weight.grad = torch.autograd.grad(loss(net, x), net.weight)[0]
+        optimizer.step()
+        assert step.trains_nothing() is not is_set
+
+
 def test_a_second_step_for_one_batch_is_refused() -> None:
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))

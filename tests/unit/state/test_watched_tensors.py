@@ -164,3 +164,37 @@ def test_tensors_of_which_no_element_can_be_looked_at_do_no_harm() -> None:
         watched.look()
         watched.capture()
     assert watched.put_back() == []
+
+
+def test_a_loop_body_that_is_inspected_shows_by_bytes_what_changes_after_its_step() -> None:
+    """As in place, where no rehearsal comes first: weights that are clipped after the step, and a teacher before it."""
+    weight, teacher = torch.full((3,), 2.0), torch.zeros(3)
+    watched = WatchedTensors()
+    watched.track({"weight": weight, "teacher": teacher}, owned={"weight", "teacher"})
+    watched.inspect()
+    watched.capture()
+    teacher.data.add_(1)
+    watched.look()
+    weight.add_(1)  # the optimizer
+    watched.applied()
+    weight.data.clamp_(max=2.5)
+    watched.capture()
+    assert watched.changing == (("teacher",), ("weight",))
+    watched.save()  # the next step is aborted
+    weight.data.mul_(0.5)
+    assert watched.put_back() == []
+    assert weight.tolist() == [2.5, 2.5, 2.5]
+
+
+def test_what_changes_after_a_later_step_for_the_first_time_is_seen_by_its_version() -> None:
+    weight = torch.zeros(3)
+    watched = watching(weight=weight)
+    weight.add_(1)  # the optimizer
+    watched.applied()
+    watched.capture()
+    assert watched.changing == ((), ())
+    weight.add_(1)
+    watched.applied()
+    weight.clamp_(max=1.5)
+    watched.capture()
+    assert watched.changing == ((), ("weight",))
