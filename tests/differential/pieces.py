@@ -381,6 +381,11 @@ if steps % 5 == 0:
         before=Piece.before + "\nmixing = np.random.default_rng(5)",
         body="x = x * mixing.uniform(0.9, 1.1)\n" + Piece.body,
     ),
+    "states-draws-alike": Piece(
+        before=Piece.before + "\nrandom.seed(5)\nnp.random.seed(6)\ndraws = 0.0",
+        body="scale = random.choice([1.0, 2.0]) + np.random.rand()\ndraws += scale\nx = x * scale\n" + Piece.body,
+        end="report(model=model, draws=draws)",
+    ),
     "states-generator": Piece(
         top="""
             def temperatures():

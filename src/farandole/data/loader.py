@@ -154,6 +154,8 @@ class DataLoader(ElasticLoader):
         ```
     """
 
+    _seed_of_processes: Callable[[], int] = staticmethod(torch.initial_seed)  # from which torch derives theirs
+
     def __init__(
         self,
         dataset: MapDataset,
@@ -246,6 +248,7 @@ class DataLoader(ElasticLoader):
             RowReader(inner_dataset, self._index_stream) if reads_here else inner,
             self._index_stream,
             self._keeps_processes,
+            self._seed_of_processes,
         )
 
     # Iterating -------------------------------------------------------------------------------------------

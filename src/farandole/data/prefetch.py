@@ -58,11 +58,17 @@ class Prefetch(Generic[OnWayT]):
         loader: With persistent_workers=True, so that torch does not end them with an iteration.
         requests: The batches to fetch.
         keeps_processes: renew() has no effect.
+        seed: Returns the seed from which torch derives those of new loader processes.
     """
 
     def __init__(
-        self, loader: TorchDataLoader[Any] | Iterable[Any], requests: RequestStream[OnWayT], keeps_processes: bool
+        self,
+        loader: TorchDataLoader[Any] | Iterable[Any],
+        requests: RequestStream[OnWayT],
+        keeps_processes: bool,
+        seed: Callable[[], int] = torch.initial_seed,
     ) -> None:
+        self._seed = seed
         self._loader, self._requests, self._keeps_processes = loader, requests, keeps_processes
         self._iterator: Iterator[Any] | None = None
         self._pids: tuple[int, ...] = ()
@@ -117,7 +123,7 @@ class Prefetch(Generic[OnWayT]):
         # generator: a repeated step would see other ones. Without a generator of the loader, torch takes its base seed
         # from the default one (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter.__init__).
         if loader.generator is not None:
-            loader.generator.manual_seed(torch.initial_seed())
+            loader.generator.manual_seed(self._seed())
         # A process that dies of the samples of one batch takes batches with it that it has prepared before: they come
         # when it prepares no others.
         loader.prefetch_factor = 1 if self._losses >= _LOSSES_TO_PREPARE_ONE else self._ahead

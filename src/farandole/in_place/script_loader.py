@@ -3,10 +3,12 @@ any number of workers."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 
 from farandole.collectives import world
@@ -78,6 +80,19 @@ class NoScriptHooks(NoLoaderHooks):
         pass
 
 
+class _Seeds:
+    """The seeds of loader processes, each time that they are started.
+
+    next  the seed of the next ones
+    """
+
+    next = 0
+
+    def __call__(self) -> int:
+        seed, self.next = self.next, (self.next + 1) % 2**63
+        return seed
+
+
 class ScriptLoader(DataLoader):
     """The loader of a training whose epochs are the script's iterations over its own DataLoader.
 
@@ -108,6 +123,7 @@ class ScriptLoader(DataLoader):
 
     def __init__(self, theirs: TorchDataLoader[Any], listed: ListedBatches) -> None:
         self.theirs = theirs
+        self._seeds = self._seed_of_processes = _Seeds()
         self._their_order = ListedOrder(listed)
         seed = next((each.seed for each in samplers_of(theirs) if type(getattr(each, "seed", None)) is int), 0)
         super().__init__(
@@ -208,6 +224,24 @@ class ScriptLoader(DataLoader):
         """Move on to the next epoch."""
         self.is_left = False
         self._advance()
+
+    # Random numbers ----------------------------------------------------------------------------------------
+
+    def draw_seed(self) -> None:
+        """Draw the seed of an iteration's loader processes as torch does at its beginning, so that what the script
+        draws afterwards is the same (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter.__init__)."""
+        drawn = torch.empty((), dtype=torch.int64).random_(generator=self.theirs.generator)
+        self._seeds.next = int(drawn)
+
+    @contextlib.contextmanager
+    def draws_kept(self) -> Iterator[None]:
+        """Return a context at whose end the generator that draw_seed() draws from is as before."""
+        generator = self.theirs.generator or torch.default_generator
+        state = generator.get_state()
+        try:
+            yield
+        finally:
+            generator.set_state(state)
 
     # Batches of a step -------------------------------------------------------------------------------------
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import itertools
 import pickle
 import random
-from types import GeneratorType
+from types import GeneratorType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,18 @@ class Place(NamedTuple):
 
     kind: str
     at: int | bytes | str
+
+
+def generators_of_process() -> SimpleNamespace:
+    """Return the generators from which random numbers are drawn without naming one; the same object each time."""
+    return _generators_of_process(torch.cuda.is_available() and bool(torch.cuda.is_initialized()))  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _generators_of_process(has_cuda: bool) -> SimpleNamespace:
+    of_cuda = {f"cuda{number}": each for number, each in enumerate(torch.cuda.default_generators if has_cuda else ())}
+    of_python, of_numpy = random._inst, np.random.mtrand._rand
+    return SimpleNamespace(torch=torch.default_generator, python=of_python, numpy=of_numpy, **of_cuda)
 
 
 def is_iterator(value: object) -> bool:

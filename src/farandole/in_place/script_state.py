@@ -33,6 +33,7 @@ from farandole.in_place.script_frames import frames_of_script, set_locals, shift
 from farandole.in_place.script_places import (
     Place,
     copied,
+    generators_of_process,
     is_iterator,
     is_random,
     mark_of,
@@ -207,6 +208,7 @@ def roots_of_script() -> list[Holder]:
     frames = frames_of_script()
     roots = [Holder(name, each.__dict__, "globals") for name, each in _own_modules(len(sys.modules)).items()]
     inner = [each for each in frames if each.f_code.co_name != "<module>"]
+    roots.append(Holder("random numbers", generators_of_process(), "object"))
     return [*roots, *(Holder(f"{each.f_code.co_qualname}()", each, "frame") for each in inner)]
 
 
@@ -347,6 +349,7 @@ class ScriptState:
 
     Attributes:
         batches: The number of batches that the script has in this iteration, as its enumerate() counts them.
+        iteration: The number of the iteration for which torch would have drawn the seed of its loader processes.
         going_on: Generators of Python that go on in the loop body, by name: they can be neither brought back nor
             carried.
     """
@@ -356,6 +359,7 @@ class ScriptState:
     ) -> None:
         self._owned, self._roots = owned, roots
         self.batches = 0
+        self.iteration = -1
         self._batches_then = 0
         self._of: list[object] = []  # where the search began
         self._copies: list[tuple[Holder, dict[Any, Any]]] = []
@@ -461,7 +465,8 @@ class ScriptState:
             sent = value.detach() if isinstance(value, torch.Tensor) else place_of(value) or value
             entries.append((name, holder.path, key, sent))
         tensors = self._tensors.known()
-        return {"entries": entries, "unequal": sorted(self._unequal), "batches": self.batches, "tensors": tensors}
+        counts = {"batches": self.batches, "iteration": self.iteration}
+        return {"entries": entries, "unequal": sorted(self._unequal), "tensors": tensors, **counts}
 
     def apply(self, packed: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Load what another worker has packed where this one is. Returns the names of what was loaded, and of what has
@@ -483,6 +488,7 @@ class ScriptState:
             else:
                 loaded.append(name)
         self.set_batches(packed["batches"])
+        self.iteration = packed["iteration"]
         self._unequal |= set(packed["unequal"])
         self._changed |= {name for name, *_ in packed["entries"]} | self._unequal
         self._copies, self._last = [], None

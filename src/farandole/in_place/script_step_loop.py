@@ -121,6 +121,7 @@ class InPlaceLoop(StepLoop):
         state.script = self._script = script
         self._compared_at = (-1, -1)  # epoch and step at which the workers have compared the script's values last
         self._lacks_values = job is not None and job.is_newcomer()  # of the others' script
+        self._has_to_seed = self._lacks_values  # its random numbers, where the others' are not the same on all of them
         self._received: dict[str, Any] | None = None  # these values, until the script is where theirs was
         self._lacks_contribution = False  # a result that the script got in this loop body, or behind the batches
         self._seen: Placement | None = None  # rank and size for the rest of a loop body that has lost a worker
@@ -324,6 +325,9 @@ class InPlaceLoop(StepLoop):
         super()._pass_boundary()
         self._script.take(self._is_due((self._script_loader.epoch, self._state.step)))
 
+    def _seed_body(self) -> None:
+        """Leave the random numbers to the script, as torchrun does: ScriptState brings them back."""
+
     def _put_back(self) -> None:
         is_repeated = step.is_undecided()
         super()._put_back()
@@ -340,6 +344,9 @@ class InPlaceLoop(StepLoop):
     def arrive(self) -> None:
         """Load the values of the others' script: this worker's script is where theirs was."""
         received, self._received, self._lacks_values = self._received, None, False
+        if self._has_to_seed:
+            reseed(self._script_loader.seed, self._state.step, world.current().placement.rank)
+            self._has_to_seed = False
         if received is None:
             return
         loaded, missing = self._script.apply(received)

@@ -448,6 +448,9 @@ class Training:
         if has_looked:
             loop.record_batches()
         loop.arrive()
+        if has_looked or script.iteration != loader.epoch:
+            loader.draw_seed()
+            script.iteration = loader.epoch
         self._began_at = loader.cursor
         yield from self._batches(loop, loader)
         if loader.is_left and not self._static_because:
@@ -512,7 +515,9 @@ class Training:
     def _rest(self, loader: ScriptLoader, position: int) -> Iterator[Any]:
         """Return torch's iterator over the rest of an epoch."""
         here = world.current().placement
-        return torchs_iterator(with_batches(loader.theirs, loader.rest(position, here.rank, here.size)))
+        rest = with_batches(loader.theirs, loader.rest(position, here.rank, here.size))
+        with loader.draws_kept():  # torch has drawn at the beginning of the epoch
+            return torchs_iterator(rest)
 
     def _has_only_looked(self) -> bool:
         """Return whether the script has taken the first batch of its last iteration and no model has seen it, as in

@@ -476,8 +476,7 @@ class StepLoop:
         state.capture_after(call_once)
 
     def _pass_boundary(self) -> None:
-        """Remember the metadata, and seed the step's random numbers from (seed, step, rank): a step that is repeated
-        gets the same numbers."""
+        """Remember the metadata, and set the step's random numbers: a step that is repeated gets the same ones."""
         state, self._is_second_call, self._has_foreign_step = self._state, False, False
         # Workers come to their next batch on different ways, and may pass the boundary before it twice. All count it
         # once: one with another number would be taken for one that lacks something.
@@ -503,8 +502,12 @@ class StepLoop:
         else:
             trained, samples = loader.cursor, getattr(loader, "epoch_samples", 0)
             status_reporting.set_step(number, state.step, loader.epoch, min(trained, samples or trained), samples)
-        seed = state.loader.seed if state.loader is not None else 0
-        reseed(seed, state.step, world.current().placement.rank)
+        self._seed_body()
+
+    def _seed_body(self) -> None:
+        """Seed the random numbers of a loop body, from (seed, step, rank)."""
+        seed = self._state.loader.seed if self._state.loader is not None else 0
+        reseed(seed, self._state.step, world.current().placement.rank)
 
     def _report_stragglers(self, balance: Balance) -> None:
         """Tell the coordinator, as rank 0, of the workers that have become stragglers, or are none any more."""
