@@ -386,6 +386,37 @@ if steps % 5 == 0:
         body="scale = random.choice([1.0, 2.0]) + np.random.rand()\ndraws += scale\nx = x * scale\n" + Piece.body,
         end="report(model=model, draws=draws)",
     ),
+    "states-mean-of-the-start": Piece(
+        before=Piece.before + "\nmean = 0.0",
+        body=Piece.body + "total = loss.detach().clone()\ndist.all_reduce(total)\nmean += (total / world).item()\n",
+        end="report(model=model, mean=mean)",
+    ),
+    "states-sinkhorn": Piece(
+        top="""
+            @torch.no_grad()
+            def assign(scores, world):
+                q = torch.exp(scores).t()
+                q /= 2 * q.shape[1] * world
+                total = q.sum()
+                dist.all_reduce(total)
+                q /= total
+                for _ in range(3):
+                    rows = q.sum(1, keepdim=True)
+                    dist.all_reduce(rows)
+                    q /= rows * q.shape[0]
+                    q /= q.sum(0, keepdim=True) * q.shape[1] * world
+                return (q * q.shape[1] * world).t()
+            """,
+        body="""
+            with torch.no_grad():
+                net[2].weight.copy_(F.normalize(net[2].weight, dim=1))
+            scores = model(x)
+            loss = -(assign(scores.detach(), world) * F.log_softmax(scores, 1)).sum(1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            """,
+    ),
     "states-generator": Piece(
         top="""
             def temperatures():

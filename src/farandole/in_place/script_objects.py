@@ -4,12 +4,13 @@ torch_patches.py notes them, training.py asks for them.
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -131,6 +132,35 @@ def line_of_script() -> str:
     """Return file and line of the innermost frame that belongs to none of torch, Lightning and Farandole."""
     frame = _frame_of_script()
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "unknown line"
+
+
+_COUNTS = re.compile(r"world|proc|replica|worker|rank|gpu|\bws$", re.IGNORECASE)
+
+
+def kept_count(workers: int) -> str:
+    """Return the name of a variable, in the innermost function of the script or its caller, that has this number and is
+    named like one of workers; empty: there is none."""
+    frame = _frame_of_script()
+    for each in (frame, frame and frame.f_back):
+        if each is not None and (name := _kept_in(each, workers)):
+            return name
+    return ""
+
+
+def _kept_in(frame: FrameType, workers: int) -> str:
+    code = frame.f_code
+    names = {*code.co_names, *code.co_varnames, *code.co_freevars}
+    counts = [name for name in names if _COUNTS.search(name)]
+    for name in sorted(names):
+        value = frame.f_locals.get(name, frame.f_globals.get(name))
+        if type(value) is int and value == workers and name in counts:
+            return name
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict and not isinstance(value, type | ModuleType):
+            for count in counts:
+                if type(attributes.get(count)) is int and attributes[count] == workers:
+                    return f"{name}.{count}"
+    return ""
 
 
 def runs_in_lightning() -> bool:

@@ -32,7 +32,7 @@ from farandole.errors import ConfigError, FarandoleError, StepError
 from farandole.in_place.loop_shape import line_that_counts
 from farandole.in_place.script_collectives import EchoTransport
 from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader
-from farandole.in_place.script_objects import Objects, Registry, line_of_script, runs_in_lightning
+from farandole.in_place.script_objects import Objects, Registry, kept_count, line_of_script, runs_in_lightning
 from farandole.in_place.script_samplers import (
     SameForAll,
     advance,
@@ -51,6 +51,7 @@ from farandole.state import step
 from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
 from farandole.worker import context
+from farandole.worker.leaving import remark
 
 logger = logging.getLogger("farandole")
 
@@ -77,6 +78,7 @@ class Training:
         self._constructed = 0  # DataLoaders, when the last iteration for training began
         self._trains_in_eval = False  # the models are in eval() mode while they are trained
         self._line_in_eval = ""  # of a DataLoader that was taken for one of a validation
+        self._kept_count = ""  # a variable of the script that has the number of workers of the start
         self._lengths: list[int] = []  # batches in the script's iterations over its training loader
         self._begun = 0  # iterations of the script over its training loader
         self._began_at = 0  # the cursor at which the last one began
@@ -153,6 +155,15 @@ class Training:
         """Note that the script is about to reduce this tensor over all workers: whether gradients flow through the
         result, as through a loss, is known when they do. A copy of a loss for the log has a graph, too."""
         loop = self._loop
+        size = world.current().placement.size if world.is_entered() else self.workers
+        if loop is not None and size != self.workers and not self.passes_over and not self._kept_count:
+            self._kept_count = kept_count(self.workers)
+            if self._kept_count:
+                text = (
+                    f"{line_of_script()} reduces over {size} workers, and the script may compute with {self.workers}, "
+                    f"the number of its start, in {self._kept_count}: get_world_size() is the one of now"
+                )
+                remark(context.job(), "number of workers", text)
         if loop is None or loop.differentiates or step.batch() is None or not tensor.requires_grad or tensor.is_leaf:
             return
         line = line_of_script()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
-from farandole.in_place.script_objects import Noted, Registry, line_of_script
+from farandole.in_place.script_objects import Noted, Registry, kept_count, line_of_script
 
 
 def test_an_object_is_noted_as_long_as_it_exists_with_the_line_that_constructed_it() -> None:
@@ -37,3 +37,24 @@ def test_without_a_parallel_module_nothing_is_reduced() -> None:
 
 def test_the_line_of_the_script_is_that_of_its_innermost_frame() -> None:
     assert line_of_script().startswith("test_script_objects.py:")
+
+
+def mean_over(total: float, nprocs: int, found: list[str]) -> float:
+    found.append(kept_count(3))
+    return total / nprocs
+
+
+class Options:
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.batch_size = world_size, 3
+
+
+def test_a_number_of_workers_that_a_script_keeps_is_found_where_it_is_used() -> None:
+    found: list[str] = []
+    mean_over(1.0, 3, found)
+    mean_over(1.0, 2, found)
+    args = Options(3)
+    found.append(f"{kept_count(3)} {args.world_size}")
+    args = Options(2)
+    found.append(kept_count(3))
+    assert found == ["nprocs", "", "args.world_size 3", ""]
