@@ -69,6 +69,11 @@ _STEPS = {
     "steps-clip": Piece(
         body=_STEP + "nn.utils.clip_grad_norm_(model.parameters(), 0.5)\noptimizer.step()\n",
     ),
+    "steps-cancelled-gradients": Piece(
+        body=_STEP
+        + "for name, p in model.named_parameters():\n    if epoch < 2 and '2.' in name:\n        p.grad = None\n"
+        + "optimizer.step()\n",
+    ),
     "steps-clip-value": Piece(
         body=_STEP + "nn.utils.clip_grad_value_(model.parameters(), 0.05)\noptimizer.step()\n",
     ),
