@@ -19,7 +19,7 @@ LANES ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser --ignore tests/trackers
 
 test: $(READY)  ## the tests, without long ones and those of the engines, of the browser and of trackers; LANES=3 files at a time
-	@echo "Running the tests, with real processes and real kills; this takes some eight minutes ..."
+	@echo "Running the tests, with real processes and real kills; this takes some fifteen minutes on two slow cores ..."
 	@$(PYTEST) -m "not long and not chaos_long and not gpu"
 
 test-long: $(READY)  ## the long tests, which 'make test' leaves out: many jobs each, with faults at many places
