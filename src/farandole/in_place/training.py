@@ -534,6 +534,7 @@ class Training:
         """Return whether the script has taken the first batch of its last iteration and no model has seen it, as in
         `len(next(iter(loader))[0])`: the next iteration is the same one."""
         is_first = self._loader is not None and self._loader.cursor == self._began_at
+        is_first &= self._script is not None and self._script.batches == 1  # a newcomer begins in the middle
         is_unused = step.batch() is not None and not step.is_noticed()
         return bool(self._begun) and is_first and is_unused and step.status() in (StepStatus.OPEN, StepStatus.ABORTED)
 
