@@ -24,7 +24,7 @@ test: $(READY)  ## the tests, without long ones and those of the engines, of the
 
 test-long: $(READY)  ## the long tests, which 'make test' leaves out: many jobs each, with faults at many places
 	@echo "Running the long tests; this takes some fifteen minutes ..."
-	@$(PYTEST) -m "long and not chaos_long and not gpu"
+	@$(PYTEST) -m "long and not gpu"
 
 test-all: test test-long  ## both
 

@@ -223,7 +223,7 @@ def test_an_agent_that_says_nothing_for_the_budget_is_lost() -> None:
             await running.join()
             await joined
             assert "nothing was received from it" in (await lost).reason
-            assert now_s() - begin_s > 0.2
+            assert 0.2 < now_s() - begin_s < 3.0
             assert (await asyncio.wait_for(running.outcome, DEADLINE_S)).exit_code == 1
 
     run(test())

@@ -164,7 +164,7 @@ def test_an_agent_whose_beats_nobody_answers_kills_its_workers_in_time_and_joins
             # One way only: everything that the agent says arrives, and nothing comes back.
             with pytest.raises(ConnectionError):
                 assert not await served.hear(WorkerExited), "the lease's end is no fault of the worker's"
-            assert 0.3 < asyncio.get_running_loop().time() - begin_s < 5.0
+            assert 0.3 < asyncio.get_running_loop().time() - begin_s < 2.0
             again = await served.greet()
             assert again.process == first.process
             assert processes_with(str(tmp_path)) == []

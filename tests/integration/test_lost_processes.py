@@ -53,7 +53,7 @@ def ranks() -> Iterator[list[RankProcess]]:
         each.end()
 
 
-@pytest.mark.timeout(240)  # every line that is read comes, or this ends the wait
+@pytest.mark.timeout(60)  # every line that is read comes, or this ends the wait
 def test_a_kill_reaches_all_survivors_at_once_also_those_that_are_no_neighbours(
     ranks: list[RankProcess],
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_kill_reaches_all_survivors_at_once_also_those_that_are_no_neighbours(
             os.kill(children[VICTIM], signal.SIGKILL)
     print("ms from the kill to the error:", [round((end["failed_s"] - killed_s) * 1e3, 1) for end in ends])
     assert [end["error"] for end in ends] == ["PeerLost"] * (SIZE - 1), ends
-    assert max(end["failed_s"] for end in ends) - killed_s < 10.0  # long before the child's end, after 30 s
+    assert max(end["failed_s"] for end in ends) - killed_s < 1.0
 
 
 def test_a_forked_child_closes_the_sockets_that_it_must_not_keep(tmp_path: Path) -> None:

@@ -389,9 +389,10 @@ class ScriptState:
             self._take_places([each for each, _ in self._randoms], {n: g for n, (g, _) in self._generators.items()})
         self._batches_then = self.batches
 
-    def roll_back(self) -> None:
-        """Return to the last take()."""
-        for holder, values in self._copies:
+    def roll_back(self, has_left: bool = False) -> None:
+        """Return to the last take(). `has_left`: the script has left the loop meanwhile, and its variables are those of
+        the code behind it; only tensors and random numbers return."""
+        for holder, values in () if has_left else self._copies:
             try:
                 holder.restore(values)
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -399,6 +400,8 @@ class ScriptState:
         self._tensors.put_back()
         for each, state in self._randoms:
             set_state(each, state)
+        if has_left:
+            return
         self._has_gone_on |= {name for name, (each, mark) in self._generators.items() if _has_moved(each, mark)}
         self.set_batches(self._batches_then)
 

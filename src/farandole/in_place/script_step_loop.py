@@ -131,6 +131,7 @@ class InPlaceLoop(StepLoop):
         self._is_at_epoch_end = False
         self._has_stepped = False
         self._has_repeated = False  # a batch of this epoch came again
+        self._has_left_body = False  # the script has left the loop in a body whose step is aborted, and has gone on
         self._is_on_trial = self._lacks_values
         self._trial: Trial | None = None  # it is under way
         self._on_trial: list[int] = []  # ranks of newcomers that have not trained yet
@@ -257,9 +258,11 @@ class InPlaceLoop(StepLoop):
         """End the epoch's batches, which the script may have left by `break`."""
         step.end_body()
         if step.is_aborted():
-            lost = step.batch()
+            left = step.batch() if step.is_noticed() else None
+            self._has_left_body = True
             self.reach_boundary()
-            self._remark_left_step(lost)
+            self._has_left_body = False
+            self._remark_left_step(left)
         loader = self._script_loader
         if self._has_repeated and loader.fraction < 1.0 and world.current().placement.rank == 0:
             logger.warning(
@@ -332,7 +335,7 @@ class InPlaceLoop(StepLoop):
         is_repeated = step.is_undecided()
         super()._put_back()
         if is_repeated:
-            self._script.roll_back()
+            self._script.roll_back(self._has_left_body)
             self._lacks_contribution = False
             if self._job is not None and (gone_on := self._script.take_gone_on()):
                 text = (

@@ -184,7 +184,10 @@ class StepLoop:
         return True
 
     def _remark(self) -> None:
-        """Say in the last line of the job what was not trained."""
+        """Say in the last line of the job what was not trained, and that a model is of no use."""
+        named = (each for module in self._state.modules() for each in module.named_parameters())
+        if bad := next((name for name, each in named if not _is_finite(each)), ""):
+            remark(self._job, "finite parameters", f"the parameter {bad} is not finite (NaN or infinite)")
         record, steps = getattr(self._state.loader, "record", None), self._state.step
         if record is None:
             return
@@ -657,6 +660,13 @@ class StepLoop:
 
     def committed(self) -> None:
         """Do nothing: every step is a commit here."""
+
+
+@torch.no_grad()
+def _is_finite(parameter: torch.nn.Parameter) -> bool:
+    """Return whether all values of a parameter are finite; True for one whose values cannot be looked at."""
+    is_usual = parameter.layout is torch.strided and parameter.device.type != "meta"
+    return not is_usual or bool(torch.isfinite(parameter).all())
 
 
 def _adopt_for_shards(modules: Iterable[Module], optimizers: Iterable[Optimizer], _: Callable[[], bool]) -> bool:

@@ -228,3 +228,20 @@ class Constructing(dict[str, Any]):
 def test_a_dictionary_is_read_without_its_own_methods() -> None:
     table = Constructing(made=list, number=3)
     assert Holder("table", table, "dict").read() == {"made": list, "number": 3}
+
+
+def test_a_script_that_has_left_its_loop_keeps_its_variables_and_gets_its_tensors_and_random_numbers_back() -> None:
+    trainer, numbers = Trainer(), np.random.default_rng(1)
+    state = state_of(trainer, own={"numbers": numbers})
+    train(trainer, state, 4)
+    state.take(is_due=False)
+    center, drawn = trainer.center.clone(), copy.deepcopy(numbers).random()
+    trainer.before_step()
+    trainer.count = 99  # as the code behind the loop does
+    numbers.random()
+    state.save()
+    state.roll_back(has_left=True)
+    assert trainer.count == 99
+    assert torch.equal(trainer.queue[0], torch.full((2,), 4.0))
+    assert numbers.random() == drawn
+    assert not torch.equal(trainer.center, center)  # another object, of a variable

@@ -139,6 +139,15 @@ def test_steps_without_a_backward_pass_train_nothing(orders: Orders) -> None:
     assert train(orders, state, lambda x, number: state.optimizer.step(), epochs=10) == ["nothing was trained"]
 
 
+def test_a_model_that_is_of_no_use_at_the_end_is_told(orders: Orders) -> None:
+    state = make_state()
+
+    def body(x: torch.Tensor, number: int) -> None:
+        make_step(state, x * float("nan") if number == 1 else x)
+
+    assert train(orders, state, body) == ["the parameter weight is not finite (NaN or infinite)"]
+
+
 def test_a_micro_batch_without_a_backward_pass_is_told(orders: Orders) -> None:
     state = make_state(max_local_batch=4)
 
