@@ -93,6 +93,33 @@ def check_gradients_of_named_operations_have_the_order_of_their_parameters() -> 
         compare(model, as_alone(make, is_dense))
 
 
+class Waves(torch.nn.Module):
+    """A model of complex numbers, and of real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.phases = torch.nn.Parameter(torch.randn(27, 4, dtype=torch.complex128))
+        self.mixed = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.complex128).t())
+        self.scale = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex128) @ self.phases @ self.mixed).abs() * self.scale
+
+
+def check_complex_parameters_are_trained_as_alone() -> None:
+    for micro_batches in (1, 2):
+        model, other = Waves(), Waves()
+        optimizer = fd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.05), bucket_mb=0.0001)
+        plain = torch.optim.Adam(other.parameters(), lr=0.05)
+        for _ in range(STEPS):
+            for mine in share(micro_batches):
+                applied = step_of(model, optimizer, data()[mine])
+            assert applied is True
+            step_of(other, plain, data())
+        compare(model, other)
+
+
 def check_a_model_that_is_moved_to_another_layout_between_steps() -> None:
     def moved(model: torch.nn.Module, turn: int) -> None:
         model.flat.to(memory_format=torch.contiguous_format if turn % 2 else torch.channels_last)  # type: ignore[union-attr]

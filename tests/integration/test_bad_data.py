@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.jobs import SCRIPTS, farandole_run
 
 OTHER_DATA_SET = """
@@ -38,3 +40,31 @@ def test_a_sampler_of_another_data_set_is_named_by_every_worker_before_anything_
     assert "ElasticSampler was made for 100 samples, but the data set of the DataLoader" in done.stderr
     assert "read" not in done.stdout
     assert "Exception in thread" not in done.stderr
+
+
+WITHOUT_A_STATE = """
+import sys
+import farandole as fd, torch
+from torch.utils.data import DataLoader, TensorDataset
+fd.init()
+torch.manual_seed(0)
+samples = torch.randn(40, 3)
+data = TensorDataset(samples[fd.rank() :: fd.size()] if sys.argv[1] == "divided" else samples)
+model = torch.nn.Linear(3, 1)
+optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for (x,) in DataLoader(data, batch_size=4, shuffle=True):
+    optimizer.zero_grad()
+    model(x).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("way", ["undivided", "divided"])
+def test_a_job_whose_workers_each_train_on_all_samples_says_so_in_its_last_line(way: str) -> None:
+    done = farandole_run("-np", "2", sys.executable, "-c", WITHOUT_A_STATE, way)
+    assert done.returncode == 0, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert ("each worker trained on all 40 samples: torch's DataLoader with a RandomSampler" in last) == (
+        way == "undivided"
+    ), last
+    assert ("success" in last) == (way == "divided"), last

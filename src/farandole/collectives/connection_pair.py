@@ -389,7 +389,8 @@ def combiners(op: Reduction, ranks: int) -> tuple[Callable[..., torch.Tensor], C
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's own memory as one dimension, outside autograd.
+    """Return the tensor's own memory as one dimension, outside autograd; of complex numbers, as real and imaginary
+    parts.
 
     Raises ValueError unless it is a contiguous CPU tensor of a dtype that can be sent.
     """
@@ -400,6 +401,8 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def flat_on_its_device(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same as flat_view() for a tensor on any device that has memory."""
+    if tensor.is_complex() and not tensor.is_conj():
+        tensor = torch.view_as_real(tensor)
     dtype_code(tensor.dtype)
     if tensor.device.type == "meta" or not tensor.is_contiguous():
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +13,19 @@ import msgspec
 
 from farandole.collectives.transport import Transport
 from farandole.errors import GenerationEnded, NotInitialized, StepError
+from farandole.events import JobRemarked
 from farandole.membership import GenerationId, Placement
 
 if TYPE_CHECKING:
     from farandole.collectives.named.engine import NamedCollectives
     from farandole.collectives.point_to_point import PointToPoint
+
+logger = logging.getLogger("farandole")
+
+
+def log_remark(topic: str, text: str) -> None:
+    """Log what the last line of a job has under a launcher of Farandole."""
+    logger.warning(JobRemarked(topic, text).line())
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,7 @@ class World:
         named: The named collectives, on connections of their own.
         p2p: Messages from one rank to another; for the main thread, too.
         is_homogeneous: Every host has the same number of workers.
+        on_remark: Takes the topic and the text of a remark; see remark().
     """
 
     id: GenerationId
@@ -36,6 +46,7 @@ class World:
     named: NamedCollectives | None = None
     is_homogeneous: bool = True
     p2p: PointToPoint | None = None
+    on_remark: Callable[[str, str], None] = log_remark
 
 
 _current: World | None = None
@@ -64,6 +75,14 @@ def current() -> World:
     if _current is None:
         raise NotInitialized(_not_initialized)
     return _current
+
+
+def remark(topic: str, text: str) -> None:
+    """Add a remark to the last line of the job, as its rank 0. A later one of the same topic replaces it; under another
+    launcher, it is a line of the log."""
+    here = current()
+    if here.placement.rank == 0:
+        here.on_remark(topic, text)
 
 
 def word_missing_init(message: str) -> None:

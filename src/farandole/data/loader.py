@@ -159,7 +159,7 @@ class DataLoader(ElasticLoader):
     def __init__(
         self,
         dataset: MapDataset,
-        global_batch_size: int,
+        global_batch_size: int = 0,
         *,
         seed: int = 0,
         shuffle: bool = True,

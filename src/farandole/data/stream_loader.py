@@ -118,7 +118,7 @@ class StreamLoader(ElasticLoader):
     def __init__(
         self,
         dataset: Iterable[Any],
-        global_batch_size: int,
+        global_batch_size: int = 0,
         *,
         streams: int = 1,
         seed: int = 0,

@@ -12,11 +12,11 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from farandole.data.augmentation import generators_kept, seed_item
-from farandole.data.sample_content import content_hash
 from farandole.data.sample_order import batches, delivered, even_slice, micro_batches
 from farandole.data.stream_order import StreamPosition, walk
 from farandole.data.streams import Mark, Source, Stream
 from farandole.errors import DataError
+from farandole.state.content_hash import content_hash
 from farandole.state.step import Batch, GlobalBatch
 
 

@@ -28,9 +28,7 @@ from farandole.state import packing, step
 from farandole.state.step import Batch
 from farandole.state.step_state import StepState
 from farandole.state.sync import receive
-from farandole.wire.messages import Remark
 from farandole.worker.context import WorkerJob
-from farandole.worker.leaving import remark
 from farandole.worker.step_loop import StepLoop, reseed
 
 logger = logging.getLogger("farandole")
@@ -283,7 +281,7 @@ class InPlaceLoop(StepLoop):
             f"samples [{start}, {stop}) of epoch {batch.global_batch.epoch} are not trained: the script has left the "
             f"loop over its batches in the body of their step, which was to come again after a change of the workers"
         )
-        remark(self._job, "left step", text)
+        world.remark("left step", text)
 
     def leave_batches(self) -> bool:
         self._state.capture()
@@ -342,7 +340,7 @@ class InPlaceLoop(StepLoop):
                     f"{_some(gone_on)} of the script has gone on in a loop body that came again, and cannot be brought "
                     f"back: generators of Python have no state that can be set"
                 )
-                remark(self._job, "generator of the script", text)
+                world.remark("generator of the script", text)
 
     def arrive(self) -> None:
         """Load the values of the others' script: this worker's script is where theirs was."""
@@ -357,7 +355,7 @@ class InPlaceLoop(StepLoop):
             logger.warning("carried over from the script's variables: %s", _some(loaded))
         if missing and self._job is not None:
             text = f"a newcomer lacks {_some(missing)}, which the others' script has"
-            self._job.link.send(Remark("newcomer", text))
+            world.current().on_remark("newcomer", text)
 
     def _exchange_scripts(self, place: tuple[int, ...]) -> None:
         """Let workers whose script is behind that of the others receive its values."""
@@ -416,7 +414,7 @@ class InPlaceLoop(StepLoop):
         lacks, self._lacks_contribution = self._lacks_contribution, False
         if lacks and self._job is not None:
             text = "a collective of the script lacks the contribution of a lost worker"
-            self._job.link.send(Remark("collective of the script", text))
+            world.current().on_remark("collective of the script", text)
 
     def _regroup(self) -> None:
         self._has_repeated |= step.is_aborted()
@@ -550,14 +548,14 @@ class InPlaceLoop(StepLoop):
                 f"whether newcomers train as the others do could not be shown: with equal samples and random numbers, "
                 f"{verdict.difference} on other workers, too"
             )
-            remark(self._job, "trial of newcomers", text)
+            world.remark("trial of newcomers", text)
 
     def _let_leave(self, verdict: Verdict) -> None:
         """Wait until the refused newcomers may leave. Raises RecoverableError when a worker is lost instead."""
         job, here = self._job, world.current()
         assert job is not None
         text = f"a newcomer was not admitted, since it would not train as the others do: {verdict.difference}"
-        remark(job, "refused newcomer", text)
+        world.remark("refused newcomer", text)
         if here.placement.rank in verdict.refused:
             logger.error("this worker leaves: %s", text)
             job.link.ask_to_leave()

@@ -51,7 +51,6 @@ from farandole.state import step
 from farandole.state.step import StepStatus
 from farandole.state.step_state import StepState
 from farandole.worker import context
-from farandole.worker.leaving import remark
 
 logger = logging.getLogger("farandole")
 
@@ -163,7 +162,7 @@ class Training:
                     f"{line_of_script()} reduces over {size} workers, and the script may compute with {self.workers}, "
                     f"the number of its start, in {self._kept_count}: get_world_size() is the one of now"
                 )
-                remark(context.job(), "number of workers", text)
+                world.remark("number of workers", text)
         if loop is None or loop.differentiates or step.batch() is None or not tensor.requires_grad or tensor.is_leaf:
             return
         line = line_of_script()

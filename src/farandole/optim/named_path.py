@@ -31,6 +31,7 @@ from farandole.optim.named_buckets import NamedBuckets, fits, may_use_buckets
 from farandole.optim.optimizer_mixin import counts_passes
 from farandole.optim.options import Options
 from farandole.optim.passes import Passes
+from farandole.optim.undivided_check import UndividedCheck
 
 # Sets of parameters whose gradients one optimizer reduces together, and for which it keeps buckets: all of them, and
 # those that a script trains without the others in some steps.
@@ -49,6 +50,7 @@ class NamedPath:
         self._sparse_dims: dict[int, int] = {}
         self._buckets: dict[tuple[Any, ...], NamedBuckets] = {}  # by the parameters: ids, dtypes and strides
         self._newest: NamedBuckets | None = None  # those of the last reduction
+        self._check = UndividedCheck(options)
         self._pass_id: int | None = None
         self.was_synchronized = False
         self.name(names)
@@ -131,8 +133,9 @@ class NamedPath:
             return None
         named = [each for each in participants if id(each.parameter) in keys]
         reduction = NamedReduction(named, self._options, self._sparse_dims, self._buckets_of(named))
+        compared = self._check.begin(named[0].name) if named[0] is self._named[0] else None
         try:
-            reduction.submit()
+            reduction.submit(compared)
         except HorovodInternalError:
             self._abandon()
             raise
@@ -167,6 +170,7 @@ class NamedPath:
         except HorovodInternalError:
             self._abandon()
             raise
+        self._check.end()
 
     def _abandon(self) -> None:
         """Drop all gradients. They may be partly reduced, so they must not be used or added to."""
@@ -227,8 +231,9 @@ class NamedReduction:
         self._sparse_dims = sparse_dims
         self._waits: list[Callable[[], None]] = []
 
-    def submit(self) -> None:
-        """Submit all gradients. Parameters without one take part with zeros. Raises the errors of the operations."""
+    def submit(self, also: Reduced | None = None) -> None:
+        """Submit all gradients, and what is reduced with them. Parameters without a gradient take part with zeros.
+        Raises the errors of the operations."""
         if self._is_alone():
             return
         for other in {id(each): each for each in map(_under_way.get, self._names()) if each is not None}.values():
@@ -239,7 +244,7 @@ class NamedReduction:
             dense = [self._pack(unit) for unit in units if not self._is_gathered(unit[0].parameter)]
             packed = self._pack_buckets()
             handle = allreduce_together_(
-                [reduced for reduced, _ in packed] + [unit.reduced for unit in dense],
+                [*(reduced for reduced, _ in packed), *(unit.reduced for unit in dense), *filter(None, [also])],
                 self._options.op,
                 *self._scales(),
                 self._options.process_set,

@@ -9,14 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from farandole.collectives import world
 from farandole.collectives.named.objects import broadcast_object
@@ -36,6 +29,7 @@ from farandole.state.metadata import (
     handler_for,
 )
 from farandole.state.object_state import ObjectState
+from farandole.state.undivided_data import UNDIVIDED
 
 
 class TorchState(ObjectState):
@@ -219,7 +213,7 @@ def _refuse_undivided(loader: Any) -> None:
         return
     is_iterable = isinstance(loader.dataset, IterableDataset)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if is_iterable or (type(sampler) in _UNDIVIDED and type(loader.batch_sampler) in (BatchSampler, type(None))):
+    if is_iterable or (type(sampler) in UNDIVIDED and type(loader.batch_sampler) in (BatchSampler, type(None))):
         ours = "StreamLoader" if is_iterable else "DataLoader"
         how = "its data set is an IterableDataset" if is_iterable else f"its sampler is a {type(sampler).__name__}"
         raise ConfigError(
@@ -234,9 +228,6 @@ def _refuse_undivided(loader: Any) -> None:
 def _may_have_others() -> bool:
     fixed = read_fixed_env()
     return read_worker_env() is not None or (fixed is not None and fixed.size > 1)
-
-
-_UNDIVIDED = (SequentialSampler, RandomSampler, WeightedRandomSampler)
 
 
 def broadcast_value(value: Any) -> Any:

@@ -32,7 +32,7 @@ from farandole.process_group.autoload import note_meeting
 from farandole.process_group.registration import open_default_group, register
 from farandole.state import object_state
 from farandole.wire.encryption import load_certificates
-from farandole.wire.messages import Connected, Failed, LinkBroken, MayPublish, Ready, Start
+from farandole.wire.messages import Connected, Failed, LinkBroken, MayPublish, Ready, Remark, Start
 from farandole.worker import process_setup
 from farandole.worker.fixed_job import FixedJob
 from farandole.worker.link import Connections, Link, LinkProbe
@@ -460,6 +460,7 @@ class WorkerJob:
             aborts=self._aborts,
             on_way=lambda number, way: self.link.send(Connected(number, way)),
             slot=env.slot,
+            on_remark=lambda topic, text: self.link.send(Remark(topic, text)),
         )
         self._link_probe = LinkProbe(env.detection_budget_s, self._connections, self.link.send, self._listener.address)
         self.link.on_look, self.link.look_every_s = self._look, self._link_probe.look_every_s

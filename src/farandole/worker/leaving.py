@@ -16,10 +16,10 @@ from farandole.collectives import world
 from farandole.collectives.named.stages import LEAVE_TOGETHER
 from farandole.collectives.world import World
 from farandole.errors import CollectiveMismatch, RecoverableError
-from farandole.events import JobRemarked, TrainingCutShort
+from farandole.events import TrainingCutShort
 from farandole.liveness.status_reporting import InPhase
 from farandole.membership import Phase, Shortfall
-from farandole.wire.messages import Finished, Remark
+from farandole.wire.messages import Finished
 from farandole.worker.context import WorkerJob
 
 logger = logging.getLogger("farandole")
@@ -63,16 +63,6 @@ class leaving_on_sigterm:  # noqa: N801 - reads as a statement
 
 
 # The barrier at the end of an elastic function, which both run loops pass ---------------------------------------------
-
-
-def remark(job: WorkerJob | None, topic: str, text: str) -> None:
-    """Add a remark to the last line of the job, as its rank 0. A later one of the same topic replaces it; under another
-    launcher, it is a line of the log."""
-    here = world.current()
-    if here.placement.rank == 0 and job is not None:
-        job.link.send(Remark(topic, text))
-    elif here.placement.rank == 0:
-        logger.warning(JobRemarked(topic, text).line())
 
 
 def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None, static_because: str = "") -> bool:

@@ -48,7 +48,7 @@ from farandole.state.watched_tensors import layers_with_statistics, make_statist
 from farandole.wire.messages import Elastic, StateHashed, StatesDiffered, StragglerSeen, Synced
 from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.context import WorkerJob
-from farandole.worker.leaving import all_have_finished, leaving_on_sigterm, remark
+from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.worker.process_setup import map_memory_ahead
 from farandole.worker.sample_records import SampleRecords, sample_records
 from farandole.worker.warm_up import warm_up
@@ -187,17 +187,17 @@ class StepLoop:
         """Say in the last line of the job what was not trained, and that a model is of no use."""
         named = (each for module in self._state.modules() for each in module.named_parameters())
         if bad := next((name for name, each in named if not _is_finite(each)), ""):
-            remark(self._job, "finite parameters", f"the parameter {bad} is not finite (NaN or infinite)")
+            world.remark("finite parameters", f"the parameter {bad} is not finite (NaN or infinite)")
         record, steps = getattr(self._state.loader, "record", None), self._state.step
         if record is None:
             return
         if record.skipped == steps:
-            remark(self._job, "skipped steps", "nothing was trained")
+            world.remark("skipped steps", "nothing was trained")
         elif record.skipped:
-            remark(self._job, "skipped steps", f"{record.skipped} of {steps} steps trained nothing, and were skipped")
+            world.remark("skipped steps", f"{record.skipped} of {steps} steps trained nothing, and were skipped")
         if record.partial:
             text = f"in {record.partial} of {steps} steps some samples had no backward pass"
-            remark(self._job, "partial steps", text)
+            world.remark("partial steps", text)
 
     def _shortfall(self) -> Shortfall | None:
         return self._state.loader.shortfall() if self._state.loader is not None else None

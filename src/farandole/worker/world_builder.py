@@ -30,7 +30,7 @@ from farandole.collectives.transport_choice import (
     for_devices,
     own_devices,
 )
-from farandole.collectives.world import World
+from farandole.collectives.world import World, log_remark
 from farandole.env import read_reconfigure, read_transport
 from farandole.errors import ConfigError
 from farandole.membership import DataAddress, Peer, Placement
@@ -96,6 +96,7 @@ class WorldBuilder:
     on_way     called on rank 0 with a generation's number and how tensors move in it, when that differs from the one
                before
     slot       the worker's slot on its host
+    on_remark  as in World
     """
 
     def __init__(
@@ -109,10 +110,11 @@ class WorldBuilder:
         aborts: AbortRegistry | None = None,
         on_way: Callable[[int, str], None] = lambda _number, _way: None,
         slot: int = 0,
+        on_remark: Callable[[str, str], None] = log_remark,
     ) -> None:
         self._listener, self._worker, self._host, self._named_settings = listener, worker, host, settings
         self._settings: _Settings | None = None
-        self._on_way, self._slot = on_way, slot
+        self._on_way, self._slot, self._on_remark = on_way, slot, on_remark
         self._last_way = ""
         self._on_broken, self._check, self._aborts = on_broken, check, aborts
         self._kept: dict[int, KeptGroup] = {}
@@ -179,7 +181,7 @@ class WorldBuilder:
 
         named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=settings.named)
         is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
-        entered = World(start.id, start.placement, steps, named, is_homogeneous, p2p)
+        entered = World(start.id, start.placement, steps, named, is_homogeneous, p2p, self._on_remark)
         self._report_way(description, start)
         return Built(entered, any(member.has_process_sets for member in directory))
 

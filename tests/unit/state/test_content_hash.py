@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.data.sample_content import content_hash
 from farandole.data.stream_loader import StreamLoader
 from farandole.errors import CollectiveMismatch
 from farandole.state import step
+from farandole.state.content_hash import content_hash
 from tests.support.thread_workers import run_workers
 
 VALUES: list[Any] = [
