@@ -420,8 +420,10 @@ def test_after_a_kill_it_goes_on_with_the_workers_that_are_left(tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reduced", ["loss", "copy"])
-def test_gradients_through_a_sum_over_the_workers_need_all_of_them(tmp_path: Path, reduced: str) -> None:
+@pytest.mark.parametrize(("reduced", "needs_all"), [("loss", True), ("copy", False), ("rows", True), ("whole", False)])
+def test_gradients_through_what_the_script_reduces_or_gathers_need_all_workers(
+    tmp_path: Path, reduced: str, needs_all: bool
+) -> None:
     words = ("generated", "--epochs", "4", "--pause", "0.25", "--reduce", reduced)
     with in_place(tmp_path, 3, *words, flags="--restarts 0", script=LOOPS) as job:
         logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 2 for log in logs.values()) == 3)
@@ -430,8 +432,9 @@ def test_gradients_through_a_sum_over_the_workers_need_all_of_them(tmp_path: Pat
         logs = job.wait()
         output = job.output()
     assert len({end["digest"] for end in ends(logs).values()}) == 1
-    assert ("gradients flow through a tensor that the script reduces" in output) == (reduced == "loss"), output
-    assert ("this job is static from here on, with 2 workers" in output) == (reduced == "loss")
+    assert ("gradients flow through a tensor that the script reduces or gathers" in output) == needs_all, output
+    assert ("this job is static from here on, with 2 workers" in output) == needs_all
+    assert ("finished, with remarks: a static job with 2 workers, not 3" in output) == needs_all
     check_ledger(tmp_path)
 
 

@@ -143,13 +143,41 @@ LOOPS = {
 }
 
 
+def own_rows(z: torch.Tensor) -> torch.Tensor:
+    """The rows of all workers, with gradients of the own ones, as contrastive losses have them."""
+    gathered = [torch.zeros_like(z) for _ in range(dist.get_world_size())]
+    with torch.no_grad():
+        dist.all_gather(gathered, z)
+    gathered[dist.get_rank()] = z
+    return torch.cat(gathered)
+
+
+class WholeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+        gathered = [torch.zeros_like(z) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, z)
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> torch.Tensor:
+        gradients = gradients.clone()
+        dist.all_reduce(gradients)
+        return gradients[dist.get_rank()]
+
+
+def whole_rows(z: torch.Tensor) -> torch.Tensor:
+    rows: torch.Tensor = WholeRows.apply(z)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("loops", nargs="+", choices=LOOPS, metavar="LOOP", help="each trains a model of its own")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
-    parser.add_argument("--reduce", choices=("loss", "copy"), help="over all workers, in each batch")
+    parser.add_argument("--reduce", choices=("loss", "copy", "rows", "whole"), help="over all workers, in each batch")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
 
@@ -173,7 +201,10 @@ def run(loop: str, options: argparse.Namespace) -> None:
 
     def train(epoch: int, *batches: Batch, steps: bool = True, factor: float = 1.0) -> None:
         loss = factor * sum(F.cross_entropy(model(x), y) for x, y in batches)
-        if options.reduce:
+        if options.reduce in ("rows", "whole"):
+            rows = (own_rows if options.reduce == "rows" else whole_rows)(model(batches[0][0]))
+            loss = loss + rows.square().mean()
+        elif options.reduce:
             total = loss.clone()
             dist.all_reduce(total)
             if options.reduce == "loss":

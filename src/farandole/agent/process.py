@@ -253,7 +253,7 @@ def is_stopped(pid: int) -> bool:
 # terminal, so a line that is being redrawn is passed on as a separate line every few seconds, and once more when it
 # is complete.
 
-LONGEST_LINE_BYTES = 1 << 16
+LONGEST_LINE_BYTES = 1 << 18
 """A longer line is passed on in pieces of this size: one line must not fill the agent's memory."""
 
 REDRAW_S = 5.0

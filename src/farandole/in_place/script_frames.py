@@ -13,6 +13,7 @@ from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 _PACKAGES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["farandole"]))
 
@@ -26,6 +27,17 @@ def frames_of_script() -> list[FrameType]:
             frames.append(frame)
         frame = frame.f_back
     return frames[::-1]
+
+
+def runs_in_autograd_function() -> bool:
+    """Return whether the code that has called runs in the forward() of a torch.autograd.Function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        first = frame.f_code.co_varnames[:1]
+        if frame.f_code.co_name == "forward" and first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def set_locals(frame: FrameType, values: Mapping[str, Any]) -> None:

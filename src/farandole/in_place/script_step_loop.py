@@ -449,8 +449,8 @@ class InPlaceLoop(StepLoop):
 
         - The script gathers tensors of its batches, which have to have the same shape on all workers, and these are too
           many, or too few, for that.
-        - It reduces a tensor over all workers, through which gradients flow: torch's collective hands each worker the
-          gradient of its own part only, so that their mean is divided by the number of workers.
+        - It reduces or gathers a tensor over all workers, through which gradients flow: torch's collective hands each
+          worker the gradient of its own part only, so that their mean depends on the number of workers.
         """
         loader, size = self._script_loader, world.current().placement.size
         if loader.static_because:
@@ -463,8 +463,9 @@ class InPlaceLoop(StepLoop):
             )
         elif self.differentiates and size != loader.listed.workers:
             loader.static_because = (
-                f"{self.differentiates}: gradients flow through a tensor that the script reduces over all workers, so "
-                f"their scale depends on the number of workers, which is {size} and was {loader.listed.workers}"
+                f"{self.differentiates}: gradients flow through a tensor that the script reduces or gathers over all "
+                f"workers, into the own part only, so they depend on the number of workers, which is {size} and was "
+                f"{loader.listed.workers}"
             )
         else:
             return

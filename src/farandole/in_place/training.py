@@ -31,6 +31,7 @@ from farandole.data.listed_batches import ListedBatches
 from farandole.errors import ConfigError, FarandoleError, StepError
 from farandole.in_place.loop_shape import line_that_counts
 from farandole.in_place.script_collectives import EchoTransport
+from farandole.in_place.script_frames import runs_in_autograd_function
 from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader
 from farandole.in_place.script_objects import Objects, Registry, kept_count, line_of_script, runs_in_lightning
 from farandole.in_place.script_samplers import (
@@ -142,13 +143,16 @@ class Training:
 
     def note_gather(self, tensor: torch.Tensor) -> None:
         """Note that the script is about to gather this tensor from all workers: whether it has a row for each sample of
-        the batch."""
-        batch = step.batch()
-        if self._loop is None or self._loop.gathers or batch is None or not batch.samples or not tensor.dim():
+        the batch, and whether gradients flow into the own rows. A Function of the script, or of torch, brings those of
+        the other workers itself."""
+        loop, batch = self._loop, step.batch()
+        if loop is None or batch is None or not batch.samples or not tensor.dim():
             return
         rows = tensor.shape[0]
         if rows and rows % batch.samples == 0 and (batch.samples > 1 or tensor.dim() > 1):
-            self._loop.gathers = line_of_script()
+            loop.gathers = loop.gathers or line_of_script()
+            if not runs_in_autograd_function():
+                self._note_gradients(tensor, loop)
 
     def note_reduction(self, tensor: torch.Tensor) -> None:
         """Note that the script is about to reduce this tensor over all workers: whether gradients flow through the
@@ -163,7 +167,11 @@ class Training:
                     f"the number of its start, in {self._kept_count}: get_world_size() is the one of now"
                 )
                 world.remark("number of workers", text)
-        if loop is None or loop.differentiates or step.batch() is None or not tensor.requires_grad or tensor.is_leaf:
+        if loop is not None and step.batch() is not None:
+            self._note_gradients(tensor, loop)
+
+    def _note_gradients(self, tensor: torch.Tensor, loop: InPlaceLoop) -> None:
+        if loop.differentiates or not tensor.requires_grad or tensor.is_leaf:
             return
         line = line_of_script()
 
@@ -301,6 +309,10 @@ class Training:
     def _be_static(self, reason: str) -> None:
         self._static_because, self._loop = reason, None
         set_transport_of_scripts(None)
+        size = world.current().placement.size
+        if size != self.workers:
+            batches = f"a static job with {size} workers, not {self.workers}, and so with other global batches"
+            world.remark("static job", f"{batches}, since {reason}")
         if self._loader is not None:
             self._in_current_world(self._loader.theirs)
 
