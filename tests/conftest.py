@@ -10,8 +10,10 @@ import random
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -19,6 +21,8 @@ import pytest
 # No example has a time limit of its own: on a busy machine each may take a second.
 hypothesis.settings.register_profile("farandole", deadline=None)
 hypothesis.settings.load_profile("farandole")
+
+_MOST_FILES = 25
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,6 +49,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if chosen.startswith("long"):
         return True if "pytest.mark.long" not in text else None
     return True if re.search(r"^pytestmark = .*pytest\.mark\.long\b", text, re.MULTILINE) else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print which files took longest: `make test` has to stay within ten minutes."""
+    seconds: Counter[str] = Counter()
+    for each in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(each, pytest.TestReport):
+            seconds[each.nodeid.partition("::")[0]] += each.duration
+    if len(seconds) > _MOST_FILES:
+        slowest = ", ".join(f"{file} {spent:.0f}" for file, spent in seconds.most_common(_MOST_FILES))
+        terminalreporter.write_line(f"slowest files, in seconds, of {seconds.total():.0f} altogether: {slowest}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

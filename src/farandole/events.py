@@ -534,6 +534,29 @@ class JobRemarked(Event):
 
 
 @dataclass(frozen=True)
+class NumberOfWorkersFixed(Event):
+    """What a job trains depends on the number of its workers: it waits for the replacement of each lost one."""
+
+    workers: int
+    because: str
+    level: ClassVar[Level] = "info"
+
+    def line(self) -> str:
+        return f"each step needs {count(self.workers, 'worker')}, so lost ones are waited for: {self.because}"
+
+
+@dataclass(frozen=True)
+class NumberOfWorkersFreed(Event):
+    """A lost worker of a job with a fixed number of workers cannot be replaced: the job goes on without it."""
+
+    workers: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"there will be no {count(self.workers, 'worker')} again: the job goes on with fewer"
+
+
+@dataclass(frozen=True)
 class WorkerTrainsAlone(Event):
     """A worker has made a step of an optimizer, and has not met the others: neither in init(), nor in a process group
     of torch.distributed. They may have trained as many models as there are workers."""

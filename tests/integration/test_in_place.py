@@ -439,6 +439,24 @@ def test_gradients_through_what_the_script_reduces_or_gathers_need_all_workers(
 
 
 @pytest.mark.long
+def test_where_gradients_need_all_workers_the_replacement_of_a_lost_one_is_waited_for(tmp_path: Path) -> None:
+    words = ("generated", "--epochs", "4", "--reduce", "rows", "--pause")
+    for name, pause in (("quiet", "0"), ("lossy", "0.2")):
+        folder = tmp_path / name
+        folder.mkdir()
+        with in_place(folder, 3, *words, pause, script=LOOPS) as job:
+            if name == "lossy":
+                logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 2 for log in logs.values()) == 3)
+                os.kill(sorted(logs)[1], signal.SIGKILL)
+            job.wait()
+            output = job.output()
+        assert "success. 3 workers finished the training." in output
+        check_ledger(folder)
+    assert "each step needs 3 workers, so lost ones are waited for" in output
+    assert difference(tmp_path / "quiet", tmp_path / "lossy") < 1e-9
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("flags", ["", "--max-restarts 1"])
 def test_once_static_a_loss_ends_the_job_or_starts_it_again(tmp_path: Path, flags: str) -> None:
     with in_place(tmp_path, 2, "counted", "--pause", "0.1", flags=flags, script=LOOPS) as job:

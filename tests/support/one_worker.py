@@ -14,7 +14,7 @@ from farandole.errors import GenerationEnded, JobEnded
 from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress
 from farandole.state.loop_hooks import HostUpdateResult
 from farandole.state.sync import Standing
-from farandole.wire.messages import Prepare, Start
+from farandole.wire.messages import Prepare, Remark, Start
 from farandole.worker.worker_recovery import CallRound
 
 
@@ -132,8 +132,12 @@ class Orders:
     def enter(self, number: int) -> OneLeft:
         transport = OneLeft(number, self.place, self.of)
         placement = Placement(self.place, self.of, self.place, self.of, 0, 1)
-        world.enter(world.World(GenerationId(1, 1, number, "test"), placement, transport))
+        here = world.World(GenerationId(1, 1, number, "test"), placement, transport, on_remark=self.remarked)
+        world.enter(here)
         return transport
+
+    def remarked(self, topic: str, text: str) -> None:
+        self.link.send(Remark(topic, text))
 
     @property
     def transport(self) -> OneLeft:

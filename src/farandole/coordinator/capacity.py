@@ -21,6 +21,8 @@ from farandole.events import (
     HostDrained,
     HostRemoved,
     HostUndrained,
+    NumberOfWorkersFixed,
+    NumberOfWorkersFreed,
     ScaleChanged,
     ScaleRefused,
     SlotBackoff,
@@ -45,6 +47,28 @@ def scale_requested(transition: Transition, size: int) -> None:
     transition.log(ScaleChanged(job.target, size))
     transition.change(most=size)
     _aim_at(transition, min(size, worker_capacity(job)) if job.config.fills_slots else size)
+
+
+def fix_workers(transition: Transition, number: int, because: str) -> None:
+    """Let the job train with this number of workers only, as long as there can be so many."""
+    job = transition.job
+    if job.fixed_because or job.static_because or job.is_released:
+        return
+    config = replace(job.config, num_proc=number, min_np=number, max_np=number)
+    transition.change(fixed_because=because, free_config=job.config, config=config, most=number)
+    transition.log(NumberOfWorkersFixed(number, because))
+    if job.target > number:
+        _aim_at(transition, number)
+
+
+def free_workers(transition: Transition) -> bool:
+    """Let a job with a fixed number of workers go on with fewer. Returns whether it was one."""
+    job = transition.job
+    if job.free_config is None:
+        return False
+    transition.log(NumberOfWorkersFreed(job.config.min_np))
+    transition.change(config=job.free_config, free_config=None, most=job.free_config.max_np)
+    return True
 
 
 def follow_hosts(transition: Transition) -> None:

@@ -54,6 +54,8 @@ def _why_not_now(job: Job) -> str | None:
 
 def _scale(job: Job, size: int) -> tuple[Accepted | Declined, Input | None]:
     low, high = job.config.min_np, job.config.max_np
+    if job.free_config is not None and size != low:
+        return Declined(f"each step of the job needs {counted(low, 'worker')}: {job.fixed_because}"), None
     if size < low:
         return Declined(f"{counted(size, 'worker')} {_is(size)} fewer than --min-np {low}"), None
     if high is not None and size > high:

@@ -299,6 +299,9 @@ class Job:
     released_s     when; None once the members were named that still ran a while later
     static_because  why the members train on as a static job, although they had entered an elastic function: none is
                    admitted any more; empty: they do not
+    fixed_because  why only one number of workers may train, also after such a job has gone on with fewer; empty: any
+                   number may
+    free_config    the config of such a job with the limits that it was started with; None: no number is fixed
     losses         members lost since the last START
     steps_seen     steps, or commits, decided as far as the coordinator knew at the last loss
     lost_at        steps_seen when the state was lost; None once it was reported how far the job went back
@@ -346,6 +349,8 @@ class Job:
     is_released: bool = False
     released_s: float | None = None
     static_because: str = ""
+    fixed_because: str = ""
+    free_config: JobConfig | None = None
     losses: tuple[Loss, ...] = ()
     steps_seen: int = 0
     lost_at: int | None = None
@@ -407,6 +412,16 @@ class Job:
         """Return whether a slot that is in backoff will get a worker again."""
         waiting = (use for use in self.slots.values() if use.is_open and use.backoff_until_s is not None)
         return any(use.restarts < self.config.restarts and not use.is_held_back for use in waiting)
+
+    def may_have(self) -> int:
+        """Return how many members there may be, when all workers that can be started have come."""
+        staying = {worker.slot for worker in self.each_survivor() if not worker.is_leaving}
+        startable = {
+            slot
+            for slot, use in self.slots.items()
+            if use.is_open and use.restarts < self.config.restarts and not self.is_banned(self.host(slot))
+        }
+        return len(staying | startable | {worker.slot for worker in self.newcomers()})
 
     def is_banned(self, host: str) -> bool:
         """Return whether no worker may be started on the host, because workers were lost there."""

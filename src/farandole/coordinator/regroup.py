@@ -256,6 +256,8 @@ def _try_start(transition: Transition, change: Change) -> None:
     capacity.release_held_back(transition)
     if _may_go_on_elsewhere(transition):
         return
+    if len(wanted) < transition.job.config.min_np and transition.job.may_have() < transition.job.config.min_np:
+        capacity.free_workers(transition)
     if wanted and len(wanted) >= transition.job.config.min_np:
         start(transition, wanted)
     else:
@@ -296,7 +298,11 @@ def _record_shortage(transition: Transition, change: Change) -> None:
     elif change.short_since_s is None:
         transition.change(change=replace(change, short_since_s=transition.now_s))
         transition.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
-    elif transition.now_s >= change.short_since_s + config.elastic_timeout_s:
+    elif transition.now_s < change.short_since_s + config.elastic_timeout_s:
+        return
+    elif capacity.free_workers(transition):
+        _try_start(transition, change)
+    else:
         transition.end(
             1,
             f"Training needs {counted(config.min_np, 'worker')} (--min-np) and had {present} for "

@@ -46,6 +46,7 @@ from farandole.wire.messages import (
     StragglerSeen,
     Synced,
     WorkerMessage,
+    WorkersFixed,
 )
 
 
@@ -85,6 +86,8 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
                 _straggles(transition, message)
             case Remark(topic, text):
                 transition.log(JobRemarked(topic, text))
+            case WorkersFixed(number, because):
+                capacity.fix_workers(transition, number, because)
             case Failed():
                 _failed(transition, worker, message)
             case Finished():

@@ -17,6 +17,7 @@ from farandole.collectives.transport import Transport
 from farandole.data.listed_batches import ListedBatches
 from farandole.errors import RecoverableError, StepError
 from farandole.in_place.newcomer_trial import Trial, Tried, Verdict, judge
+from farandole.in_place.number_of_workers import NumberOfWorkers
 from farandole.in_place.script_collectives import SurvivingTransport
 from farandole.in_place.script_loader import ScriptLoader
 from farandole.in_place.script_samplers import names_of
@@ -102,9 +103,7 @@ class InPlaceLoop(StepLoop):
     is_first_rank  the script was started as rank 0 of the job
 
     Attributes:
-        gathers: The line in which the script gathers a tensor of its batch from all workers; empty: none was seen.
-        differentiates: The line in which it reduces a tensor over all workers, through which gradients flow; empty:
-            none was seen.
+        number: What is known of the script's dependence on the number of workers.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class InPlaceLoop(StepLoop):
         self._trial: Trial | None = None  # it is under way
         self._on_trial: list[int] = []  # ranks of newcomers that have not trained yet
         self._going_on = ""  # a generator of the script: a trial would make it go on
-        self.gathers = self.differentiates = ""
+        self.number = NumberOfWorkers(job, loader)
         self._stack = ExitStack()
 
     def install(self) -> None:
@@ -445,31 +444,11 @@ class InPlaceLoop(StepLoop):
             )
 
     def _refuse_unequal_parts(self) -> None:
-        """Become static before the next batch, where gradients depend on more than the samples of the global batch:
-
-        - The script gathers tensors of its batches, which have to have the same shape on all workers, and these are too
-          many, or too few, for that.
-        - It reduces or gathers a tensor over all workers, through which gradients flow: torch's collective hands each
-          worker the gradient of its own part only, so that their mean depends on the number of workers.
-        """
-        loader, size = self._script_loader, world.current().placement.size
-        if loader.static_because:
-            return
-        is_equal = loader.known != loader.epoch or loader.listed.divides_equally(loader.cursor, size)
-        if self.gathers and not is_equal:
-            loader.static_because = (
-                f"{self.gathers}: the script gathers tensors of its batches, which have to be equally large, and its "
-                f"global batches cannot be divided equally among {size} workers"
-            )
-        elif self.differentiates and size != loader.listed.workers:
-            loader.static_because = (
-                f"{self.differentiates}: gradients flow through a tensor that the script reduces or gathers over all "
-                f"workers, into the own part only, so they depend on the number of workers, which is {size} and was "
-                f"{loader.listed.workers}"
-            )
-        else:
-            return
-        loader.leaves_before_batch = True
+        """Become static before the next batch, where the gradients of these workers would be others."""
+        loader = self._script_loader
+        if not loader.static_because:
+            loader.static_because = self.number.why_static()
+            loader.leaves_before_batch |= bool(loader.static_because)
 
     def _exchange_batches(self) -> None:
         """Have the batches of the current epoch from the lowest rank that knows them, where this worker does not: it is
@@ -479,8 +458,8 @@ class InPlaceLoop(StepLoop):
         told = _Told(
             loader.known,
             loader.listed.digest,
-            self.gathers,
-            self.differentiates,
+            self.number.gathers,
+            self.number.differentiates,
             loader.static_because,
             self._is_on_trial,
             going_on,
@@ -498,8 +477,9 @@ class InPlaceLoop(StepLoop):
         loader.static_because = loader.static_because or next(
             (each.static_because for each in by_rank if each.static_because), ""
         )
-        self.gathers = next((each.gathers for each in by_rank if each.gathers), "")
-        self.differentiates = next((each.differentiates for each in by_rank if each.differentiates), "")
+        self.number.gathers = next((each.gathers for each in by_rank if each.gathers), "")
+        self.number.differentiates = next((each.differentiates for each in by_rank if each.differentiates), "")
+        self.number.fix()
 
     # The trial of a newcomer -------------------------------------------------------------------------------
 

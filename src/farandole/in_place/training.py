@@ -150,7 +150,8 @@ class Training:
             return
         rows = tensor.shape[0]
         if rows and rows % batch.samples == 0 and (batch.samples > 1 or tensor.dim() > 1):
-            loop.gathers = loop.gathers or line_of_script()
+            if not loop.number.gathers:
+                loop.number.note_gather(line_of_script())
             if not runs_in_autograd_function():
                 self._note_gradients(tensor, loop)
 
@@ -171,14 +172,11 @@ class Training:
             self._note_gradients(tensor, loop)
 
     def _note_gradients(self, tensor: torch.Tensor, loop: InPlaceLoop) -> None:
-        if loop.differentiates or not tensor.requires_grad or tensor.is_leaf:
+        if loop.number.differentiates or not tensor.requires_grad or tensor.is_leaf:
             return
         line = line_of_script()
 
-        def note(_: torch.Tensor) -> None:
-            loop.differentiates = loop.differentiates or line
-
-        tensor.register_hook(note)  # type: ignore[no-untyped-call]
+        tensor.register_hook(lambda _: loop.number.note_gradients(line))  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Handle the end of the script, or of its process group. Idempotent. A forked child is not the script."""

@@ -201,6 +201,18 @@ class Remark(Message, frozen=True):
     text: str
 
 
+class WorkersFixed(Message, frozen=True):
+    """What is trained depends on the number of workers, so that there may be no other one. From rank 0.
+
+    Attributes:
+        number: The number of workers at the start.
+        because: Why; a clause.
+    """
+
+    number: int
+    because: str
+
+
 class Failed(Message, frozen=True):
     """User code raised an exception. `summary` is its last line, `traceback` the whole text."""
 
@@ -261,6 +273,7 @@ WorkerMessage: TypeAlias = (
     | ShardDiffered
     | StragglerSeen
     | Remark
+    | WorkersFixed
     | Failed
     | Finished
     | Leaving

@@ -1,0 +1,64 @@
+"""What a script trains may depend on the number of its workers. Then the job waits for each lost worker's replacement,
+and becomes static where there will be none."""
+
+from __future__ import annotations
+
+from farandole.collectives import world
+from farandole.events import count
+from farandole.in_place.script_loader import ScriptLoader
+from farandole.wire.messages import WorkersFixed
+from farandole.worker.context import WorkerJob
+
+
+class NumberOfWorkers:
+    """What the script's own collectives say about it:
+
+    - It gathers tensors of its batches, which have to have the same shape on all workers.
+    - It reduces or gathers a tensor over all workers, through which gradients flow: torch's collective hands each
+      worker the gradient of its own part only, so that their mean depends on the number of workers.
+
+    Attributes:
+        gathers: The line of the first; empty: none was seen.
+        differentiates: The line of the second; empty: none was seen.
+    """
+
+    def __init__(self, job: WorkerJob | None, loader: ScriptLoader) -> None:
+        self._job, self._loader = job, loader
+        self.gathers = self.differentiates = ""
+
+    def note_gather(self, line: str) -> None:
+        if not self.gathers:
+            self.gathers = line
+            self.fix()
+
+    def note_gradients(self, line: str) -> None:
+        """Called by the threads of autograd, too."""
+        if not self.differentiates:
+            self.differentiates = line
+            self.fix()
+
+    def fix(self) -> None:
+        """Tell the coordinator, as rank 0, if fewer workers would train something else."""
+        if self._job is None or world.current().placement.rank != 0:
+            return
+        workers = self._loader.listed.workers
+        if because := next(filter(None, map(self._why_not, range(1, workers))), ""):
+            self._job.link.send(WorkersFixed(workers, because))
+
+    def why_static(self) -> str:
+        """Return why the job becomes static with the workers of now; empty: it does not."""
+        return self._why_not(world.current().placement.size)
+
+    def _why_not(self, size: int) -> str:
+        loader = self._loader
+        if self.differentiates and size != loader.listed.workers:
+            return (
+                f"{self.differentiates}: gradients flow through a tensor that the script reduces or gathers over all "
+                f"workers, into the own part only, so they are others with {size} of {loader.listed.workers} workers"
+            )
+        if self.gathers and loader.known == loader.epoch and not loader.listed.divides_equally(loader.cursor, size):
+            return (
+                f"{self.gathers}: the script gathers tensors of its batches, which have to be equally large, and its "
+                f"global batches cannot be divided equally among {count(size, 'worker')}"
+            )
+        return ""
