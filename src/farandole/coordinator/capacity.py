@@ -59,6 +59,9 @@ def fix_workers(transition: Transition, number: int, because: str) -> None:
     transition.log(NumberOfWorkersFixed(number, because))
     if job.target > number:
         _aim_at(transition, number)
+    members = job.generation.members if job.generation is not None else ()
+    if len(members) < number and job.change is None and not job.is_finishing:
+        regroup.abort(transition, f"each step needs {number} workers")
 
 
 def free_workers(transition: Transition) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from farandole.collectives import world
 from farandole.events import count
 from farandole.in_place.script_loader import ScriptLoader
+from farandole.in_place.script_objects import line_of_script
 from farandole.wire.messages import WorkersFixed
 from farandole.worker.context import WorkerJob
 
@@ -17,14 +18,19 @@ class NumberOfWorkers:
     - It reduces or gathers a tensor over all workers, through which gradients flow: torch's collective hands each
       worker the gradient of its own part only, so that their mean depends on the number of workers.
 
+    A trial (division_trial.py) finds out the rest, before the first step with another number.
+
     Attributes:
         gathers: The line of the first; empty: none was seen.
         differentiates: The line of the second; empty: none was seen.
+        divides: Why the division of a batch matters: a clause; empty: it does not, as far as is known.
+        is_tried: The trial is over.
     """
 
     def __init__(self, job: WorkerJob | None, loader: ScriptLoader) -> None:
         self._job, self._loader = job, loader
-        self.gathers = self.differentiates = ""
+        self.gathers = self.differentiates = self.divides = ""
+        self.is_tried = False
 
     def note_gather(self, line: str) -> None:
         if not self.gathers:
@@ -36,6 +42,17 @@ class NumberOfWorkers:
         if not self.differentiates:
             self.differentiates = line
             self.fix()
+
+    def note_trial(self, because: str) -> None:
+        """Take the result of the trial, which is the same on all workers."""
+        self.is_tried, self.divides = True, because and f"{line_of_script()}: {because}"
+        self.fix()
+
+    def has_to_try(self) -> bool:
+        """Return whether a trial is due: workers are about to make a step that have another number."""
+        loader, size = self._loader, world.current().placement.size
+        is_open = not (self.is_tried or self.differentiates or loader.static_because)
+        return self._job is not None and is_open and loader.batches_of_step == 1 and size != loader.listed.workers
 
     def fix(self) -> None:
         """Tell the coordinator, as rank 0, if fewer workers would train something else."""
@@ -56,6 +73,8 @@ class NumberOfWorkers:
                 f"{self.differentiates}: gradients flow through a tensor that the script reduces or gathers over all "
                 f"workers, into the own part only, so they are others with {size} of {loader.listed.workers} workers"
             )
+        if self.divides and size != loader.listed.workers:
+            return f"{self.divides}, and is another one with {size} of {loader.listed.workers} workers"
         if self.gathers and loader.known == loader.epoch and not loader.listed.divides_equally(loader.cursor, size):
             return (
                 f"{self.gathers}: the script gathers tensors of its batches, which have to be equally large, and its "

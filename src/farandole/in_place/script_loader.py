@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -114,6 +114,7 @@ class ScriptLoader(DataLoader):
             about to begin; None: they cannot be listed.
         why_not_listed: The reason in this case.
         is_of_trial: The next batch is that of a trial (newcomer_trial.py): on all workers the same samples.
+        change: Makes another batch of the next one, which has so many samples, in a trial (division_trial.py).
 
     Raises:
         ConfigError: Its arguments cannot be supported.
@@ -145,6 +146,7 @@ class ScriptLoader(DataLoader):
         self.next_batches: ListedBatches | None = listed
         self.why_not_listed = ""
         self.is_of_trial = False
+        self.change: Callable[[Any, int], Any] | None = None
         self._first_number = _number_of(theirs)
         self._known_number = (0, self._first_number)  # an epoch, and its number
         self.know(listed)
@@ -324,8 +326,14 @@ class ScriptLoader(DataLoader):
     def _rehearse_a_change(self) -> None:
         if self.is_of_trial:
             self._index_stream.restart(self._layout, self.epoch, self.cursor, 0, self._world)
-        else:
+        elif self.change is None:
             super()._rehearse_a_change()
+
+    def _hand_out(self, is_rehearsal: bool) -> Any:
+        data = super()._hand_out(is_rehearsal)
+        if self.change is None or not is_rehearsal or self.batch is None:
+            return data
+        return self.change(data, self.batch.samples)
 
     def end_rehearsal(self) -> None:
         """Return to the position before rehearse(). Idempotent."""

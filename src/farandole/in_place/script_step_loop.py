@@ -16,6 +16,7 @@ from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.data.listed_batches import ListedBatches
 from farandole.errors import RecoverableError, StepError
+from farandole.in_place.division_trial import DivisionTrial
 from farandole.in_place.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.in_place.number_of_workers import NumberOfWorkers
 from farandole.in_place.script_collectives import SurvivingTransport
@@ -77,8 +78,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
     known     the epoch whose batches are known; -1: none
     digest    of these batches
-    gathers   line in which the script gathers a tensor of its batch; empty: none was seen
-    differentiates  line in which it reduces a tensor through which gradients flow; empty: none was seen
+    gathers, differentiates, divides, is_tried  as in NumberOfWorkers
     static_because  why the job has to become static; empty: it has not
     is_on_trial  it is a newcomer that has not trained yet
     going_on  a generator of the script that goes on in the loop body; empty: there is none
@@ -88,6 +88,8 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     digest: bytes
     gathers: str
     differentiates: str
+    divides: str
+    is_tried: bool
     static_because: str
     is_on_trial: bool
     going_on: str
@@ -134,6 +136,7 @@ class InPlaceLoop(StepLoop):
         self._on_trial: list[int] = []  # ranks of newcomers that have not trained yet
         self._going_on = ""  # a generator of the script: a trial would make it go on
         self.number = NumberOfWorkers(job, loader)
+        self._division: DivisionTrial | None = None  # it is under way
         self._stack = ExitStack()
 
     def install(self) -> None:
@@ -291,6 +294,8 @@ class InPlaceLoop(StepLoop):
     def reach_boundary(self) -> None:
         super().reach_boundary()
         if step.is_undecided():
+            return
+        if self._division is not None and not self._go_on_dividing(self._division):
             return
         tried = self._end_trial()
         if tried is not None or (self._on_trial and self._going_on):
@@ -460,6 +465,8 @@ class InPlaceLoop(StepLoop):
             loader.listed.digest,
             self.number.gathers,
             self.number.differentiates,
+            self.number.divides,
+            self.number.is_tried,
             loader.static_because,
             self._is_on_trial,
             going_on,
@@ -479,12 +486,68 @@ class InPlaceLoop(StepLoop):
         )
         self.number.gathers = next((each.gathers for each in by_rank if each.gathers), "")
         self.number.differentiates = next((each.differentiates for each in by_rank if each.differentiates), "")
+        self.number.divides = next((each.divides for each in by_rank if each.divides), "")
+        self.number.is_tried = any(each.is_tried for each in by_rank)
         self.number.fix()
+
+    # The trial of a division -------------------------------------------------------------------------------
+
+    def _divide_batch(self) -> None:
+        """Begin the next body of the trial."""
+        loader = self._script_loader
+        if self._division is None:
+            at_start = -(-loader.listed.largest_global_batch // loader.listed.workers)
+            number = world.current().id.number
+            self._division = DivisionTrial(self._state, loader.seed + self._state.step, at_start, number)
+        self._division.begin_body()
+        loader.change = self._division.batch
+
+    def _go_on_dividing(self, trial: DivisionTrial) -> bool:
+        """End a body of the trial; after the last one, leave for a regroup where more workers are needed. Return
+        whether the boundary may be passed further."""
+        self._division, self._script_loader.change = None, None
+        if trial.generation != world.current().id.number:  # it begins anew, if it is still due
+            trial.drop()
+            return True
+        trial.end_body()
+        try:
+            if not trial.is_over(world.current().transport):
+                self._division = trial
+                return False
+            self.number.note_trial(trial.because)
+            if not trial.because:
+                return True
+            self._wait_for_change(gives_up=True)
+        except RecoverableError:
+            if self._job is None:
+                raise
+        self._regroup()
+        self._pass_boundary()
+        return True
+
+    def _wait_for_change(self, gives_up: bool) -> None:
+        """Wait, in agreement with the others, until the coordinator has announced a change of the workers. Raises
+        RecoverableError when a worker is lost, or the generation has ended, instead; with `gives_up` StepError after a
+        minute."""
+        job, here = self._job, world.current()
+        assert job is not None
+        looks = 0
+        while not job.has_to_regroup():
+            if gives_up and looks == _MOST_LOOKS:
+                raise StepError("the coordinator has announced no change of the workers within a minute")
+            looks += 1
+            job.link.catch_up()
+            prepared = here.transport.all_gather(job.link.prepared.to_bytes(8, "big"))
+            job.agree([int.from_bytes(each, "big") for each in prepared])
+            threading.Event().wait(0.01)
 
     # The trial of a newcomer -------------------------------------------------------------------------------
 
     def rehearses(self) -> bool:
         loader = self._script_loader
+        if self.number.has_to_try() and not self._on_trial:
+            self._divide_batch()
+            return True
         if not (self._on_trial and loader.batches_of_step) or loader.static_because:
             return False
         self._trial = Trial(self._state)
@@ -540,15 +603,7 @@ class InPlaceLoop(StepLoop):
         if here.placement.rank in verdict.refused:
             logger.error("this worker leaves: %s", text)
             job.link.ask_to_leave()
-        looks = 0
-        while not job.has_to_regroup():
-            if here.placement.rank in verdict.refused and looks == _MOST_LOOKS:
-                raise StepError(text)
-            looks += 1
-            job.link.catch_up()
-            prepared = here.transport.all_gather(job.link.prepared.to_bytes(8, "big"))
-            job.agree([int.from_bytes(each, "big") for each in prepared])
-            threading.Event().wait(0.01)
+        self._wait_for_change(gives_up=here.placement.rank in verdict.refused)
 
     def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
         """Do nothing: the first batch of the newcomer was one without effect."""

@@ -1,0 +1,208 @@
+"""The trial of a division, elastic in place: does the script train the same, however a batch is divided among workers?
+
+It does where its loss is a mean over samples. A sum over them, a mean over something else (words that are not padding,
+classes with weights), or a count that the script reduces over the workers, makes gradients depend on the division. No
+list of losses would be complete, so all workers run the loop body without effect, before the first step with another
+number of workers than at the start:
+
+    whole    with the own part of the global batch
+    first    with the first half of its samples, twice
+    second   with the second half, twice. The mean of the gradients of both is that of the whole
+    many     with one of its samples, as often as the part has samples
+    few      with the same sample, as often as a part had at the start. Both have the same gradient
+    again    with the whole and other random numbers, where something differs: then these may be the reason
+
+Every batch has a size that the script has, or is about to have, anyway. Dropout and BatchNorm are off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from farandole.collectives.transport import Transport
+from farandole.state.step_state import StepState
+from farandole.worker.step_loop import reseed
+
+_BODIES = ("whole", "first", "second", "many", "few", "again")
+
+_DIFFERENT = 1e-2
+"""Relative difference of gradients above which they are different ones; in half precision rounding is below that."""
+
+_WEIGHTS = {
+    "halves": {"whole": 2.0, "first": -1.0, "second": -1.0},
+    "sizes": {"many": 1.0, "few": -1.0},
+    "noise": {"whole": 1.0, "again": -1.0},
+}
+"""The sums over bodies that are zero where nothing depends on the division."""
+
+
+class _Found(msgspec.Struct, frozen=True, array_like=True):
+    """The result of a body on one worker: squares of the norms of gradients, and of the sums of `_WEIGHTS`."""
+
+    can_be_divided: bool
+    whole: float = 0.0
+    many: float = 0.0
+    halves: float = 0.0
+    sizes: float = 0.0
+    noise: float = 0.0
+
+
+class DivisionTrial:
+    """The trial on this worker, from before the first of its bodies to the end of the last.
+
+    generation  the number of the generation in which it began
+
+    Attributes:
+        because: Why the division matters: a clause; empty: it does not, or cannot be told.
+        is_in_body: A body is under way.
+    """
+
+    def __init__(self, state: StepState, seed: int, samples_at_start: int, generation: int) -> None:
+        self._state, self._seed, self._few, self.generation = state, seed, samples_at_start, generation
+        self._bodies = list(_BODIES)
+        self._data: Any = None
+        self._samples = 0
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, dict[str, torch.Tensor]] = {name: {} for name in _WEIGHTS}
+        self._norms: dict[str, float] = {}
+        self._hooks: list[Any] = []
+        self._switched: set[torch.nn.Module] = set()
+        self.because, self.is_in_body = "", False
+
+    def begin_body(self) -> None:
+        """Begin the next body, before its batch is handed out."""
+        self.is_in_body = True
+        reseed(self._seed, int(self._bodies[0] == "again"), 0)
+        for module in self._state.modules():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and parameter.is_leaf:
+                    key = f"{id(module)} {name}"
+                    note = partial(self._note, key)
+                    self._hooks.append(parameter.register_hook(note))  # type: ignore[no-untyped-call]
+            for each in module.modules():
+                if isinstance(each, (_DropoutNd, _NormBase)):
+                    self._hooks.append(each.register_forward_pre_hook(self._switch_off))
+
+    def batch(self, data: Any, samples: int) -> Any:
+        """Return the batch of this body. `data`: the own part of the global batch."""
+        if self._bodies[0] == "whole":
+            self._data, self._samples = data, samples
+            return data
+        rows, half, rest = range(self._samples), self._samples // 2, self._samples % 2
+        first, second, last = [*rows[:half]], [*rows[half : 2 * half]], [*rows[len(rows) - rest :]]
+        chosen = {
+            "first": [*first, *first, *last],
+            "second": [*second, *second, *last],
+            "many": [0] * self._samples,
+            "few": [0] * self._few,
+            "again": [*rows],
+        }
+        return rows_of(self._data, self._samples, chosen[self._bodies[0]])
+
+    def end_body(self) -> None:
+        """Take the gradients of the body, which is over."""
+        body, self.is_in_body = self._bodies.pop(0), False
+        self.drop()
+        self._norms[body] = _square(self._gradients)
+        for name, weights in _WEIGHTS.items():
+            for key, gradient in self._gradients.items():
+                if weight := weights.get(body, 0.0):
+                    sums = self._sums[name]
+                    sums[key] = sums[key].add_(gradient, alpha=weight) if key in sums else gradient * weight
+        self._gradients = {}
+
+    def is_over(self, transport: Transport) -> bool:
+        """Return whether no further body is due, after agreement with all workers. Raises RecoverableError."""
+        if len(self._bodies) not in (5, 1, 0):
+            return False
+        sums = {name: _square(self._sums[name]) for name in _WEIGHTS}
+        can_be_divided = self._samples > 1 and rows_of(self._data, self._samples, [0]) is not None
+        found = _Found(can_be_divided, self._norms["whole"], self._norms.get("many", 0.0), **sums)
+        by_rank = [
+            msgspec.msgpack.decode(each, type=_Found) for each in transport.all_gather(msgspec.msgpack.encode(found))
+        ]
+        if len(self._bodies) == 5:
+            return not all(each.can_be_divided for each in by_rank)
+        because = judge([(each.whole, each.many, each.halves, each.sizes) for each in by_rank])
+        if not self._bodies and any(_differs(each.noise, each.whole) for each in by_rank):
+            because = ""
+        self.because = because
+        return not because or not self._bodies
+
+    def drop(self) -> None:
+        """Remove what a body needs. Idempotent."""
+        for each in self._hooks:
+            each.remove()
+        self._hooks.clear()
+        for module in self._switched:
+            module.training = True
+        self._switched.clear()
+
+    def _switch_off(self, module: torch.nn.Module, _: object) -> None:
+        if module.training:
+            self._switched.add(module)
+            module.training = False
+
+    @torch.no_grad()
+    def _note(self, key: str, gradient: torch.Tensor) -> None:
+        values = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
+        before = self._gradients.get(key)
+        self._gradients[key] = values.clone() if before is None else before.add_(values)
+
+
+def judge(by_rank: Sequence[tuple[float, float, float, float]]) -> str:
+    """Return why the division matters; empty: it does not. Pure.
+
+    Args:
+        by_rank: Squares of the norms: gradients of "whole" and "many", sums of "halves" and "sizes".
+    """
+    if any(_differs(sizes, many) for _, many, _, sizes in by_rank):
+        return "gradients grow with the number of samples of a worker, as those of a sum over samples do"
+    if any(_differs(halves, whole) for whole, _, halves, _ in by_rank):
+        return "the gradient of a batch is not the mean of those of its samples"
+    return ""
+
+
+def _differs(difference: float, whole: float) -> bool:
+    return math.isfinite(whole) and difference > _DIFFERENT**2 * whole
+
+
+def _square(gradients: Mapping[str, torch.Tensor]) -> float:
+    return math.fsum(float(torch.linalg.vector_norm(each, dtype=_wide(each))) ** 2 for each in gradients.values())
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def rows_of(data: Any, samples: int, rows: Sequence[int]) -> Any:
+    """Return a batch of these rows of a batch of `samples` rows; None where it is no batch of rows."""
+    if isinstance(data, torch.Tensor):
+        return data[torch.tensor(rows, device=data.device)] if data.dim() and data.shape[0] == samples else None
+    if isinstance(data, Mapping):
+        parts = {key: rows_of(each, samples, rows) for key, each in data.items()}
+        return None if any(each is None for each in parts.values()) else _like(data, parts)
+    if isinstance(data, (list, tuple)) and data:
+        each_row = [rows_of(each, samples, rows) for each in data]
+        if all(each is not None for each in each_row):
+            return type(data)(*each_row) if hasattr(data, "_fields") else type(data)(each_row)
+        if len(data) == samples and not hasattr(data, "_fields"):
+            return type(data)(data[row] for row in rows)
+    return None
+
+
+def _like(data: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    if type(data) is dict:
+        return parts
+    try:
+        return type(data)(parts)  # type: ignore[call-arg]  # as BatchEncoding
+    except TypeError:
+        return None
