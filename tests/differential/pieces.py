@@ -40,6 +40,7 @@ _SCHEDULERS = {
     "lambda": ("torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)", "batch"),
 }
 _STEP = "loss = F.cross_entropy(model(x), y)\noptimizer.zero_grad()\nloss.backward()\n"
+_STEP_OF = "loss = {loss}\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
 _CONV = """
 net = nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2, padding=1), nn.ReLU(), nn.Flatten())
 net.append(nn.LazyLinear(2))
@@ -395,6 +396,28 @@ if steps % 5 == 0:
         before=Piece.before + "\nmean = 0.0",
         body=Piece.body + "total = loss.detach().clone()\ndist.all_reduce(total)\nmean += (total / world).item()\n",
         end="report(model=model, mean=mean)",
+    ),
+    "losses-sum": Piece(
+        body=_STEP_OF.format(loss='F.cross_entropy(model(x), y, reduction="sum") / BATCH'),
+    ),
+    "losses-weights-of-classes": Piece(
+        body=_STEP_OF.format(loss="F.cross_entropy(model(x), y, weight=torch.tensor([1.0, 4.0]))"),
+    ),
+    "losses-ignored-labels": Piece(
+        body=_STEP_OF.format(loss="F.cross_entropy(model(x), torch.where(x[:, 0] > 0.5, -100, y))"),
+    ),
+    "losses-counted": Piece(
+        body="count = (x > 0).sum().float()\ndist.all_reduce(count)\n"
+        + "count = (count / dist.get_world_size()).clamp(min=1).item()\n"
+        + _STEP_OF.format(loss='(F.cross_entropy(model(x), y, reduction="none") * (x > 0).sum(1)).sum() / count'),
+    ),
+    "losses-pairs": Piece(
+        body=_STEP_OF.format(loss="torch.logsumexp(model(x) @ model(x).t(), 1).mean() + F.cross_entropy(model(x), y)"),
+    ),
+    "losses-own-rows": Piece(
+        body="z = model(x)\ngathered = [torch.zeros_like(z) for _ in range(dist.get_world_size())]\n"
+        + "dist.all_gather(gathered, z)\ngathered[dist.get_rank()] = z\n"
+        + _STEP_OF.format(loss="F.cross_entropy(z, y) + torch.cat(gathered).square().mean()"),
     ),
     "states-sinkhorn": Piece(
         top="""

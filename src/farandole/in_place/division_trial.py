@@ -6,10 +6,11 @@ list of losses would be complete, so all workers run the loop body without effec
 number of workers than at the start:
 
     whole    with the own part of the global batch
-    first    with the first half of its samples, twice
-    second   with the second half, twice. The mean of the gradients of both is that of the whole
+    first    with half of its samples, each twice
+    second   with the other half, each twice: the mean of the gradients of both is that of the whole. So three times,
+             with other halves, since two halves may be equally heavy by chance
     many     with one of its samples, as often as the part has samples
-    few      with the same sample, as often as a part had at the start. Both have the same gradient
+    few      with the same sample, as often as a part had at the start: both have the same gradient
     again    with the whole and other random numbers, where something differs: then these may be the reason
 
 Every batch has a size that the script has, or is about to have, anyway. Dropout and BatchNorm are off.
@@ -31,23 +32,23 @@ from farandole.collectives.transport import Transport
 from farandole.state.step_state import StepState
 from farandole.worker.step_loop import reseed
 
-_BODIES = ("whole", "first", "second", "many", "few", "again")
+_BODIES = ("whole", *("first", "second") * 3, "many", "few", "again")
 
 _DIFFERENT = 1e-2
 """Relative difference of gradients above which they are different ones; in half precision rounding is below that."""
 
-_WEIGHTS = {
-    "halves": {"whole": 2.0, "first": -1.0, "second": -1.0},
-    "sizes": {"many": 1.0, "few": -1.0},
-    "noise": {"whole": 1.0, "again": -1.0},
-}
-"""The sums over bodies that are zero where nothing depends on the division."""
+Gradients = dict[str, torch.Tensor]
 
 
-class _Found(msgspec.Struct, frozen=True, array_like=True):
-    """The result of a body on one worker: squares of the norms of gradients, and of the sums of `_WEIGHTS`."""
+class Found(msgspec.Struct, array_like=True):
+    """The result on one worker: squares of norms.
 
-    can_be_divided: bool
+    whole, many   of gradients
+    halves        of the whole's and two halves' difference, the largest of the three
+    sizes, noise  of the differences of "many" and "few", "whole" and "again"
+    """
+
+    can_be_divided: bool = False
     whole: float = 0.0
     many: float = 0.0
     halves: float = 0.0
@@ -70,9 +71,8 @@ class DivisionTrial:
         self._bodies = list(_BODIES)
         self._data: Any = None
         self._samples = 0
-        self._gradients: dict[str, torch.Tensor] = {}
-        self._sums: dict[str, dict[str, torch.Tensor]] = {name: {} for name in _WEIGHTS}
-        self._norms: dict[str, float] = {}
+        self._whole, self._rest, self._gradients = Gradients(), Gradients(), Gradients()
+        self._found = Found()
         self._hooks: list[Any] = []
         self._switched: set[torch.nn.Module] = set()
         self.because, self.is_in_body = "", False
@@ -96,46 +96,62 @@ class DivisionTrial:
         if self._bodies[0] == "whole":
             self._data, self._samples = data, samples
             return data
-        rows, half, rest = range(self._samples), self._samples // 2, self._samples % 2
-        first, second, last = [*rows[:half]], [*rows[half : 2 * half]], [*rows[len(rows) - rest :]]
-        chosen = {
-            "first": [*first, *first, *last],
-            "second": [*second, *second, *last],
-            "many": [0] * self._samples,
-            "few": [0] * self._few,
-            "again": [*rows],
-        }
-        return rows_of(self._data, self._samples, chosen[self._bodies[0]])
+        return rows_of(self._data, self._samples, self._rows())
+
+    def _rows(self) -> list[int]:
+        rows, half = range(self._samples), self._samples // 2
+        split = (len(_BODIES) - len(self._bodies) - 1) // 2
+        mixed = sorted(rows[: 2 * half], key=(lambda row: 0, lambda row: row % 2, lambda row: row // 2 % 2)[split % 3])
+        first, second, last = mixed[:half], mixed[half:], [*rows[2 * half :]]
+        match self._bodies[0]:
+            case "first":
+                return [*first, *first, *last]
+            case "second":
+                return [*second, *second, *last]
+            case "many":
+                return [0] * self._samples
+            case "few":
+                return [0] * self._few
+            case _:
+                return [*rows]
 
     def end_body(self) -> None:
         """Take the gradients of the body, which is over."""
         body, self.is_in_body = self._bodies.pop(0), False
         self.drop()
-        self._norms[body] = _square(self._gradients)
-        for name, weights in _WEIGHTS.items():
-            for key, gradient in self._gradients.items():
-                if weight := weights.get(body, 0.0):
-                    sums = self._sums[name]
-                    sums[key] = sums[key].add_(gradient, alpha=weight) if key in sums else gradient * weight
-        self._gradients = {}
+        now, self._gradients = self._gradients, {}
+        match body:
+            case "whole":
+                self._whole = now
+                self._found.whole = _square(now)
+            case "first":
+                self._rest = _sum((2.0, self._whole), (-1.0, now))
+            case "second":
+                difference = _square(_sum((1.0, self._rest), (-1.0, now)))
+                self._found.halves = max(self._found.halves, math.inf if math.isnan(difference) else difference)
+            case "many":
+                self._rest = now
+                self._found.many = _square(now)
+            case "few":
+                self._found.sizes = _square(_sum((1.0, self._rest), (-1.0, now)))
+            case "again":
+                self._found.noise = _square(_sum((1.0, self._whole), (-1.0, now)))
 
     def is_over(self, transport: Transport) -> bool:
         """Return whether no further body is due, after agreement with all workers. Raises RecoverableError."""
-        if len(self._bodies) not in (5, 1, 0):
+        if self._bodies[1:] and self._bodies[0] != "first":
             return False
-        sums = {name: _square(self._sums[name]) for name in _WEIGHTS}
-        can_be_divided = self._samples > 1 and rows_of(self._data, self._samples, [0]) is not None
-        found = _Found(can_be_divided, self._norms["whole"], self._norms.get("many", 0.0), **sums)
-        by_rank = [
-            msgspec.msgpack.decode(each, type=_Found) for each in transport.all_gather(msgspec.msgpack.encode(found))
-        ]
-        if len(self._bodies) == 5:
+        if self._bodies and self._bodies[0] == "first":
+            if self._found.can_be_divided:
+                return False
+            self._found.can_be_divided = self._samples > 1 and rows_of(self._data, self._samples, [0]) is not None
+        packed = transport.all_gather(msgspec.msgpack.encode(self._found))
+        by_rank = [msgspec.msgpack.decode(each, type=Found) for each in packed]
+        if self._bodies[1:]:
             return not all(each.can_be_divided for each in by_rank)
-        because = judge([(each.whole, each.many, each.halves, each.sizes) for each in by_rank])
-        if not self._bodies and any(_differs(each.noise, each.whole) for each in by_rank):
-            because = ""
-        self.because = because
-        return not because or not self._bodies
+        is_noise = not self._bodies and any(_differs(each.noise, each.whole) for each in by_rank)
+        self.because = "" if is_noise else judge(by_rank)
+        return not self.because or not self._bodies
 
     def drop(self) -> None:
         """Remove what a body needs. Idempotent."""
@@ -158,17 +174,21 @@ class DivisionTrial:
         self._gradients[key] = values.clone() if before is None else before.add_(values)
 
 
-def judge(by_rank: Sequence[tuple[float, float, float, float]]) -> str:
-    """Return why the division matters; empty: it does not. Pure.
-
-    Args:
-        by_rank: Squares of the norms: gradients of "whole" and "many", sums of "halves" and "sizes".
-    """
-    if any(_differs(sizes, many) for _, many, _, sizes in by_rank):
+def judge(by_rank: Sequence[Found]) -> str:
+    """Return why the division matters; empty: it does not. Pure."""
+    if any(_differs(each.sizes, each.many) for each in by_rank):
         return "gradients grow with the number of samples of a worker, as those of a sum over samples do"
-    if any(_differs(halves, whole) for whole, _, halves, _ in by_rank):
+    if any(_differs(each.halves, each.whole) for each in by_rank):
         return "the gradient of a batch is not the mean of those of its samples"
     return ""
+
+
+def _sum(*weighed: tuple[float, Gradients]) -> Gradients:
+    total = Gradients()
+    for weight, gradients in weighed:
+        for key, gradient in gradients.items():
+            total[key] = total[key].add(gradient, alpha=weight) if key in total else gradient * weight
+    return total
 
 
 def _differs(difference: float, whole: float) -> bool:
