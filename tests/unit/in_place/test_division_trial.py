@@ -1,0 +1,140 @@
+"""The trial of a division: losses that are means over samples pass it, all others do not."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from farandole.collectives.alone import AloneTransport
+from farandole.in_place.division_trial import DivisionTrial, rows_of
+
+FEW, CLASSES = 4, 3
+Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class State:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [self.model]
+
+
+def tried(loss: Loss, samples: int, *layers: torch.nn.Module) -> tuple[str, int]:
+    """Return why the division matters, and the number of bodies."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), *layers, torch.nn.Linear(8, CLASSES)).double()
+    x, y = torch.randn(samples, 6, dtype=torch.float64), torch.arange(samples) % CLASSES
+    trial = DivisionTrial(State(model), 5, FEW, 1)  # type: ignore[arg-type]
+    for bodies in range(1, 20):
+        model.zero_grad()
+        trial.begin_body()
+        loss(model, *trial.batch((x, y), samples)).backward()
+        trial.end_body()
+        if trial.is_over(AloneTransport()):
+            assert all(module.training for module in model.modules())
+            return trial.because, bodies
+    raise AssertionError("it has no end")
+
+
+def mean(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def total(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y, reduction="sum") / FEW
+
+
+def weighted(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y, weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
+
+
+def ignoring(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), torch.where(x[:, 0] > 0.3, -100, y))
+
+
+def pairs(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    z = F.normalize(model(x))
+    return torch.logsumexp(z @ z.t(), 1).mean()
+
+
+def own_noise(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(F.dropout(x, 0.5)), y)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5, 6, 8])
+def test_a_mean_over_samples_does_not_depend_on_the_division(samples: int) -> None:
+    assert tried(mean, samples) == ("", 9)
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8)])
+def test_layers_that_are_known_to_depend_on_chance_or_the_batch_are_off(layer: torch.nn.Module) -> None:
+    assert tried(mean, 6, layer) == ("", 9)
+
+
+@pytest.mark.parametrize("samples", [5, 6, 8])
+@pytest.mark.parametrize("loss", [weighted, ignoring])
+def test_a_mean_over_something_else_depends_on_it(loss: Loss, samples: int) -> None:
+    assert tried(loss, samples) == ("the gradient of a batch is not the mean of those of its samples", 10)
+
+
+def test_samples_that_are_compared_with_each_other_depend_on_it() -> None:
+    assert tried(pairs, 6)[0]
+
+
+@pytest.mark.parametrize("samples", [3, 6])
+def test_a_sum_depends_on_the_number_of_samples(samples: int) -> None:
+    because, bodies = tried(total, samples)
+    assert because.startswith("gradients depend on how many samples a worker has")
+    assert bodies == 10
+
+
+def test_where_chance_may_be_the_reason_nothing_is_said() -> None:
+    assert tried(own_noise, 6) == ("", 10)
+
+
+def test_a_single_sample_cannot_be_divided() -> None:
+    assert tried(mean, 1) == ("", 1)
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (dict, UserDict)):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and all(same(*each) for each in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+X, Y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (X, X[[2, 0]]),
+        ((X, Y), (X[[2, 0]], Y[[2, 0]])),
+        (Pair(X, Y), Pair(X[[2, 0]], Y[[2, 0]])),
+        ({"x": X, "names": ["a", "b", "c"]}, {"x": X[[2, 0]], "names": ["c", "a"]}),
+        ([X, [{"boxes": 1}, {"boxes": 2}, {"boxes": 3}]], [X[[2, 0]], [{"boxes": 3}, {"boxes": 1}]]),
+        (UserDict(x=X), UserDict(x=X[[2, 0]])),
+    ],
+)
+def test_rows_of_a_batch(data: Any, expected: Any) -> None:
+    assert same(rows_of(data, 3, [2, 0]), expected)
+
+
+@pytest.mark.parametrize(
+    "data", [torch.zeros(()), torch.zeros(4, 2), {"x": X, "size": 3}, "abc", [], object(), (X, None)]
+)
+def test_what_has_no_row_for_each_sample(data: Any) -> None:
+    assert rows_of(data, 3, [0]) is None
