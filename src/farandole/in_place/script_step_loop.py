@@ -496,9 +496,8 @@ class InPlaceLoop(StepLoop):
         """Begin the next body of the trial."""
         loader = self._script_loader
         if self._division is None:
-            at_start = -(-loader.listed.largest_global_batch // loader.listed.workers)
-            number = world.current().id.number
-            self._division = DivisionTrial(self._state, loader.seed + self._state.step, at_start, number)
+            seed, number = loader.seed + self._state.step, world.current().id.number
+            self._division = DivisionTrial(self._state, seed, loader.listed.largest, number)
         self._division.begin_body()
         loader.change = self._division.batch
 
@@ -545,7 +544,7 @@ class InPlaceLoop(StepLoop):
 
     def rehearses(self) -> bool:
         loader = self._script_loader
-        if self.number.has_to_try() and not self._on_trial:
+        if self.number.has_to_try() and not (self._on_trial or self._going_on):
             self._divide_batch()
             return True
         if not (self._on_trial and loader.batches_of_step) or loader.static_because:
