@@ -457,35 +457,6 @@ def test_where_gradients_need_all_workers_the_replacement_of_a_lost_one_is_waite
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "remark"),
-    [
-        (
-            ("--sum",),
-            "the loss grows with the number of samples of a worker, as a sum over them does; each has 1.5 times",
-        ),
-        (("--reduce", "count", "--batch-size", "3"), "in steps that they share unequally (9 samples, 2 workers)"),
-        (("--reduce", "count"), ""),
-        (("--reduce", "copy", "--batch-size", "3"), ""),
-    ],
-)
-def test_a_loss_that_depends_on_a_division_that_cannot_be_tried_is_in_the_last_line(
-    tmp_path: Path, words: tuple[str, ...], remark: str
-) -> None:
-    with in_place(
-        tmp_path, 3, "generated", "--paired", "--pause", "0.1", *words, flags="--restarts 0", script=LOOPS
-    ) as job:
-        logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 2 for log in logs.values()) == 3)
-        os.kill(sorted(logs)[1], signal.SIGKILL)
-        logs = job.wait()
-        output = job.output()
-    assert len({end["digest"] for end in ends(logs).values()}) == 1
-    assert ("finished, with remarks: " in output) == bool(remark), output
-    assert remark in output
-    check_ledger(tmp_path)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("flags", ["", "--max-restarts 1"])
 def test_once_static_a_loss_ends_the_job_or_starts_it_again(tmp_path: Path, flags: str) -> None:
     with in_place(tmp_path, 2, "counted", "--pause", "0.1", flags=flags, script=LOOPS) as job:

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from script_of_torchrun import Table
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817 (as people write it)
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 Batch = list[torch.Tensor]
@@ -171,29 +171,13 @@ def whole_rows(z: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-class Pair:
-    """Samples and labels of a batch, as an object of the script."""
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self.both = default_collate(samples)
-
-    def __getitem__(self, place: int) -> torch.Tensor:
-        item: torch.Tensor = self.both[place]
-        return item
-
-
-REDUCED = ("loss", "copy", "rows", "whole", "count")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("loops", nargs="+", choices=LOOPS, metavar="LOOP", help="each trains a model of its own")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
-    parser.add_argument("--reduce", choices=REDUCED, help="over all workers, in each batch")
-    parser.add_argument("--paired", action="store_true", help="batches are objects that nobody else can divide")
-    parser.add_argument("--sum", action="store_true", help="losses are sums over the samples of a batch")
+    parser.add_argument("--reduce", choices=("loss", "copy", "rows", "whole"), help="over all workers, in each batch")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
 
@@ -209,27 +193,17 @@ def run(loop: str, options: argparse.Namespace) -> None:
     model = DDP(torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Tanh(), torch.nn.Linear(24, 4)).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     tables = [Table(samples, seed) for samples, seed in ((144, 1), (120, 2))]
-    collate = Pair if options.paired else None
-    first, second = (
-        DataLoader(each, options.batch_size, sampler=DistributedSampler(each), collate_fn=collate) for each in tables
-    )
+    first, second = (DataLoader(each, options.batch_size, sampler=DistributedSampler(each)) for each in tables)
     log = (options.folder / f"log-{os.getpid()}.jsonl").open("a", buffering=1)
 
     def tell(**values: Any) -> None:
         log.write(json.dumps({"time": time.time(), "pid": os.getpid(), "size": dist.get_world_size(), **values}) + "\n")
 
     def train(epoch: int, *batches: Batch, steps: bool = True, factor: float = 1.0) -> None:
-        reduction = "sum" if options.sum or options.reduce == "count" else "mean"
-        loss = factor * sum(F.cross_entropy(model(x), y, reduction=reduction) for x, y in batches)
+        loss = factor * sum(F.cross_entropy(model(x), y) for x, y in batches)
         if options.reduce in ("rows", "whole"):
             rows = (own_rows if options.reduce == "rows" else whole_rows)(model(batches[0][0]))
             loss = loss + rows.square().mean()
-        elif options.reduce == "count":
-            count = torch.tensor(float(sum(len(x) for x, _ in batches)))
-            dist.all_reduce(count)
-            loss = loss / (count / dist.get_world_size())
-        elif options.sum:
-            loss = loss / 8
         elif options.reduce:
             total = loss.clone()
             dist.all_reduce(total)

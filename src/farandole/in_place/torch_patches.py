@@ -145,26 +145,7 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     _replace_function(new_group_of)
     for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1), ("gather", 0)):
         _replace_function(_noting(training.note_gather, getattr(distributed_c10d, name), place))
-    reduce = distributed_c10d.all_reduce
-
-    @functools.wraps(reduce)
-    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
-        training.note_reduction(tensor, op not in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
-        return reduce(tensor, op, *args, **kwargs)
-
-    _replace_function(all_reduce)
-
-    differentiate = torch.autograd.backward
-
-    @functools.wraps(differentiate)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Have the training look at each loss first. torch.Tensor.backward() calls this."""
-        for each in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
-            if isinstance(each, torch.Tensor):
-                training.note_backward(each)
-        differentiate(tensors, *args, **kwargs)
-
-    torch.autograd.backward = backward
+    _replace_function(_noting(training.note_reduction, distributed_c10d.all_reduce, 0))
 
 
 def _noting(note: Callable[[torch.Tensor], None], theirs: Callable[..., Any], place: int) -> Callable[..., Any]:

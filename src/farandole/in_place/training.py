@@ -30,7 +30,6 @@ from farandole.collectives.transport import Transport
 from farandole.data.listed_batches import ListedBatches
 from farandole.errors import ConfigError, FarandoleError, StepError
 from farandole.in_place.loop_shape import line_that_counts
-from farandole.in_place.loss_watch import LossWatch
 from farandole.in_place.script_collectives import EchoTransport
 from farandole.in_place.script_frames import runs_in_autograd_function
 from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader
@@ -79,7 +78,6 @@ class Training:
         self._constructed = 0  # DataLoaders, when the last iteration for training began
         self._trains_in_eval = False  # the models are in eval() mode while they are trained
         self._line_in_eval = ""  # of a DataLoader that was taken for one of a validation
-        self._losses = LossWatch(workers)
         self._kept_count = ""  # a variable of the script that has the number of workers of the start
         self._lengths: list[int] = []  # batches in the script's iterations over its training loader
         self._begun = 0  # iterations of the script over its training loader
@@ -148,10 +146,7 @@ class Training:
         the batch, and whether gradients flow into the own rows. A Function of the script, or of torch, brings those of
         the other workers itself."""
         loop, batch = self._loop, step.batch()
-        self._losses.note_collective()
         if loop is None or batch is None or not batch.samples or not tensor.dim():
-            return
-        if tensor.dtype is torch.uint8 and tensor.dim() == 1:  # an object, as all_gather_object() sends it
             return
         rows = tensor.shape[0]
         if rows and rows % batch.samples == 0 and (batch.samples > 1 or tensor.dim() > 1):
@@ -160,13 +155,10 @@ class Training:
             if not runs_in_autograd_function():
                 self._note_gradients(tensor, loop)
 
-    def note_reduction(self, tensor: torch.Tensor, adds: bool) -> None:
+    def note_reduction(self, tensor: torch.Tensor) -> None:
         """Note that the script is about to reduce this tensor over all workers: whether gradients flow through the
-        result, as through a loss, is known when they do. A copy of a loss for the log has a graph, too. `adds`: the
-        result is a sum or a mean."""
+        result, as through a loss, is known when they do. A copy of a loss for the log has a graph, too."""
         loop = self._loop
-        if adds and not tensor.requires_grad:
-            self._losses.note_collective()
         size = world.current().placement.size if world.is_entered() else self.workers
         if loop is not None and size != self.workers and not self.passes_over and not self._kept_count:
             self._kept_count = kept_count(self.workers)
@@ -178,11 +170,6 @@ class Training:
                 world.remark("number of workers", text)
         if loop is not None and step.batch() is not None:
             self._note_gradients(tensor, loop)
-
-    def note_backward(self, loss: torch.Tensor) -> None:
-        """Note that the script is about to call backward()."""
-        if self._loop is not None:
-            self._losses.look(loss)
 
     def _note_gradients(self, tensor: torch.Tensor, loop: InPlaceLoop) -> None:
         if loop.number.differentiates or not tensor.requires_grad or tensor.is_leaf:

@@ -255,11 +255,6 @@ def begin_pass(batch: Batch) -> None:
         _step.passed += 0 if batch.is_dummy else batch.samples
 
 
-def has_begun_pass() -> bool:
-    """Return whether a backward pass of the current batch has begun, and counts."""
-    return _step.passed_in is _step.batch
-
-
 def passed() -> int:
     """Return the number of this worker's samples of the global batch for which a backward pass has run."""
     return _step.passed
