@@ -20,7 +20,7 @@ docs/decisions/0071-trial-of-a-division.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,23 +63,33 @@ class Found(msgspec.Struct, array_like=True):
 class DivisionTrial:
     """The trial on this worker, from before the first of its bodies to the end of the last.
 
+    collated    returns a batch of samples of the data set
     generation  the number of the generation in which it began
 
     Attributes:
         because: Why the division matters: a clause; empty: it does not, or cannot be told.
+        is_open: It cannot be told, since gradients of equal samples differ.
         is_in_body: A body is under way.
     """
 
-    def __init__(self, state: StepState, seed: int, samples_at_start: int, generation: int) -> None:
-        self._state, self._seed, self._few, self.generation = state, seed, samples_at_start, generation
+    def __init__(
+        self,
+        state: StepState,
+        seed: int,
+        samples_at_start: int,
+        collated: Callable[[Sequence[int]], Any],
+        generation: int,
+    ) -> None:
+        self._state, self._seed, self._few, self._collated = state, seed, samples_at_start, collated
+        self.generation = generation
         self._bodies = list(_BODIES)
         self._data: Any = None
-        self._samples = 0
+        self._samples: Sequence[int] = ()
         self._whole, self._rest, self._gradients = Gradients(), Gradients(), Gradients()
         self._found = Found()
         self._hooks: list[Any] = []
         self._switched: set[torch.nn.Module] = set()
-        self.because, self.is_in_body = "", False
+        self.because, self.is_open, self.is_in_body = "", False, False
 
     def begin_body(self) -> None:
         """Begin the next body, before its batch is handed out."""
@@ -95,15 +105,17 @@ class DivisionTrial:
                 if isinstance(each, (_DropoutNd, _NormBase)):
                     self._hooks.append(each.register_forward_pre_hook(self._switch_off))
 
-    def batch(self, data: Any, samples: int) -> Any:
-        """Return the batch of this body. `data`: the own part of the global batch."""
+    def batch(self, data: Any, samples: Sequence[int]) -> Any:
+        """Return the batch of this body. `data`: the own part of the global batch, which has these samples."""
         if self._bodies[0] == "whole":
             self._data, self._samples = data, samples
             return data
-        return rows_of(self._data, self._samples, self._rows())
+        rows = self._rows()
+        divided = rows_of(self._data, len(self._samples), rows)
+        return self._collated([self._samples[row] for row in rows]) if divided is None else divided
 
     def _rows(self) -> list[int]:
-        rows, half = range(self._samples), self._samples // 2
+        rows, half = range(len(self._samples)), len(self._samples) // 2
         split = (len(_BODIES) - len(self._bodies) - 1) // 2
         mixed = sorted(rows[: 2 * half], key=(lambda row: 0, lambda row: row % 2, lambda row: row // 2 % 2)[split % 3])
         first, second, last = mixed[:half], mixed[half:], [*rows[2 * half :]]
@@ -113,7 +125,7 @@ class DivisionTrial:
             case "second":
                 return [*second, *second, *last]
             case "many":
-                return [0] * self._samples
+                return [0] * len(self._samples)
             case "few":
                 return [0] * self._few
             case _:
@@ -148,13 +160,15 @@ class DivisionTrial:
         if self._bodies and self._bodies[0] == "first":
             if self._found.can_be_divided:
                 return False
-            self._found.can_be_divided = self._samples > 1 and rows_of(self._data, self._samples, [0]) is not None
+            self._found.can_be_divided = len(self._samples) > 1
         packed = transport.all_gather(msgspec.msgpack.encode(self._found))
         by_rank = [msgspec.msgpack.decode(each, type=Found) for each in packed]
         if self._bodies[1:]:
             return not all(each.can_be_divided for each in by_rank)
-        is_noise = not self._bodies and any(_differs(each.noise, each.whole) for each in by_rank)
-        self.because = "" if is_noise else judge(by_rank)
+        self.because = judge(by_rank)
+        self.is_open = not self._bodies and any(_differs(each.noise, each.whole) for each in by_rank)
+        if self.is_open:
+            self.because = ""
         return not self.because or not self._bodies
 
     def drop(self) -> None:

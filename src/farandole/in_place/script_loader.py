@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -114,7 +114,7 @@ class ScriptLoader(DataLoader):
             about to begin; None: they cannot be listed.
         why_not_listed: The reason in this case.
         is_of_trial: The next batch is that of a trial (newcomer_trial.py): on all workers the same samples.
-        change: Makes another batch of the next one, which has so many samples, in a trial (division_trial.py).
+        change: Makes another batch of the next one, which has these samples, in a trial (division_trial.py).
 
     Raises:
         ConfigError: Its arguments cannot be supported.
@@ -146,7 +146,7 @@ class ScriptLoader(DataLoader):
         self.next_batches: ListedBatches | None = listed
         self.why_not_listed = ""
         self.is_of_trial = False
-        self.change: Callable[[Any, int], Any] | None = None
+        self.change: Callable[[Any, Sequence[int]], Any] | None = None
         self._first_number = _number_of(theirs)
         self._known_number = (0, self._first_number)  # an epoch, and its number
         self.know(listed)
@@ -333,7 +333,12 @@ class ScriptLoader(DataLoader):
         data = super()._hand_out(is_rehearsal)
         if self.change is None or not is_rehearsal or self.batch is None:
             return data
-        return self.change(data, self.batch.samples)
+        return self.change(data, self.indices)
+
+    def collated(self, indices: Sequence[int]) -> Any:
+        """Return a batch of these samples as the script's DataLoader makes one; read by this process."""
+        collate: Callable[[list[Any]], Any] = self.theirs.collate_fn
+        return collate([self.dataset[index] for index in indices])
 
     def end_rehearsal(self) -> None:
         """Return to the position before rehearse(). Idempotent."""

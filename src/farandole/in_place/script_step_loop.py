@@ -497,7 +497,8 @@ class InPlaceLoop(StepLoop):
         loader = self._script_loader
         if self._division is None:
             seed, number = loader.seed + self._state.step, world.current().id.number
-            self._division = DivisionTrial(self._state, seed, loader.listed.largest, number)
+            few, collated = loader.listed.largest, loader.collated
+            self._division = DivisionTrial(self._state, seed, few, collated, number)
         self._division.begin_body()
         loader.change = self._division.batch
 
@@ -514,6 +515,11 @@ class InPlaceLoop(StepLoop):
                 self._division = trial
                 return False
             self.number.note_trial(trial.because)
+            if trial.is_open:
+                text = (
+                    "gradients of equal samples differ, so that it could not be shown whether fewer workers train alike"
+                )
+                world.remark("trial of a division", text)
             if not trial.because:
                 return True
             self._wait_for_change(gives_up=True)

@@ -148,6 +148,8 @@ class Training:
         loop, batch = self._loop, step.batch()
         if loop is None or batch is None or not batch.samples or not tensor.dim():
             return
+        if tensor.dtype is torch.uint8 and tensor.dim() == 1:  # an object, as all_gather_object() sends it
+            return
         rows = tensor.shape[0]
         if rows and rows % batch.samples == 0 and (batch.samples > 1 or tensor.dim() > 1):
             if not loop.number.gathers:

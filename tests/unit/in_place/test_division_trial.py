@@ -25,16 +25,17 @@ class State:
         return [self.model]
 
 
-def tried(loss: Loss, samples: int, *layers: torch.nn.Module) -> tuple[str, int]:
-    """Return why the division matters, and the number of bodies."""
+def tried(loss: Loss, samples: int, *layers: torch.nn.Module, is_table: bool = True) -> tuple[str, int]:
+    """Return why the division matters, and the number of bodies. `is_table`: the batch has a row for each sample."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), *layers, torch.nn.Linear(8, CLASSES)).double()
     x, y = torch.randn(samples, 6, dtype=torch.float64), torch.arange(samples) % CLASSES
-    trial = DivisionTrial(State(model), 5, FEW, 1)  # type: ignore[arg-type]
+    trial = DivisionTrial(State(model), 5, FEW, lambda rows: (x[rows], y[rows]), 1)  # type: ignore[arg-type]
     for bodies in range(1, 20):
         model.zero_grad()
         trial.begin_body()
-        loss(model, *trial.batch((x, y), samples)).backward()
+        given = (x, y) if is_table else iter((x, y))
+        loss(model, *trial.batch(given, range(samples))).backward()
         trial.end_body()
         if trial.is_over(AloneTransport()):
             assert all(module.training for module in model.modules())
@@ -92,6 +93,11 @@ def test_a_sum_depends_on_the_number_of_samples(samples: int) -> None:
     because, bodies = tried(total, samples)
     assert because.startswith("gradients depend on how many samples a worker has")
     assert bodies == 10
+
+
+@pytest.mark.parametrize("loss", [mean, total, weighted])
+def test_a_batch_without_rows_is_collated_anew(loss: Loss) -> None:
+    assert tried(loss, 6, is_table=False) == tried(loss, 6)
 
 
 def test_where_chance_may_be_the_reason_nothing_is_said() -> None:
