@@ -439,8 +439,15 @@ def test_gradients_through_what_the_script_reduces_or_gathers_need_all_workers(
 
 
 @pytest.mark.long
-def test_where_gradients_need_all_workers_the_replacement_of_a_lost_one_is_waited_for(tmp_path: Path) -> None:
-    words = ("generated", "--epochs", "4", "--reduce", "rows", "--pause")
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [(["--reduce", "rows"], "into the own part only"), (["--weights"], "is not the mean of those of its samples")],
+    ids=["rows", "weights"],
+)
+def test_where_gradients_need_all_workers_the_replacement_of_a_lost_one_is_waited_for(
+    tmp_path: Path, loss: list[str], reason: str
+) -> None:
+    words = ("generated", "--epochs", "4", *loss, "--pause")
     for name, pause in (("quiet", "0"), ("lossy", "0.2")):
         folder = tmp_path / name
         folder.mkdir()
@@ -453,6 +460,7 @@ def test_where_gradients_need_all_workers_the_replacement_of_a_lost_one_is_waite
         assert "success. 3 workers finished the training." in output
         check_ledger(folder)
     assert "each step needs 3 workers, so lost ones are waited for" in output
+    assert reason in output
     assert difference(tmp_path / "quiet", tmp_path / "lossy") < 1e-9
 
 

@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
     parser.add_argument("--reduce", choices=("loss", "copy", "rows", "whole"), help="over all workers, in each batch")
+    parser.add_argument("--weights", action="store_true", help="the loss is a mean over the weights of classes")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
 
@@ -200,7 +201,8 @@ def run(loop: str, options: argparse.Namespace) -> None:
         log.write(json.dumps({"time": time.time(), "pid": os.getpid(), "size": dist.get_world_size(), **values}) + "\n")
 
     def train(epoch: int, *batches: Batch, steps: bool = True, factor: float = 1.0) -> None:
-        loss = factor * sum(F.cross_entropy(model(x), y) for x, y in batches)
+        weights = torch.arange(1.0, 5.0, dtype=torch.float64) if options.weights else None
+        loss = factor * sum(F.cross_entropy(model(x), y, weights) for x, y in batches)
         if options.reduce in ("rows", "whole"):
             rows = (own_rows if options.reduce == "rows" else whole_rows)(model(batches[0][0]))
             loss = loss + rows.square().mean()

@@ -102,7 +102,7 @@ class DivisionTrial:
                     note = partial(self._note, key)
                     self._hooks.append(parameter.register_hook(note))  # type: ignore[no-untyped-call]
             for each in module.modules():
-                if isinstance(each, (_DropoutNd, _NormBase)):
+                if _is_off(each):
                     self._hooks.append(each.register_forward_pre_hook(self._switch_off))
 
     def batch(self, data: Any, samples: Sequence[int]) -> Any:
@@ -190,6 +190,15 @@ class DivisionTrial:
         values = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
         before = self._gradients.get(key)
         self._gradients[key] = values.clone() if before is None else before.add_(values)
+
+
+def _is_off(module: torch.nn.Module) -> bool:
+    """Return whether a layer is one of BatchNorm, or of chance, such as DropPath of other libraries."""
+    name = type(module).__name__.lower()
+    is_of_chance = isinstance(module, _DropoutNd) or (
+        ("drop" in name or "stochastic" in name) and not any(module.children())
+    )
+    return is_of_chance or isinstance(module, _NormBase)
 
 
 def judge(by_rank: Sequence[Found]) -> str:
