@@ -176,22 +176,23 @@ class StepLoop:
         Finished."""
         if self._connection is not None:
             return False
-        self._remark()
+        self._remark(is_over=not static_because)
         if not all_have_finished(self._job, self._shortfall(), static_because):
             return False
         if self._checkpoints is not None and not static_because:
             self._checkpoints.at_end()
         return True
 
-    def _remark(self) -> None:
-        """Say in the last line of the job what was not trained, and that a model is of no use."""
+    def _remark(self, is_over: bool) -> None:
+        """Say in the last line of the job what was not trained, and that a model is of no use. `is_over`: the script
+        does not train further, as a static job."""
         named = (each for module in self._state.modules() for each in module.named_parameters())
         if bad := next((name for name, each in named if not _is_finite(each)), ""):
             world.remark("finite parameters", f"the parameter {bad} is not finite (NaN or infinite)")
         record, steps = getattr(self._state.loader, "record", None), self._state.step
         if record is None:
             return
-        if record.skipped == steps:
+        if record.skipped == steps and (is_over or steps):
             world.remark("skipped steps", "nothing was trained")
         elif record.skipped:
             world.remark("skipped steps", f"{record.skipped} of {steps} steps trained nothing, and were skipped")
