@@ -7,7 +7,7 @@ data sets hold in their attributes is compared; no sample is read for it, which 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from io import IOBase
 from itertools import chain, islice
@@ -35,11 +35,14 @@ class UndividedData:
     hash     of the data sets, below 2 ** 50; 0: there are none
     samples  their number in the largest
     sampler  the name of its sampler
+
+    Args:
+        loops: Iterators of torch's DataLoaders; None: all that this process has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loops: Sequence[Any] | None = None) -> None:
         self.hash, self.samples, self.sampler = 0, 0, ""
-        loops = list(_loops())
+        loops = list(_loops()) if loops is None else loops
         # Torch's private class has them only under private names (torch 2.13, torch/utils/data/dataloader.py).
         if not loops or not all(_is_undivided(each._index_sampler, each._dataset) for each in loops):
             return
