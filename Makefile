@@ -16,7 +16,8 @@ demo: $(READY)  ## three workers train, one is killed, one joins; under a minute
 unexport PYTHONDONTWRITEBYTECODE
 
 LANES ?= 3
-PYTEST = $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser --ignore tests/trackers
+# Tests start jobs of `python`, which is not there without an environment on all machines.
+PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --ignore tests/engines --ignore tests/browser --ignore tests/trackers
 
 test: $(READY)  ## the tests, without long ones and those of the engines, of the browser and of trackers; LANES=3 files at a time
 	@echo "Running the tests, with real processes and real kills; this takes some fifteen minutes on two slow cores ..."
@@ -29,7 +30,7 @@ test-long: $(READY)  ## the long tests, which 'make test' leaves out: many jobs 
 test-all: test test-long  ## both
 
 test-failed: $(READY)  ## what failed in the last run, one test after the other
-	@$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 test-python:  ## the unit tests with another Python, in .venv-python; PYTHON=python3.13
 	@test -x .venv-python/bin/python || { echo "Installing the pinned packages into .venv-python; torch is large ..."; \

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -103,9 +104,19 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _TYPES_OF_METADATA:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 write members of an Enum
+            return _member
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it would call {module}.{name}, which is no part of the metadata of a checkpoint")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(
+            f"it would read {name} of {kind!r}, which is no part of the metadata of a checkpoint"
+        )
+    return kind[name]
 
 
 # The values of a state, in one entry of the checkpoint ----------------------------------------------------------------

@@ -30,6 +30,13 @@ class Runs:
         return Path.touch, (self.file,)
 
 
+class Reads:
+    """Its unpickling reads an attribute of a type that metadata has."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (Metadata, "__init__")
+
+
 class OfTheUser:
     def __init__(self, number: int = 0) -> None:
         self.number = number
@@ -68,6 +75,12 @@ def test_code_in_the_metadata_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.metadata cannot be read: it would call .*"):
         loaded(tmp_path)
     assert not mark.exists()
+
+
+def test_of_types_in_the_metadata_only_members_of_an_enum_are_read(tmp_path: Path) -> None:
+    (saved(tmp_path) / ".metadata").write_bytes(pickle.dumps(Reads()))
+    with pytest.raises(ConfigError, match=r"\.metadata cannot be read: it would read __init__ of"):
+        loaded(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["lr", "values"])
