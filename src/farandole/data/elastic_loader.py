@@ -173,6 +173,11 @@ class ElasticLoader(ABC):
         return 0
 
     @property
+    def divides_local_batches(self) -> bool:
+        """True where the loop body may run several times for a local batch."""
+        return False
+
+    @property
     def epoch_samples(self) -> int:
         """Number of samples of the current epoch; 0: it is not known in advance."""
         return 0
@@ -260,6 +265,13 @@ def rehearsed_division(
         half = max(-(-largest // 2), 2 * min_local_batch - 1)
         return (half if half < largest <= max_local_batch else max_local_batch), world
     return max_local_batch, world + has_compiled()
+
+
+def samples_on_trial(global_batch_size: int, max_local_batch: int | None, min_local_batch: int, world: int) -> int:
+    """Return the number of samples of a trial's batch, an even number if possible: about as many as a worker has, of
+    which either half may be a local batch."""
+    usual = min(-(-global_batch_size // world), max_local_batch or global_batch_size) // 2 * 2
+    return min(max(usual, 2 * min_local_batch), global_batch_size)
 
 
 def number_of_shards(strict: bool | None, shards: int | None, global_batch_size: int, most: int | None) -> int:
@@ -598,6 +610,11 @@ class LoaderHooks(Protocol):
         """Return whether the next batch is a rehearsal's: it has no effect, and comes again."""
         ...
 
+    def part_on_trial(self) -> tuple[int, int] | None:
+        """Return the part of the first rank's samples of the global batch that a rehearsal is to have, and the number
+        of parts; None: its batch is the worker's own."""
+        ...
+
     def begin_shard(self, batch: Batch) -> None:
         """Handle that a batch of strict mode is handed out: seed its random numbers."""
         ...
@@ -629,6 +646,9 @@ class NoLoaderHooks:
 
     def rehearses(self) -> bool:
         return False
+
+    def part_on_trial(self) -> tuple[int, int] | None:
+        return None
 
     def begin_shard(self, batch: Batch) -> None:
         pass

@@ -23,6 +23,7 @@ from farandole.data.elastic_loader import (
     number_of_shards,
     rehearsed_division,
     rehearsed_place,
+    samples_on_trial,
 )
 from farandole.data.prefetch import Prefetch, SmallByValue
 from farandole.data.sample_order import (
@@ -291,6 +292,11 @@ class DataLoader(ElasticLoader):
         return self._layout.shards
 
     @property
+    def divides_local_batches(self) -> bool:
+        """True where the loop body may run several times for a local batch."""
+        return (self._layout.max_local_batch or self._layout.global_batch_size) < self._layout.global_batch_size
+
+    @property
     def epoch_samples(self) -> int:
         """Number of samples of the current epoch."""
         return self._layout.end
@@ -355,9 +361,13 @@ class DataLoader(ElasticLoader):
                 layout, self.epoch, self.cursor, *rehearsed_place(layout.shards, self._rank, self._world)
             )
             return
-        most, world = rehearsed_division(
-            layout.global_batch_size, layout.max_local_batch, layout.min_local_batch, self._world
-        )
+        sizes = layout.global_batch_size, layout.max_local_batch, layout.min_local_batch, self._world
+        part = self.hooks.part_on_trial()
+        if part is not None:
+            layout = dataclasses.replace(layout, global_batch_size=samples_on_trial(*sizes), max_local_batch=None)
+            self._index_stream.restart(layout, self.epoch, self.cursor, *part)
+            return
+        most, world = rehearsed_division(*sizes)
         if (most, world) != (layout.max_local_batch, self._world):
             layout = dataclasses.replace(layout, max_local_batch=most)
             self._index_stream.restart(layout, self.epoch, self.cursor, self._rank, world)

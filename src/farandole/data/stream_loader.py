@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 
 from farandole.data import loader
-from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division
+from farandole.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division, samples_on_trial
 from farandole.data.prefetch import Prefetch, SmallByValue
 from farandole.data.sample_order import FORMAT_VERSION, even_slice
 from farandole.data.stream_order import StreamPosition
@@ -182,6 +182,11 @@ class StreamLoader(ElasticLoader):
         self._prefetch = Prefetch(inner, self._requests, keeps_processes=persistent_workers)
 
     @property
+    def divides_local_batches(self) -> bool:
+        """True where the loop body may run several times for a local batch."""
+        return (self._sizes.max_local_batch or self._sizes.global_batch_size) < self._sizes.global_batch_size
+
+    @property
     def cursor(self) -> int:
         """Number of samples of the epoch that were trained, by all workers together."""
         return self._place.cursor
@@ -230,12 +235,16 @@ class StreamLoader(ElasticLoader):
 
     def _rehearse_a_change(self) -> None:
         sizes = self._sizes
-        most, world = rehearsed_division(
-            sizes.global_batch_size, sizes.max_local_batch, sizes.min_local_batch, self._world
-        )
-        if (most, world) != (sizes.max_local_batch, self._world):
-            changed = dataclasses.replace(sizes, max_local_batch=most)
-            fetch_start = dataclasses.replace(self._fetch_start_at(self._place), world=world, sizes=changed)
+        usual = sizes.global_batch_size, sizes.max_local_batch, sizes.min_local_batch, self._world
+        part = self.hooks.part_on_trial()
+        if part is not None:
+            changed = dataclasses.replace(sizes, global_batch_size=samples_on_trial(*usual), max_local_batch=None)
+            rank, world = part
+        else:
+            most, world = rehearsed_division(*usual)
+            rank, changed = self._rank, dataclasses.replace(sizes, max_local_batch=most)
+        if (rank, world, changed) != (self._rank, self._world, sizes):
+            fetch_start = dataclasses.replace(self._fetch_start_at(self._place), rank=rank, world=world, sizes=changed)
             self._requests.restart(fetch_start, tuple(self._marks))
 
     def _advance(self) -> None:

@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
 import torch
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 from farandole.collectives.transport import Transport
 from farandole.state.step_state import StepState
 from farandole.worker.step_loop import reseed
+from farandole.worker.trial_body import Gradients, TrialBody
 
 _BODIES = ("whole", *("first", "second") * 3, "many", "few", "again")
 
@@ -40,8 +38,6 @@ _DIFFERENT = 1e-2
 
 _SMALL = 1e-3
 """Of the gradient of a batch: what is smaller is compared with this."""
-
-Gradients = dict[str, torch.Tensor]
 
 
 class Found(msgspec.Struct, array_like=True):
@@ -81,29 +77,20 @@ class DivisionTrial:
         generation: int,
     ) -> None:
         self._state, self._seed, self._few, self._collated = state, seed, samples_at_start, collated
+        self._body = TrialBody(state.modules(), torch.clone)
         self.generation = generation
         self._bodies = list(_BODIES)
         self._data: Any = None
         self._samples: Sequence[int] = ()
-        self._whole, self._rest, self._gradients = Gradients(), Gradients(), Gradients()
+        self._whole, self._rest = Gradients(), Gradients()
         self._found = Found()
-        self._hooks: list[Any] = []
-        self._switched: set[torch.nn.Module] = set()
         self.because, self.is_open, self.is_in_body = "", False, False
 
     def begin_body(self) -> None:
         """Begin the next body, before its batch is handed out."""
         self.is_in_body = True
         reseed(self._seed, int(self._bodies[0] == "again"), 0)
-        for module in self._state.modules():
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and parameter.is_leaf:
-                    key = f"{id(module)} {name}"
-                    note = partial(self._note, key)
-                    self._hooks.append(parameter.register_hook(note))  # type: ignore[no-untyped-call]
-            for each in module.modules():
-                if _is_off(each):
-                    self._hooks.append(each.register_forward_pre_hook(self._switch_off))
+        self._body.begin()
 
     def batch(self, data: Any, samples: Sequence[int]) -> Any:
         """Return the batch of this body. `data`: the own part of the global batch, which has these samples."""
@@ -134,8 +121,7 @@ class DivisionTrial:
     def end_body(self) -> None:
         """Take the gradients of the body, which is over."""
         body, self.is_in_body = self._bodies.pop(0), False
-        self.drop()
-        now, self._gradients = self._gradients, {}
+        now = self._body.end()
         match body:
             case "whole":
                 self._whole = now
@@ -173,32 +159,7 @@ class DivisionTrial:
 
     def drop(self) -> None:
         """Remove what a body needs. Idempotent."""
-        for each in self._hooks:
-            each.remove()
-        self._hooks.clear()
-        for module in self._switched:
-            module.training = True
-        self._switched.clear()
-
-    def _switch_off(self, module: torch.nn.Module, _: object) -> None:
-        if module.training:
-            self._switched.add(module)
-            module.training = False
-
-    @torch.no_grad()
-    def _note(self, key: str, gradient: torch.Tensor) -> None:
-        values = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()
-        before = self._gradients.get(key)
-        self._gradients[key] = values.clone() if before is None else before.add_(values)
-
-
-def _is_off(module: torch.nn.Module) -> bool:
-    """Return whether a layer is one of BatchNorm, or of chance, such as DropPath of other libraries."""
-    name = type(module).__name__.lower()
-    is_of_chance = isinstance(module, _DropoutNd) or (
-        ("drop" in name or "stochastic" in name) and not any(module.children())
-    )
-    return is_of_chance or isinstance(module, _NormBase)
+        self._body.end()
 
 
 def judge(by_rank: Sequence[Found]) -> str:

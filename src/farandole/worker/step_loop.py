@@ -49,6 +49,7 @@ from farandole.wire.messages import Elastic, StateHashed, StatesDiffered, Stragg
 from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.context import WorkerJob
 from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
+from farandole.worker.loss_trial import LossTrial
 from farandole.worker.process_setup import map_memory_ahead
 from farandole.worker.sample_records import SampleRecords, sample_records
 from farandole.worker.warm_up import warm_up
@@ -74,6 +75,10 @@ _SECOND_CALL = (
     "Farandole has called this elastic function before, on this worker, to warm up before the worker joined. Code "
     "before its loop must work in a second call, too; TorchState(rehearse=False) skips the warm-up"
 )
+_NO_MEAN = (
+    "the gradient of a batch is not the mean of those of its samples, so that each number of workers trains something "
+    "else"
+)
 _INTERRUPTED = "a worker was lost in this run of the loop body; other ranks take part again after it"
 
 
@@ -90,6 +95,9 @@ class StepLoop:
         self._is_busy = False  # the run loop, not user code, changes the state
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
+        self._is_rehearsed = False  # it is over
+        self._loss_trial: LossTrial | None = None  # the loop body runs with a batch whose gradients are compared
+        self._size_of_trial = 0  # number of workers with which each step is another one than with others; 0: none
         self._is_second_call = False  # the function was called for the warm-up, and now has not come to its loader yet
         self._is_new_boundary = True  # before the first batch of the function, of an epoch, or after a regroup
         self._has_joined = False  # it is a newcomer that has not come to its first batch yet
@@ -145,6 +153,7 @@ class StepLoop:
             loop_hooks.install_recorder(None)
             loop_hooks.install_auditor(None)
             loop_hooks.install_timer(None)
+            self._drop_trial()
             if self._records is not None:
                 self._records.close()
             step.close()
@@ -344,14 +353,47 @@ class StepLoop:
         if not step.is_aborted():
             return
         is_inquiry = self._inquiry is not None and not step.is_rehearsal() and self._inquiry.goes_on()
+        is_over = False
+        try:
+            is_over = not has_to_regroup and step.is_rehearsal() and self._end_rehearsal()
+        except RecoverableError:
+            if self._job is None:
+                raise
+            has_to_regroup = True
         if has_to_regroup or (self._job is not None and not (step.is_rehearsal() or is_inquiry)):
             self._regroup()
         else:
-            is_over = self._rehearsal is not None
             self._put_back()
             self._state.has_rehearsed |= is_over
             step.close()
         self._pass_boundary()
+
+    def _end_rehearsal(self) -> bool:
+        """Return whether no further rehearsal follows, after agreement with the other workers. Raises
+        RecoverableError."""
+        trial = self._loss_trial
+        if trial is None:
+            self._is_rehearsed = self._rehearsal is not None
+            return self._is_rehearsed and self._state.is_strict
+        self._raise_if_connected("the rehearsal")
+        here = world.current()
+        trial.take(here.transport)
+        if not trial.is_over():
+            return False
+        self._loss_trial = None
+        if found := trial.judge():
+            self._size_of_trial = here.placement.size
+            if here.placement.rank == 0:
+                logger.warning("%s; %s. See docs/your-loop.md", _NO_MEAN, found)
+            if self._balance is not None:
+                world.remark("loss", _NO_MEAN)
+        return True
+
+    def _drop_trial(self) -> None:
+        self._is_rehearsed = False
+        if self._loss_trial is not None:
+            self._loss_trial.drop()
+            self._loss_trial = None
 
     def _put_back(self) -> None:
         """Restore what the loop body, or the code after an epoch's batches, has changed."""
@@ -367,11 +409,24 @@ class StepLoop:
         """Return whether the batch that is handed out now is a rehearsal's: on all workers, the second one of the job.
         In the first one an average of weights is equal to them, and a change of it would not be seen. A worker alone
         needs it in strict mode, in which it may run the loop body several times for a step."""
-        if self._state.has_rehearsed or self._state.step == 0 or (self._job is None and not self._state.is_strict):
+        state, here = self._state, world.current()
+        if state.has_rehearsed or state.step == 0 or (self._job is None and not state.is_strict):
             return False
-        self._rehearsal = Rehearsal(self._state)
-        self._state.on_step = self._rehearsal.look
+        if self._loss_trial is None and not self._is_rehearsed:
+            self._rehearsal = Rehearsal(state)
+            state.on_step = self._rehearsal.look
+            if getattr(state.loader, "divides_local_batches", False):
+                return True  # the trial follows: its batch is not divided
+        if self._loss_trial is None and not state.is_strict:
+            self._loss_trial = LossTrial(state, here.transport.rank, here.transport.size)
+        if self._loss_trial is not None:
+            self._loss_trial.begin()
+            reseed(state.loader.seed, state.step, here.placement.rank + here.placement.size * self._loss_trial.runs)
         return True
+
+    def part_on_trial(self) -> tuple[int, int] | None:
+        """Return the part of a batch that the rehearsal has; None: the worker's own local batch."""
+        return self._loss_trial.part if self._loss_trial is not None else None
 
     def begin_shard(self, batch: Batch) -> None:
         """Seed the random numbers of a loop body in strict mode, from (seed, step, shard)."""
@@ -570,6 +625,7 @@ class StepLoop:
         """Move to the same state on all members of the next generation, after a fault or an agreed change."""
         assert self._job is not None
         state, self._is_busy = self._state, True
+        self._drop_trial()
         if self._inquiry is not None:
             self._inquiry.forget()
         begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
@@ -592,6 +648,8 @@ class StepLoop:
             report_first_step(self._job, done, state.step, "step", 1, in_flight.global_batch.global_samples)
         else:  # no step was in flight, or some worker had applied it
             report_first_step(self._job, done, state.step, "step")
+        if self._size_of_trial not in (0, done.size):
+            world.remark("loss", _NO_MEAN)
         done.log(f"step {state.step}")
         self._is_busy = False
 

@@ -39,7 +39,7 @@ def warm_up(job: WorkerJob, state: StepState, call: Callable[[], object]) -> boo
         JobEnded: The job is over.
     """
     loader = state.loader
-    if loader is None or not state.rehearse or not _is_plain(state):
+    if loader is None or not state.rehearse or not is_plain(state):
         return False
     began_s, metadata = now_s(), state.copy_of_metadata()
     hooks, loader.hooks = loader.hooks, _WarmUp(job, state, loader, metadata)
@@ -122,7 +122,7 @@ def _local_batches(members: int) -> Iterator[tuple[int, int, bool]]:
                 yield rank, size, is_at_tail
 
 
-def _is_plain(state: StepState) -> bool:
+def is_plain(state: StepState) -> bool:
     """Return whether no parameter is divided among workers: a forward pass would be a collective then."""
     parameters = (each for module in state.modules() for each in module.parameters())
     return all(type(each) in (torch.nn.Parameter, torch.Tensor) for each in parameters)
