@@ -1,5 +1,5 @@
 """The script that all pieces are put into: a training script of torchrun, as people write them. Nothing in it knows
-Farandole, but for `fault()`, which kills the worker of slot 1 once where FAULT says so."""
+Farandole, but for `fault()`, which kills the worker of slot 1 (VICTIM) once where FAULT says so."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from torch.utils.data import TensorDataset
 
 EPOCHS, SAMPLES, BATCH, LR = 3, 48, 4, 0.05
+FAULT_AT = [int(each) for each in os.environ.get("FAULT_AT", "0:2").split(":")]  # epoch and batch
 torch.set_num_threads(1)
 
 
 def fault(epoch, it):
     marker = os.environ.get("FAULT")  # a file that is made by the one worker that is killed
     time.sleep(0.2 if marker else 0.0)  # so that its replacement joins before the end
-    if marker and os.environ["LOCAL_RANK"] == "1" and (epoch, it) == (0, 2):
+    if marker and os.environ["LOCAL_RANK"] == os.environ.get("VICTIM", "1") and [epoch, it] == FAULT_AT:
         try:
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
         except FileExistsError:

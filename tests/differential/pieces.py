@@ -96,6 +96,83 @@ _STEPS = {
                 optimizer.zero_grad()
             """,
     ),
+    "steps-accumulate-counted": Piece(
+        before=Piece.before
+        + """
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+average, updates, bodies, rates = copy.deepcopy(net), 0, 0, []
+""",
+        body="""
+            bodies += 1
+            with model.no_sync() if it % 2 == 0 else torch.enable_grad():
+                (F.cross_entropy(model(x), y) / 2).backward()
+            if it % 2 == 1:
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                updates += 1
+                rates.append(LR / (1 + epoch * len(loader) + it))
+                with torch.no_grad():
+                    for old, new in zip(average.parameters(), net.parameters()):
+                        old.lerp_(new, 0.3)
+            """,
+        end="report(model=model, average=average, updates=updates, bodies=bodies, rates=rates, "
+        "lr=optimizer.param_groups[0]['lr'])",
+    ),
+    "steps-accumulate-rate-of-batch": Piece(
+        body="""
+            step, last = it // 2, len(loader) // 2
+            if step >= last:
+                continue
+            for group in optimizer.param_groups:
+                group["lr"] = LR / (1 + epoch * last + step)
+            (F.cross_entropy(model(x), y) / 2).backward()
+            if (it + 1) % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            """,
+    ),
+    "steps-accumulate-three": Piece(
+        before=Piece.before + "\nupdates = 0",
+        body="""
+            if it % 3 == 0:
+                optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) / 3).backward()
+            if it % 3 == 2 or it + 1 == len(loader):
+                optimizer.step()
+                updates += 1
+            """,
+        end="report(model=model, updates=updates)",
+    ),
+    "steps-accumulate-unequal": Piece(
+        data="""
+            dataset = Rows(44)
+            sampler = DistributedSampler(dataset, seed=1)
+            loader = DataLoader(dataset, BATCH, sampler=sampler)
+            """,
+        body="""
+            (F.cross_entropy(model(x), y) / 2).backward()
+            if it % 2 == 1 or it + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+            """,
+    ),
+    "steps-accumulate-sum": Piece(
+        body="""
+            (F.cross_entropy(model(x), y, reduction="sum") / 8).backward()
+            if it % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            """,
+    ),
+    "steps-accumulate-ignored": Piece(
+        body="""
+            (F.cross_entropy(model(x), torch.where(x[:, 0] > 0.3, -100, y)) / 2).backward()
+            if it % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            """,
+    ),
     "steps-zero-first": Piece(
         body="optimizer.zero_grad(set_to_none=False)\nF.cross_entropy(model(x), y).backward()\noptimizer.step()\n",
     ),
@@ -208,6 +285,16 @@ with torch.no_grad():
         old.mul_(0.9).add_(new, alpha=0.1)
 """,
         end="report(model=model, ema=ema)",
+    ),
+    "states-ema-of-first-rank": Piece(
+        before=Piece.before + "\nema = copy.deepcopy(net) if rank == 0 else None",
+        body=Piece.body
+        + """
+if ema is not None:
+    with torch.no_grad():
+        for old, new in zip(ema.parameters(), net.parameters()):
+            old.lerp_(new, 0.1)
+""",
     ),
     "states-ema-function": Piece(
         top="""
@@ -418,6 +505,49 @@ if steps % 5 == 0:
         body="z = model(x)\ngathered = [torch.zeros_like(z) for _ in range(dist.get_world_size())]\n"
         + "dist.all_gather(gathered, z)\ngathered[dist.get_rank()] = z\n"
         + _STEP_OF.format(loss="F.cross_entropy(z, y) + torch.cat(gathered).square().mean()"),
+    ),
+    "states-momentum-by-data": Piece(
+        model="""
+            class Momentum(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.base, self.slow = nn.Linear(8, 2), nn.Linear(8, 2)
+                    self.slow.load_state_dict(self.base.state_dict())
+                    self.slow.requires_grad_(False)
+
+                def forward(self, x):
+                    with torch.no_grad():
+                        for old, new in zip(self.slow.parameters(), self.base.parameters()):
+                            old.data = old.data * 0.9 + new.data * 0.1
+                    return self.base(x) - 0.5 * self.slow(x)
+
+            net = Momentum()
+            model = DDP(net)
+            """,
+        before="optimizer = torch.optim.SGD(net.base.parameters(), lr=LR)",
+    ),
+    "states-made-in-body": Piece(
+        top="class Meter:\n    def __init__(self):\n        self.count, self.total = 0, torch.zeros(())\n",
+        before=Piece.before + "\ncounts = []",
+        epoch=Piece.epoch + "\nmeter = None",
+        body="meter = meter or Meter()\nmeter.count += 1\nmeter.total += 1" + Piece.body,
+        after="counts.append(meter.count + float(meter.total))",
+        end="report(model=model, counts=counts)",
+    ),
+    "states-center-of-own-part": Piece(
+        data=Piece.data.replace("BATCH", "3"),
+        before=Piece.before + "\ncenter = torch.zeros(2)",
+        body="""
+            output = model(x)
+            mean = output.detach().sum(0)
+            dist.all_reduce(mean)
+            loss = F.cross_entropy(output - center, y)
+            center = 0.9 * center + 0.1 * mean / (len(x) * dist.get_world_size())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            """,
+        end="report(model=model, center=center)",
     ),
     "states-sinkhorn": Piece(
         top="""

@@ -1,5 +1,5 @@
 """The same script under torchrun's rules and in place: `python -m tests.differential.run`. Each script is run by two
-processes of torch, by `farandole run --in-place`, and by that again with a worker that is killed and replaced.
+processes of torch, or more, by `farandole run --in-place`, and by that again with a worker that is killed and replaced.
 What the workers report at their end is compared, value by value; see tests/README.md.
 
 Exit code 1 if a job said "success" without a remark, and its values differ."""
@@ -25,7 +25,6 @@ import torch._dynamo  # the forked processes need it: it takes seconds to import
 from tests.differential.pieces import COARSE, PIECES, RANDOM
 from tests.support import jobs
 
-WORLD = 2
 DEADLINE_S = 180.0
 Values = dict[str, torch.Tensor]
 
@@ -48,17 +47,17 @@ class Outcome:
         return next((line for line in self.output.splitlines() if text in line), "")
 
 
-def by_torch(script: Path, folder: Path) -> Outcome:
+def by_torch(script: Path, folder: Path, world: int) -> Outcome:
     """Run the script in processes that have torchrun's environment."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     children = []
-    for rank in range(WORLD):
+    for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            _be_rank(script, folder, rank, port)
+            _be_rank(script, folder, rank, world, port)
         children.append(pid)
     codes, until_s = [], time.monotonic() + DEADLINE_S
     for pid in children:
@@ -71,13 +70,13 @@ def by_torch(script: Path, folder: Path) -> Outcome:
     return Outcome(max(map(abs, codes)), _reported(folder), output)
 
 
-def _be_rank(script: Path, folder: Path, rank: int, port: int) -> None:
+def _be_rank(script: Path, folder: Path, rank: int, world: int, port: int) -> None:
     code = 1
     try:
         with (folder / f"output-{rank}").open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD, "MASTER_PORT": port}
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in own.items()}, MASTER_ADDR="127.0.0.1", OUT=str(folder))
         runpy.run_path(str(script), run_name="__main__")
         code = 0
@@ -89,12 +88,12 @@ def _be_rank(script: Path, folder: Path, rank: int, port: int) -> None:
         os._exit(code)
 
 
-def in_place(script: Path, folder: Path, *, is_disturbed: bool) -> Outcome:
+def in_place(script: Path, folder: Path, world: int, *, is_disturbed: bool, victim: int = 1) -> Outcome:
     folder.mkdir()
-    variables = {**os.environ, "OUT": str(folder)}
+    variables = {**os.environ, "OUT": str(folder), "VICTIM": str(victim)}
     if is_disturbed:
         variables["FAULT"] = str(folder / "killed")
-    command = [sys.executable, "-m", "farandole", "run", "-np", str(WORLD), "--in-place", sys.executable, str(script)]
+    command = [sys.executable, "-m", "farandole", "run", "-np", str(world), "--in-place", sys.executable, str(script)]
     with (folder / "output").open("wb") as output, jobs.start(command, output, variables) as job:
         try:
             code = job.wait(DEADLINE_S)
@@ -140,15 +139,15 @@ def verdict(name: str, wanted: Outcome, found: Outcome, *, is_disturbed: bool) -
     return f"WRONG ({difference:.1g}{'' if is_one_model else ', workers differ'}): {found.last_line[:220]}"
 
 
-def compare(name: str, folder: Path) -> tuple[str, str]:
+def compare(name: str, folder: Path, world: int) -> tuple[str, str]:
     """Return the verdicts of the undisturbed job and of the disturbed one."""
     script = folder / f"{name}.py"
     script.write_text(PIECES[name].script())
-    wanted = by_torch(script, folder / "torch")
-    if wanted.exit_code != 0 or len(wanted.values) != WORLD:
+    wanted = by_torch(script, folder / "torch", world)
+    if wanted.exit_code != 0 or len(wanted.values) != world:
         return f"not compared: it fails by itself ({wanted.exit_code}): {wanted.output[-500:]}", ""
-    quiet = in_place(script, folder / "quiet", is_disturbed=False)
-    lossy = in_place(script, folder / "lossy", is_disturbed=True)
+    quiet = in_place(script, folder / "quiet", world, is_disturbed=False)
+    lossy = in_place(script, folder / "lossy", world, is_disturbed=True)
     return (
         verdict(name, wanted, quiet, is_disturbed=False),
         verdict(name, wanted, lossy, is_disturbed=True),
@@ -160,6 +159,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names that contain this")
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--keep", type=Path, help="keep scripts and outputs in this folder")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--at", default="0:2", help="epoch and batch of the fault")
     parser.add_argument("--after", default="", help="only the names behind this one")
     options = parser.parse_args()
     names = [name for name in PIECES if options.only in name]
@@ -168,13 +169,14 @@ def main() -> None:
     if options.list:
         print("\n".join(names))
         return
+    os.environ["FAULT_AT"] = options.at
     root = options.keep or Path(tempfile.mkdtemp(prefix="farandole-differential-"))
     wrong = 0
     for name in names:
         folder = root / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        quiet, lossy = compare(name, folder)
+        quiet, lossy = compare(name, folder, options.workers)
         wrong += quiet.startswith("WRONG") + lossy.startswith("WRONG")
         print(f"{name:34} {quiet}\n{'':34} {lossy}", flush=True)
     if options.keep is None:

@@ -486,7 +486,7 @@ def test_a_newcomer_that_comes_too_late_for_the_step_loop_ends_and_no_other_is_s
     """The worker is killed in the last batches of the first loader, and nobody starts within them."""
     words = ("two_phases", "--epochs", "1", "--pause", "0.3")
     with in_place(tmp_path, 3, *words, flags="--no-fork-server", script=LOOPS) as job:
-        logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 3 for log in logs.values()) == 3)
+        logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 6 for log in logs.values()) == 3)
         killed = sorted(logs)[1]
         os.kill(killed, signal.SIGKILL)
         logs = job.wait()
@@ -558,8 +558,34 @@ def test_batches_that_all_ranks_leave_out_are_told_the_first_of_the_job_included
 def test_a_newcomer_that_lacks_what_the_others_have_trains_nothing(tmp_path: Path, piece: str, reason: str) -> None:
     script = tmp_path / f"{piece}.py"
     script.write_text(PIECES[f"states-{piece}"].script())
-    outcome = differential.in_place(script, tmp_path / "job", is_disturbed=True)
+    outcome = differential.in_place(script, tmp_path / "job", 2, is_disturbed=True)
     assert outcome.exit_code == 0, outcome.output
     assert len(outcome.values) == 1, outcome.output
     remarks = outcome.line_with("finished, with remarks")
     assert f"not admitted, since it would not train as the others do: {reason}" in remarks, outcome.output
+
+
+@pytest.mark.parametrize(
+    ("piece", "at"),
+    [
+        ("steps-accumulate-counted", "1:2"),
+        ("steps-accumulate-sum", "1:3"),
+        ("states-momentum-by-data", "0:0"),
+        ("states-center-of-own-part", "1:2"),
+    ],
+)
+def test_a_script_that_loses_one_of_three_workers_ends_as_under_torchrun(piece: str, at: str) -> None:
+    """Two workers have other parts of a batch than three: the script counts, and keeps, what it has always kept."""
+    words = ("tests.differential.run", "--only", piece, "--workers", "3", "--at", at)
+    compared = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=120, check=False)
+    verdicts = [line.removeprefix(piece).split() for line in compared.stdout.splitlines()[:-1]]
+    assert [words[0] for words in verdicts] == ["right", "right"], compared.stdout + compared.stderr
+
+
+def test_what_only_the_first_rank_had_is_named_when_it_is_lost(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PIECES["states-ema-of-first-rank"].script())
+    outcome = differential.in_place(script, tmp_path / "job", 2, is_disturbed=True, victim=0)
+    assert outcome.exit_code == 0, outcome.output
+    remarks = outcome.line_with("finished, with remarks")
+    assert "the worker that was started as rank 0 is lost, and with it main().ema, which" in remarks, outcome.output

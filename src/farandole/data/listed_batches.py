@@ -89,6 +89,12 @@ class ListedBatches:
         lengths = np.diff(self._bounds[self._step_at(position) :])
         return not (lengths % workers).any()
 
+    def adds_unequal(self, position: int) -> bool:
+        """Return whether a global batch from a position on adds up batches of different sizes."""
+        first = self._step_at(position) * self.batches_of_step
+        steps = range(first, len(self._sizes), self.batches_of_step)
+        return any(len(set(self._sizes[each : each + self.batches_of_step].tolist())) > 1 for each in steps)
+
     def _step_at(self, position: int) -> int:
         return int(np.searchsorted(self._bounds, position, side="left"))
 

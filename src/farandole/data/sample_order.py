@@ -245,9 +245,11 @@ def make_global_batch(
     if layout.is_balanced and layout.max_local_batch is not None:
         bodies = max(1, -(-(high - low) // layout.max_local_batch))
         return GlobalBatch(epoch, start, stop, low, high, bodies, has_own_bodies=True)
+    if layout.listed is not None:  # the script counts its loop bodies, and steps after as many as at the start
+        count = len(layout.listed.batches_of(start))
+        return GlobalBatch(epoch, start, stop, low, high, count, added=count)
     count = micro_batches(start, stop, world, layout.max_local_batch, layout.min_local_batch)
-    added = 0 if layout.listed is None else len(layout.listed.batches_of(start))
-    return GlobalBatch(epoch, start, stop, low, high, count, added=added)
+    return GlobalBatch(epoch, start, stop, low, high, count)
 
 
 def _listed_global_batch(listed: ListedBatches, epoch: int, start: int, stop: int, rank: int) -> GlobalBatch:

@@ -46,6 +46,7 @@ class Found(msgspec.Struct, array_like=True):
     whole, many   of gradients
     halves        of the whole's and two halves' difference, the largest of the three
     sizes, noise  of the differences of "many" and "few", "whole" and "again"
+    states        digests of the script's tensors that the whole has changed, before it and after it
     """
 
     can_be_divided: bool = False
@@ -54,12 +55,14 @@ class Found(msgspec.Struct, array_like=True):
     halves: float = 0.0
     sizes: float = 0.0
     noise: float = 0.0
+    states: dict[str, tuple[int, int]] = {}
 
 
 class DivisionTrial:
     """The trial on this worker, from before the first of its bodies to the end of the last.
 
     collated    returns a batch of samples of the data set
+    states      returns the digests of the script's tensors
     generation  the number of the generation in which it began
 
     Attributes:
@@ -74,10 +77,12 @@ class DivisionTrial:
         seed: int,
         samples_at_start: int,
         collated: Callable[[Sequence[int]], Any],
+        states: Callable[[], dict[str, int]],
         generation: int,
     ) -> None:
         self._state, self._seed, self._few, self._collated = state, seed, samples_at_start, collated
         self._body = TrialBody(state.modules(), torch.clone)
+        self._states, self._before = states, dict[str, int]()
         self.generation = generation
         self._bodies = list(_BODIES)
         self._data: Any = None
@@ -90,7 +95,17 @@ class DivisionTrial:
         """Begin the next body, before its batch is handed out."""
         self.is_in_body = True
         reseed(self._seed, int(self._bodies[0] == "again"), 0)
+        if self._bodies[0] == "whole":
+            self._before = self._states()
         self._body.begin()
+
+    def look(self) -> None:
+        """Look at the script's tensors: its values are about to be brought back."""
+        if self._bodies[0] == "whole":
+            now = self._states()
+            self._found.states = {
+                name: (each, now[name]) for name, each in self._before.items() if now.get(name, each) != each
+            }
 
     def batch(self, data: Any, samples: Sequence[int]) -> Any:
         """Return the batch of this body. `data`: the own part of the global batch, which has these samples."""
@@ -149,8 +164,9 @@ class DivisionTrial:
             self._found.can_be_divided = len(self._samples) > 1
         packed = transport.all_gather(msgspec.msgpack.encode(self._found))
         by_rank = [msgspec.msgpack.decode(each, type=Found) for each in packed]
-        if self._bodies[1:]:
-            return not all(each.can_be_divided for each in by_rank)
+        self.because = differing_state(by_rank)
+        if self.because or self._bodies[1:]:
+            return bool(self.because) or not all(each.can_be_divided for each in by_rank)
         self.because = judge(by_rank)
         self.is_open = not self._bodies and any(_differs(each.noise, each.whole) for each in by_rank)
         if self.is_open:
@@ -160,6 +176,16 @@ class DivisionTrial:
     def drop(self) -> None:
         """Remove what a body needs. Idempotent."""
         self._body.end()
+
+
+def differing_state(by_rank: Sequence[Found]) -> str:
+    """Return why the division matters to what the script computes besides gradients, such as a mean over the batch of
+    all workers; empty: it does not. Pure."""
+    for name in by_rank[0].states:
+        pairs = [each.states.get(name) for each in by_rank]
+        if None not in pairs and len({each[0] for each in pairs if each}) == 1 and len(set(pairs)) > 1:
+            return f"{name}, which all workers had alike, is another one on each of them after a step"
+    return ""
 
 
 def judge(by_rank: Sequence[Found]) -> str:

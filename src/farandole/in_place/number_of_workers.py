@@ -52,7 +52,7 @@ class NumberOfWorkers:
         """Return whether a trial is due: workers are about to make a step that have another number."""
         loader, size = self._loader, world.current().placement.size
         is_open = not (self.is_tried or self.differentiates or loader.static_because)
-        return self._job is not None and is_open and loader.batches_of_step < 2 and size != loader.listed.workers
+        return self._job is not None and is_open and size != loader.listed.workers
 
     def fix(self) -> None:
         """Tell the coordinator, as rank 0, if fewer workers would train something else."""

@@ -192,14 +192,12 @@ class ScriptLoader(DataLoader):
     def _divide(self, listed: ListedBatches) -> None:
         """Divide these batches from now on."""
         self._their_order.listed = listed = listed.added_up(self.batches_of_step or 1)
-        batches = self.batches_of_step
         self._layout = dataclasses.replace(
             self._layout,
             size=listed.size,
             global_batch_size=listed.largest_global_batch,
-            max_local_batch=listed.largest if batches > 1 else None,
             # BatchNorm refuses a batch of one sample, which the script has none of.
-            min_local_batch=1 if batches > 1 and listed.largest < 3 else min(2, listed.smallest),
+            min_local_batch=min(2, listed.smallest),
             listed=listed,
         )
 
@@ -328,6 +326,9 @@ class ScriptLoader(DataLoader):
             self._index_stream.restart(self._layout, self.epoch, self.cursor, 0, self._world)
         elif self.change is None:
             super()._rehearse_a_change()
+        else:  # one loop body, also where gradients of several are added up
+            layout = dataclasses.replace(self._layout, listed=self.listed.added_up(1))
+            self._index_stream.restart(layout, self.epoch, self.cursor, self._rank, self._world)
 
     def _hand_out(self, is_rehearsal: bool) -> Any:
         data = super()._hand_out(is_rehearsal)

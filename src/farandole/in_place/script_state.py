@@ -53,6 +53,7 @@ _LONG = 1000  # a list with more items is looked at as a whole
 _MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
 _MOST_DEPTH = 12
 _SAMPLED_BYTES = 64 << 20  # of a larger tensor, a sample is compared
+_SMALL_BYTES = 64 << 10  # most of a tensor in an object that a loop body has made
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
 _MODULE_KEYS = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 _DATA = (DataLoader, Dataset, Sampler, BatchSampler)
@@ -316,21 +317,29 @@ class Found:
         inner = _holder(holder.name_of(key), value) if depth < _MOST_DEPTH else None
         if _is_value(value) and (holder.kind != "tuple" or isinstance(value, torch.Tensor)):
             self.entries[holder.name_of(key)] = (holder, key, value)
-            if inner is not None and inner.kind == "list":
-                self.holders[inner.path] = inner
-                if len(value) <= _LONG:
-                    self.copies.append((inner, inner.read()))
-            elif inner is not None:
-                self._visit_plain(inner)
+            if inner is not None:
+                self._visit_plain(inner, depth)
         elif inner is not None:
             if isinstance(value, DistributedDataParallel):
                 inner = Holder(f"{inner.path}.module", value.module, "object")
             self._visit(inner, depth + 1)
 
-    def _visit_plain(self, holder: Holder) -> None:
+    def _visit_plain(self, holder: Holder, depth: int) -> None:
+        """Look at containers in a value that is compared and carried as a whole."""
         self.holders[holder.path] = holder
-        if holder.kind in ("dict", "set") and len(holder.target) <= _LONG:
-            self.copies.append((holder, holder.read()))
+        if holder.kind not in ("dict", "set", "list", "tuple") or len(holder.target) > _LONG:
+            return
+        values = holder.read()
+        if holder.kind != "tuple":
+            self.copies.append((holder, values))
+        for key, value in values.items():
+            if type(value) in _PLAIN or id(value) in self._seen or depth >= _MOST_DEPTH:
+                continue
+            self._seen.add(id(value))
+            self._kept.append(value)
+            inner = _holder(holder.name_of(key), value)
+            if inner is not None:
+                self._visit_plain(inner, depth + 1)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors, by name."""
@@ -350,6 +359,7 @@ class ScriptState:
     Attributes:
         batches: The number of batches that the script has in this iteration, as its enumerate() counts them.
         iteration: The number of the iteration for which torch would have drawn the seed of its loader processes.
+        of_first: Names of what only the worker of rank 0 has changed, or has another value of in a module.
         going_on: Generators of Python that go on in the loop body, by name: they can be neither brought back nor
             carried.
     """
@@ -364,6 +374,7 @@ class ScriptState:
         self._of: list[object] = []  # where the search began
         self._copies: list[tuple[Holder, dict[Any, Any]]] = []
         self._watched: list[Holder] = []
+        self._young = _Young()
         self._last: dict[str, int] | None = None  # digests of the last search
         self._changed: set[str] = set()  # names of what has changed since the start
         self._unequal: set[str] = set()  # of these, what has differed between workers
@@ -372,6 +383,7 @@ class ScriptState:
         self._generators: dict[str, tuple[GeneratorType[Any, Any, Any], object]] = {}
         self._has_gone_on: set[str] = set()  # of these, in a loop body that came again
         self.going_on: set[str] = set()  # of these, in a loop body
+        self.of_first: set[str] = set()
 
     # A loop body that comes again ---------------------------------------------------------------------------
 
@@ -384,7 +396,10 @@ class ScriptState:
             self._of = of
             self._search(roots)
         else:
+            self._watched += self._young.grown_up()
+            before = {id(each): values for each, values in self._copies}
             self._copies = [(each, _kept_of(each.read())) for each in self._watched]
+            self._copies += self._young.take(self._copies, before, self._owned)
             self._tensors.take()
             self._take_places([each for each, _ in self._randoms], {n: g for n, (g, _) in self._generators.items()})
         self._batches_then = self.batches
@@ -398,6 +413,7 @@ class ScriptState:
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
                 logger.warning("%s of the script has changed in an aborted step, and stays so: %s", holder.path, error)
         self._tensors.put_back()
+        self._young.put_back()
         for each, state in self._randoms:
             set_state(each, state)
         if has_left:
@@ -430,7 +446,7 @@ class ScriptState:
         self.batches = batches
 
     def _search(self, roots: list[Holder]) -> Found:
-        found = Found(roots, self._owned())
+        found, self._young = Found(roots, self._owned()), _Young()
         before = {holder.path: values for holder, values in self._copies}
         self._copies = found.copies
         if len(found.copies) > _MOST_HOLDERS:
@@ -457,11 +473,21 @@ class ScriptState:
         for name in set().union(*tables):
             if len({table.get(name) for table in tables}) > 1:
                 self._unequal.add(name)
+                is_alone = not any(name in table for table in tables[1:])
+                if is_alone or _is_of_module(name):
+                    self.of_first.add(name)
+
+    def digests_of_tensors(self) -> dict[str, int]:
+        """Return the digests of tensors of real numbers, by name."""
+        tensors = Found(self._roots(), self._owned()).tensors()
+        return {name: _digest(each) for name, each in tensors.items() if each.is_floating_point()}
 
     def pack(self) -> dict[str, Any]:
         """Return what other workers need: the values themselves, not copies."""
         found = self._search(self._roots())
-        names = [name for name in found.entries if name in self._changed - self._unequal]
+        # An average of weights whose start differed between workers is better than its start, which a newcomer has.
+        carried = self._changed - {name for name in self._unequal if not _is_of_module(name)}
+        names = [name for name in found.entries if name in carried]
         entries = []
         for name in names:
             holder, key, value = found.entries[name]
@@ -498,6 +524,12 @@ class ScriptState:
         self._tensors.know(packed["tensors"])
         self._search(self._roots())
         return loaded, missing
+
+
+def _is_of_module(name: str) -> bool:
+    """Return whether a value is a parameter or a buffer of a module, and no statistic of a worker's own samples."""
+    is_tensor = "._parameters[" in name or "._buffers[" in name
+    return is_tensor and not name.endswith(("['running_mean']", "['running_var']", "['num_batches_tracked']"))
 
 
 def _has_moved(generator: GeneratorType[Any, Any, Any], mark: object) -> bool:
@@ -542,6 +574,68 @@ def _load(holder: Holder, key: Any, live: Any, value: Any) -> None:
             holder.write({key: loaded})
 
 
+class _Young:
+    """What loop bodies have made since the last search: objects that hold values, such as a meter. Most are made anew
+    in each body, and go with it; others stay, and are watched from the second boundary on."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Holder, Any, object, Found]] = []  # holder, key and value, what is in it
+        self._staying: list[torch.Tensor] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values
+
+    def grown_up(self) -> list[Holder]:
+        """Return the holders of what is still where it was at the last boundary."""
+        stay = [found for holder, key, value, found in self._made if holder.read().get(key) is value]
+        self._made = []
+        self._staying += [each for found in stay for each in _small(found)]
+        return [holder for found in stay for holder, _ in found.copies]
+
+    @torch.no_grad()
+    def take(
+        self,
+        copies: Sequence[tuple[Holder, dict[Any, Any]]],
+        before: Mapping[int, Mapping[Any, Any]],
+        owned: Callable[[], Iterable[object]],
+    ) -> list[tuple[Holder, dict[Any, Any]]]:
+        """Return the values of what is new in these holders, which had the values `before`."""
+        self._tensors = [(each, each.detach().clone()) for each in self._staying]
+        new = [
+            (holder, key, value, inner)
+            for holder, values in copies
+            for key, value in values.items()
+            if before.get(id(holder), values).get(key) is not value
+            and type(value) not in _PLAIN
+            and (inner := _holder(holder.name_of(key), value)) is not None
+        ]
+        if not new or len(copies) + len(new) > _MOST_HOLDERS:
+            return []
+        known = [*owned(), *(holder.target for holder, _ in copies)]
+        taken: list[tuple[Holder, dict[Any, Any]]] = []
+        for holder, key, value, inner in new:
+            if any(value is each for each in known):
+                continue
+            found = Found([inner], known)
+            known += [each.target for each, _ in found.copies]
+            taken += found.copies
+            self._made.append((holder, key, value, found))
+            self._tensors += [(each, each.detach().clone()) for each in _small(found)]
+        return taken
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for live, value in self._tensors:
+            live.detach().copy_(value)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return a number that is another one when autograd has counted a write, or the tensor has another memory."""
+    return tensor._version + tensor.data_ptr()
+
+
+def _small(found: Found) -> list[torch.Tensor]:
+    return [each for each in found.tensors().values() if each.nbytes <= _SMALL_BYTES]
+
+
 class _Tensors:
     """The bytes of the script's tensors. Only tensors that the loop body is known to change are copied: before its
     step at each boundary, after it where the step is aborted."""
@@ -582,10 +676,9 @@ class _Tensors:
         self._copy()
 
     def look(self) -> None:
+        self._early |= self._written()
         if self._is_learning:
             self._early |= {name for name, each in self._live.items() if _digest(each) != self._digests[name]}
-        else:
-            self._early |= self._written()
 
     @torch.no_grad()
     def save(self) -> None:
@@ -598,11 +691,11 @@ class _Tensors:
     def put_back(self) -> None:
         for name, copy in self._copies.items():
             self._live[name].detach().copy_(copy)
-        self._versions = {name: each._version for name, each in self._live.items()}
+        self._versions = {name: _version(each) for name, each in self._live.items()}
 
     @torch.no_grad()
     def _copy(self) -> None:
-        self._versions = {name: each._version for name, each in self._live.items()}
+        self._versions = {name: _version(each) for name, each in self._live.items()}
         if self._has_learned:
             names = self._early & self._live.keys()
         else:  # the first loop body of the job may change any of them
@@ -610,4 +703,4 @@ class _Tensors:
         self._copies = {name: self._live[name].detach().clone() for name in names}
 
     def _written(self) -> set[str]:
-        return {name for name, each in self._live.items() if each._version != self._versions[name]}
+        return {name for name, each in self._live.items() if _version(each) != self._versions[name]}

@@ -4,6 +4,7 @@ from the iterator of the script's DataLoader (script_loader.py)."""
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -335,6 +336,8 @@ class InPlaceLoop(StepLoop):
 
     def _put_back(self) -> None:
         is_repeated = step.is_undecided()
+        if self._division is not None and step.is_rehearsal():
+            self._division.look()
         super()._put_back()
         if is_repeated:
             self._script.roll_back(self._has_left_body)
@@ -447,10 +450,25 @@ class InPlaceLoop(StepLoop):
                 "only rank 0 runs is run by it where the script calls get_rank() each time; where it read the rank at "
                 "its start, such code (checkpoints, output) may not run any more"
             )
+            # A module as a whole: main().ema, not main().ema._modules['0']._parameters['weight'].
+            if gone := sorted(
+                {re.split(r"\._(?:modules|parameters|buffers)\[", each)[0] for each in self._script.of_first}
+            ):
+                text = (
+                    f"the worker that was started as rank 0 is lost, and with it {_some(gone)}, which only it had in "
+                    f"this form"
+                )
+                world.remark("first rank", text)
 
     def _refuse_unequal_parts(self) -> None:
         """Become static before the next batch, where the gradients of these workers would be others."""
-        loader = self._script_loader
+        loader, size = self._script_loader, world.current().placement.size
+        if size != loader.listed.workers and loader.batches_of_step > 1 and loader.listed.adds_unequal(loader.cursor):
+            text = (
+                f"batches of different sizes are added up in a step: their gradients count alike with "
+                f"{loader.listed.workers} workers, and by their samples with {size}"
+            )
+            world.remark("unequal batches", text)
         if not loader.static_because:
             loader.static_because = self.number.why_static()
             loader.leaves_before_batch |= bool(loader.static_because)
@@ -498,7 +516,7 @@ class InPlaceLoop(StepLoop):
         if self._division is None:
             seed, number = loader.seed + self._state.step, world.current().id.number
             few, collated = loader.listed.largest, loader.collated
-            self._division = DivisionTrial(self._state, seed, few, collated, number)
+            self._division = DivisionTrial(self._state, seed, few, collated, self._script.digests_of_tensors, number)
         self._division.begin_body()
         loader.change = self._division.batch
 

@@ -32,6 +32,7 @@ class WatchedTensors:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._tensors: list[torch.Tensor] = []
+        self._unowned: list[tuple[int, torch.Tensor]] = []  # with their places
         self._versions: list[int] = []
         self._changing: set[str] = set()
         self._changing_late: set[str] = set()
@@ -48,6 +49,9 @@ class WatchedTensors:
     def track(self, tensors: Mapping[str, torch.Tensor], owned: Container[str] = ()) -> None:
         """Watch these tensors from now on; `owned` are the names of optimizers' tensors. A capture() has to follow."""
         self._names, self._tensors = list(tensors), list(tensors.values())
+        self._unowned = [
+            (place, each) for place, (name, each) in enumerate(self.items()) if name not in owned and _is_plain(each)
+        ]
         self.add_changing_late(name for name in self._names if name not in owned)
         self._sampled = SampledElements(
             [(name, each) for name, each in self.items() if name not in owned], list(self.items())
@@ -92,7 +96,7 @@ class WatchedTensors:
     def changed(self, since: Sequence[int] | None = None) -> list[str]:
         """Return the names of the tensors that were written since the last capture(), or since mark()."""
         versions = self._versions if since is None else since
-        return [name for (name, each), version in zip(self.items(), versions, strict=True) if each._version != version]
+        return [name for name, now, version in zip(self._names, self.mark(), versions, strict=True) if now != version]
 
     def inspect(self) -> None:
         """Find out by their bytes which tensors the loop body behind the next capture() changes, before its step and
@@ -117,7 +121,7 @@ class WatchedTensors:
     def capture(self, is_whole: bool = False) -> None:
         """Remember the tensors as they are now; with `is_whole` the bytes of all of them."""
         self._learn_late()
-        self._versions = [each._version for each in self._tensors]
+        self._versions = self.mark()
         self.trusted.clear()
         self._sampled.take()
         self._is_inspected, self._is_suspicious = self._is_suspicious, False
@@ -134,7 +138,7 @@ class WatchedTensors:
 
     def look(self) -> None:
         """Record the tensors that have changed since the last capture(): a step is about to be applied."""
-        if [each._version for each in self._tensors] != self._versions:
+        if self.mark() != self._versions:
             self.add_changing(self.changed())
         if self._is_inspected:
             self._is_inspected = False
@@ -153,30 +157,34 @@ class WatchedTensors:
         self._copied += live
 
     def mark(self) -> list[int]:
-        """Return the current versions, for adopt()."""
-        return [each._version for each in self._tensors]
+        """Return the current versions, for adopt(). `tensor.data = ...`, which autograd does not count, gives a tensor
+        another memory: that of tensors without an optimizer is part of their version."""
+        versions = [each._version for each in self._tensors]
+        for place, each in self._unowned:
+            versions[place] += each.data_ptr()
+        return versions
 
     def adopt(self, mark: Sequence[int]) -> None:
         """Treat all changes since mark() as made before the last capture()."""
+        now = self.mark()
         for place, (name, each) in enumerate(self.items()):
-            if each._version != mark[place]:
-                self._versions[place] = each._version
+            if now[place] != mark[place]:
+                self._versions[place] = now[place]
                 if name in self._copies:
                     self._copies[name].copy_(each.detach())
 
     def trust(self, tensors: Sequence[torch.Tensor]) -> None:
         """Treat these tensors as unchanged since the last capture(), whatever their versions are."""
-        keys = set(map(id, tensors))
+        keys, now = set(map(id, tensors)), self.mark()
         for place, (name, each) in enumerate(self.items()):
             if id(each) in keys:
-                self._versions[place] = each._version
+                self._versions[place] = now[place]
                 self.trusted.add(name)
 
     def put_back(self) -> list[str]:
         """Return every tensor to its value at the last capture(). Returns the names of the tensors that cannot be
         restored, because they have changed and were not copied."""
-        versions = [each._version for each in self._tensors]
-        if not self._copied and versions == self._versions:
+        if not self._copied and self.mark() == self._versions:
             return []  # as usual
         copied = set(self._copied)
         lost = [name for name in self.changed() if name not in copied]
@@ -184,7 +192,7 @@ class WatchedTensors:
         with torch.no_grad():
             for name in self._copied:
                 live[name].detach().copy_(self._copies[name])
-        self._versions = [each._version for each in self._tensors]
+        self._versions = self.mark()
         return lost
 
     def put_back_run(self) -> list[str]:
@@ -244,6 +252,10 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.device.type != "cpu":
         return torch.equal(one, other)
     return torch.equal(bytes_of(one), bytes_of(other))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def _can_be_sampled(tensor: torch.Tensor) -> bool:

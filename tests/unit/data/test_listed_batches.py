@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from farandole.data.listed_batches import ListedBatches, of_lists
+from farandole.data.sample_order import BatchLayout, batches, make_global_batch
 from farandole.errors import ConfigError
 
 
@@ -107,3 +108,30 @@ def test_equal_parts() -> None:
     assert found.divides_equally(0, 6)
     assert not found.divides_equally(0, 4)
     assert found.divides_equally(24, 6)
+
+
+@given(st.integers(1, 4), SIZES, st.integers(1, 3))
+@settings(deadline=None, max_examples=80)
+def test_steps_that_add_up_batches_of_different_sizes_are_known(workers: int, sizes: list[int], added: int) -> None:
+    found = of_lists(lists_of(workers, sizes), workers * sum(sizes)).added_up(added)
+    position, steps = 0, [sizes[each : each + added] for each in range(0, len(sizes), added)]
+    for number in range(len(steps)):
+        assert found.adds_unequal(position) == any(len(set(each)) > 1 for each in steps[number:])
+        position = found.stop(position)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+@settings(deadline=None, max_examples=80)
+def test_a_step_has_as_many_loop_bodies_for_any_number_of_workers(
+    workers: int, now: int, added: int, size: int
+) -> None:
+    """The script counts them, and calls step() after so many."""
+    found = of_lists(lists_of(workers, [size] * 2 * added), workers * size * 2 * added).added_up(added)
+    layout = BatchLayout(found.size, found.largest_global_batch, None, min(2, found.smallest), "short", listed=found)
+    for start in (0, found.stop(0)):
+        made = [make_global_batch(layout, 0, start, rank, now) for rank in range(now)]
+        bodies = [batches(each, layout.min_local_batch) for each in made]
+        assert {len(each) for each in bodies} == {added}
+        assert sum(each.weight for rank in bodies for each in rank) == pytest.approx(1)
+        covered = sorted(position for rank in bodies for each in rank for position in range(each.low, each.high))
+        assert covered == list(range(start, found.stop(start)))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from farandole.collectives.alone import AloneTransport
-from farandole.in_place.division_trial import DivisionTrial, rows_of
+from farandole.in_place.division_trial import DivisionTrial, Found, differing_state, rows_of
 
 FEW, CLASSES = 4, 3
 Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -30,7 +30,7 @@ def tried(loss: Loss, samples: int, *layers: torch.nn.Module, is_table: bool = T
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), *layers, torch.nn.Linear(8, CLASSES)).double()
     x, y = torch.randn(samples, 6, dtype=torch.float64), torch.arange(samples) % CLASSES
-    trial = DivisionTrial(State(model), 5, FEW, lambda rows: (x[rows], y[rows]), 1)  # type: ignore[arg-type]
+    trial = DivisionTrial(State(model), 5, FEW, lambda rows: (x[rows], y[rows]), dict, 1)  # type: ignore[arg-type]
     for bodies in range(1, 20):
         model.zero_grad()
         trial.begin_body()
@@ -144,3 +144,12 @@ def test_rows_of_a_batch(data: Any, expected: Any) -> None:
 )
 def test_what_has_no_row_for_each_sample(data: Any) -> None:
     assert rows_of(data, 3, [0]) is None
+
+
+def test_a_tensor_that_all_had_alike_and_that_differs_after_a_step_is_named() -> None:
+    alike = [Found(states={"center": (1, 2)}), Found(states={"center": (1, 2)})]
+    assert differing_state(alike) == ""
+    differing = [alike[0], Found(states={"center": (1, 3)})]
+    assert differing_state(differing).startswith("center, which all workers had alike")
+    assert differing_state([alike[0], Found(states={"center": (4, 3)})]) == "", "it was each worker's own"
+    assert differing_state([alike[0], Found()]) == "", "another worker does not change it"

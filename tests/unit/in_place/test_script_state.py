@@ -4,11 +4,14 @@ changed alike."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from farandole.in_place.script_frames import frames_of_script, set_locals, shift_counts
@@ -245,3 +248,87 @@ def test_a_script_that_has_left_its_loop_keeps_its_variables_and_gets_its_tensor
     assert torch.equal(trainer.queue[0], torch.full((2,), 4.0))
     assert numbers.random() == drawn
     assert not torch.equal(trainer.center, center)  # another object, of a variable
+
+
+class Meter:
+    """An object that loop bodies make."""
+
+    def __init__(self) -> None:
+        self.count, self.total, self.parts = 0, torch.zeros(2), {"first": [0]}
+
+    def update(self) -> None:
+        self.count += 1
+        self.total += 1
+        self.parts["first"].append(self.count)
+
+    def picture(self) -> Any:
+        return self.count, self.total.tolist(), copy.deepcopy(self.parts)
+
+
+@pytest.mark.parametrize("bodies", [1, 2, 5])
+def test_an_object_that_a_loop_body_has_made_is_brought_back_from_the_next_body_on(bodies: int) -> None:
+    variables: dict[str, Any] = {}
+    state = state_of(Trainer(), variables=variables)
+    state.take(is_due=True)
+    state.take(is_due=False)
+    for _ in range(bodies):
+        variables.setdefault("meter", Meter()).update()
+        state.take(is_due=False)
+    before = variables["meter"].picture()
+    variables["meter"].update()
+    state.save()
+    state.roll_back()
+    assert variables["meter"].picture() == before
+
+
+def test_objects_of_a_single_body_are_not_kept() -> None:
+    variables: dict[str, Any] = {}
+    state = state_of(Trainer(), variables=variables)
+    state.take(is_due=True)
+    made = []
+    for _ in range(4):
+        variables["output"] = Meter()
+        made.append(weakref.ref(variables["output"]))
+        state.take(is_due=False)
+    gc.collect()
+    assert [each() is not None for each in made] == [False, False, False, True]
+
+
+def test_a_tensor_that_gets_other_memory_is_brought_back() -> None:
+    """`tensor.data = ...` is not counted by autograd; in the first bodies nothing has changed its bytes."""
+    trainer = Trainer()
+    state = state_of(trainer)
+    state.take(is_due=True)
+    trainer.average.weight.data = trainer.average.weight.data * 1.0
+    state.look()
+    state.take(is_due=False)
+    before = trainer.average.weight.tolist()
+    trainer.average.weight.data = trainer.average.weight.data * 0.5
+    state.save()
+    state.roll_back()
+    assert trainer.average.weight.tolist() == before
+
+
+def test_what_only_the_first_rank_has_is_known() -> None:
+    state = state_of(Trainer())
+    tables = [{"ema._parameters['weight']": 1, "steps": 2, "net._buffers['running_mean']": 3}]
+    state.compare([*tables, {"net._buffers['running_mean']": 4}])
+    assert state.of_first == {"ema._parameters['weight']", "steps"}
+
+
+def test_containers_in_containers_are_brought_back() -> None:
+    variables: dict[str, Any] = {
+        "history": {"loss": [1.0], "by layer": {"first": [[2]]}},
+        "pairs": ([3], {4}),
+        "rows": [[5]],
+    }
+    state = state_of(Trainer(), variables=variables)
+    state.take(is_due=True)
+    before = copy.deepcopy(variables)
+    variables["history"]["loss"].append(6.0)
+    variables["history"]["by layer"]["first"][0].append(7)
+    variables["pairs"][0].append(8)
+    variables["pairs"][1].add(9)
+    variables["rows"][0].append(10)
+    state.roll_back()
+    assert variables == before
