@@ -52,6 +52,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LONG = 1000  # a list with more items is looked at as a whole
 _MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
 _MOST_DEPTH = 12
+_SELDOM_CHANGING = (torch.nn.Module, dict, list)
 _SAMPLED_BYTES = 64 << 20  # of a larger tensor, a sample is compared
 _SMALL_BYTES = 64 << 10  # most of a tensor in an object that a loop body has made
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
@@ -374,6 +375,8 @@ class ScriptState:
         self._of: list[object] = []  # where the search began
         self._copies: list[tuple[Holder, dict[Any, Any]]] = []
         self._watched: list[Holder] = []
+        self._learns_from: list[tuple[Holder, dict[Any, Any]]] = []  # all of many holders, for one loop body
+        self._changing: set[str] = set()  # paths of those that loop bodies have changed
         self._young = _Young()
         self._last: dict[str, int] | None = None  # digests of the last search
         self._changed: set[str] = set()  # names of what has changed since the start
@@ -397,6 +400,7 @@ class ScriptState:
             self._search(roots)
         else:
             self._watched += self._young.grown_up()
+            self._watch_changed()
             before = {id(each): values for each, values in self._copies}
             self._copies = [(each, _kept_of(each.read())) for each in self._watched]
             self._copies += self._young.take(self._copies, before, self._owned)
@@ -446,13 +450,13 @@ class ScriptState:
         self.batches = batches
 
     def _search(self, roots: list[Holder]) -> Found:
+        self._watch_changed()
         found, self._young = Found(roots, self._owned()), _Young()
-        before = {holder.path: values for holder, values in self._copies}
         self._copies = found.copies
+        self._watched = [each for each, _ in found.copies]
         if len(found.copies) > _MOST_HOLDERS:
-            self._watched = [each for each, values in found.copies if _is_watched(each, values, before)]
-        else:
-            self._watched = [each for each, _ in found.copies]
+            self._watched = [each for each in self._watched if self._is_watched(each)]
+            self._learns_from = found.copies
         digests = {name: _digest(value) for name, (_, _, value) in found.entries.items()}
         if self._last is not None:
             self._changed |= {name for name, each in digests.items() if self._last.get(name) != each}
@@ -460,6 +464,22 @@ class ScriptState:
         self._tensors.learn(found.tensors(), digests)
         self._take_places(found.randoms, found.generators)
         return found
+
+    def _is_watched(self, holder: Holder) -> bool:
+        """Return whether a holder of many is copied at each boundary: its values have changed, or often change."""
+        often_changes = holder.kind in ("frame", "globals") or not isinstance(holder.target, _SELDOM_CHANGING)
+        return often_changes or holder.path in self._changing
+
+    def _watch_changed(self) -> None:
+        """Watch, from now on, those of many holders that the loop body after the last search has changed."""
+        learns_from, self._learns_from = self._learns_from, []
+        watched = set(map(id, self._watched)) if learns_from else set()
+        for holder, then in learns_from:
+            if id(holder) not in watched:
+                now = _kept_of(holder.read())
+                if now.keys() != then.keys() or any(now[key] is not each for key, each in then.items()):
+                    self._changing.add(holder.path)
+                    self._watched.append(holder)
 
     # Between workers ----------------------------------------------------------------------------------------
 
@@ -539,14 +559,6 @@ def _has_moved(generator: GeneratorType[Any, Any, Any], mark: object) -> bool:
 def _kept_of(values: dict[Any, Any]) -> dict[Any, Any]:
     kept = {key: each for key, each in values.items() if not _is_passing(each)}
     return {key: copied(each) if is_iterator(each) else each for key, each in kept.items()}
-
-
-def _is_watched(holder: Holder, values: Mapping[Any, Any], before: Mapping[str, Mapping[Any, Any]]) -> bool:
-    """Return whether a holder of many is copied at each boundary: its values have changed, or often change."""
-    if holder.kind in ("frame", "globals") or not isinstance(holder.target, torch.nn.Module | dict | list):
-        return True
-    then = before.get(holder.path)
-    return then is not None and (then.keys() != values.keys() or any(then[key] is not values[key] for key in then))
 
 
 @torch.no_grad()

@@ -332,3 +332,29 @@ def test_containers_in_containers_are_brought_back() -> None:
     variables["rows"][0].append(10)
     state.roll_back()
     assert variables == before
+
+
+@pytest.mark.parametrize("searches", [1, 3])
+def test_of_many_holders_those_that_bodies_change_are_brought_back(searches: int) -> None:
+    """A model of ordinary size has more holders than are copied at each boundary."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(600)))
+    model[300].center, model[301].counts = torch.zeros(1), {"seen": 0}
+    variables: dict[str, Any] = {"model": model}
+    state = ScriptState(lambda: [], lambda: [Holder("variables", variables, "dict")])
+
+    def body() -> None:
+        model[300].center = model[300].center + 1
+        model[301].counts["seen"] += 1
+
+    state.take(is_due=True)
+    for number in range(3 * searches):
+        body()
+        state.take(is_due=number % 3 == 2)
+    for _ in range(3):
+        body()
+        state.take(is_due=False)
+    before = float(model[300].center), dict(model[301].counts)
+    body()
+    state.save()
+    state.roll_back()
+    assert (float(model[300].center), dict(model[301].counts)) == before
