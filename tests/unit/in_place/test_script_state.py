@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from farandole.in_place.script_frames import frames_of_script, set_locals, shift_counts
-from farandole.in_place.script_state import Holder, ScriptState
+from farandole.in_place.script_search import Holder
+from farandole.in_place.script_state import ScriptState
 
 
 class Trainer:
@@ -340,7 +341,7 @@ def test_of_many_holders_those_that_bodies_change_are_brought_back(searches: int
     model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(600)))
     model[300].center, model[301].counts = torch.zeros(1), {"seen": 0}
     variables: dict[str, Any] = {"model": model}
-    state = ScriptState(lambda: [], lambda: [Holder("variables", variables, "dict")])
+    state = ScriptState(list, lambda: [Holder("variables", variables, "dict")])
 
     def body() -> None:
         model[300].center = model[300].center + 1
