@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -253,15 +253,19 @@ class Found:
     entries  the values that are compared and carried, by their names
     randoms  generators of random numbers
     generators  Python's, by their names
+
+    Args:
+        roots: Where the search begins.
+        skipped: id() of objects that are not looked at.
     """
 
-    def __init__(self, roots: Iterable[Holder], skipped: Iterable[object]) -> None:
+    def __init__(self, roots: Iterable[Holder], skipped: Set[int]) -> None:
         self.copies: list[tuple[Holder, dict[Any, Any]]] = []
         self.entries: dict[str, tuple[Holder, Any, Any]] = {}
         self.holders: dict[str, Holder] = {}
         self.randoms: list[Any] = []
         self.generators: dict[str, GeneratorType[Any, Any, Any]] = {}
-        self._seen = set(map(id, skipped))
+        self._seen = set(skipped)
         self._kept: list[object] = []  # what was seen stays, so that no id is used twice
         for root in roots:
             self._visit(root, 0)

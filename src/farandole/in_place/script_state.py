@@ -57,7 +57,7 @@ class ScriptState:
         self._watched: list[Holder] = []
         self._learns_from: list[tuple[Holder, dict[Any, Any]]] = []  # all of many holders, for one loop body
         self._changing: set[str] = set()  # paths of those that loop bodies have changed
-        self._young = MadeObjects()
+        self._made = MadeObjects(frozenset())
         self._last: dict[str, int] | None = None  # digests of the last search
         self._changed: set[str] = set()  # names of what has changed since the start
         self._unequal: set[str] = set()  # of these, what has differed between workers
@@ -79,11 +79,11 @@ class ScriptState:
             self._of = of
             self._search(roots)
         else:
-            self._watched += self._young.grown_up()
+            self._watched += self._made.grown_up()
             self._watch_changed()
             before = {id(each): values for each, values in self._copies}
             self._copies = [(each, kept_of(each.read())) for each in self._watched]
-            self._copies += self._young.take(self._copies, before, self._owned)
+            self._copies += self._made.take(self._copies, before)
             self._tensors.take()
             self._take_places([each for each, _ in self._randoms], {n: g for n, (g, _) in self._generators.items()})
         self._batches_then = self.batches
@@ -97,7 +97,7 @@ class ScriptState:
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
                 logger.warning("%s of the script has changed in an aborted step, and stays so: %s", holder.path, error)
         self._tensors.put_back()
-        self._young.put_back()
+        self._made.put_back()
         for each, state in self._randoms:
             set_state(each, state)
         if has_left:
@@ -131,7 +131,8 @@ class ScriptState:
 
     def _search(self, roots: list[Holder]) -> Found:
         self._watch_changed()
-        found, self._young = Found(roots, self._owned()), MadeObjects()
+        owned = set(map(id, self._owned()))
+        found, self._made = Found(roots, owned), MadeObjects(owned)
         self._copies = found.copies
         self._watched = [each for each, _ in found.copies]
         if len(found.copies) > MOST_HOLDERS:
@@ -179,7 +180,7 @@ class ScriptState:
 
     def digests_of_tensors(self) -> dict[str, int]:
         """Return the digests of tensors of real numbers, by name."""
-        tensors = Found(self._roots(), self._owned()).tensors()
+        tensors = Found(self._roots(), set(map(id, self._owned()))).tensors()
         return {name: digest(each) for name, each in tensors.items() if each.is_floating_point()}
 
     def pack(self) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class ScriptState:
     def apply(self, packed: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Load what another worker has packed where this one is. Returns the names of what was loaded, and of what has
         no place here."""
-        found = Found(self._roots(), self._owned())
+        found = Found(self._roots(), set(map(id, self._owned())))
         loaded, missing = [], []
         for name, path, key, value in packed["entries"]:
             holder = found.holders.get(path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from farandole.in_place.script_search import MOST_HOLDERS, PLAIN, SAMPLED_BYTES, Found, Holder, digest, holder_of
 
+_EMPTY = PLAIN | {torch.Tensor, torch.nn.Parameter}  # types that hold nothing
 _SMALL_BYTES = 64 << 10  # most of a tensor in an object that a loop body has made
 
 
@@ -16,7 +18,8 @@ class MadeObjects:
     """What loop bodies have made since the last search: objects that hold values, such as a meter. Most are made anew
     in each body, and go with it; others stay, and are watched from the second boundary on."""
 
-    def __init__(self) -> None:
+    def __init__(self, owned: Set[int]) -> None:
+        self._owned = owned  # id() of objects that are restored in another way
         self._made: list[tuple[Holder, Any, object, Found]] = []  # holder, key and value, what is in it
         self._staying: list[torch.Tensor] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values
@@ -30,33 +33,30 @@ class MadeObjects:
 
     @torch.no_grad()
     def take(
-        self,
-        copies: Sequence[tuple[Holder, dict[Any, Any]]],
-        before: Mapping[int, Mapping[Any, Any]],
-        owned: Callable[[], Iterable[object]],
+        self, copies: Sequence[tuple[Holder, dict[Any, Any]]], before: Mapping[int, Mapping[Any, Any]]
     ) -> list[tuple[Holder, dict[Any, Any]]]:
-        """Return the values of what is new in these holders, which had the values `before`."""
+        """Return the values of what is new in these holders, which had the values `before`, by id()."""
         self._tensors = [(each, each.detach().clone()) for each in self._staying]
         new = [
-            (holder, key, value, inner)
+            (holder, key, value)
             for holder, values in copies
+            if (then := before.get(id(holder))) is not None
+            and not (len(then) == len(values) and all(map(operator.is_, values.values(), then.values())))
             for key, value in values.items()
-            if before.get(id(holder), values).get(key) is not value
-            and type(value) not in PLAIN
-            and (inner := holder_of(holder.name_of(key), value)) is not None
+            if then.get(key) is not value and type(value) not in _EMPTY
         ]
         if not new or len(copies) + len(new) > MOST_HOLDERS:
             return []
-        known = [*owned(), *(holder.target for holder, _ in copies)]
+        known = {id(holder.target) for holder, _ in copies} | self._owned
         taken: list[tuple[Holder, dict[Any, Any]]] = []
-        for holder, key, value, inner in new:
-            if any(value is each for each in known):
-                continue
-            found = Found([inner], known)
-            known += [each.target for each, _ in found.copies]
-            taken += found.copies
-            self._made.append((holder, key, value, found))
-            self._tensors += [(each, each.detach().clone()) for each in _small(found)]
+        for holder, key, value in new:
+            inner = None if id(value) in known else holder_of(holder.name_of(key), value)
+            if inner is not None:
+                found = Found([inner], known)
+                known |= {id(each.target) for each, _ in found.copies}
+                taken += found.copies
+                self._made.append((holder, key, value, found))
+                self._tensors += [(each, each.detach().clone()) for each in _small(found)]
         return taken
 
     @torch.no_grad()
