@@ -327,5 +327,7 @@ class Found:
 
 
 def kept_of(values: dict[Any, Any]) -> dict[Any, Any]:
+    if PLAIN.issuperset(map(type, values.values())):  # as of most layers of a model
+        return values
     kept = {key: each for key, each in values.items() if not _is_passing(each)}
     return {key: copied(each) if is_iterator(each) else each for key, each in kept.items()}
