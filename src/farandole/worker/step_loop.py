@@ -75,6 +75,11 @@ _SECOND_CALL = (
     "Farandole has called this elastic function before, on this worker, to warm up before the worker joined. Code "
     "before its loop must work in a second call, too; TorchState(rehearse=False) skips the warm-up"
 )
+_REHEARSED = (
+    "This run of the loop body was a rehearsal, with a part of a batch: the loss of a worker brings batches of other "
+    "sizes, too. Give DataLoader(min_local_batch=...) if the body needs so many samples; TorchState(rehearse=False) "
+    "leaves rehearsals out"
+)
 _NO_MEAN = (
     "the gradient of a batch is not the mean of those of its samples, so that each number of workers trains something "
     "else"
@@ -174,6 +179,8 @@ class StepLoop:
             except Exception as error:
                 if self._is_second_call:
                     error.add_note(_SECOND_CALL)
+                if self._loss_trial is not None:
+                    error.add_note(_REHEARSED)
                 raise
             else:
                 if self._has_finished():

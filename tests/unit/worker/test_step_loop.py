@@ -337,3 +337,16 @@ def test_a_loss_in_the_middle_of_a_mend_is_a_regroup_like_any_other(second_of_tw
     assert (bodies, state.counter) == ([(0, 0), (1, 1), (2, 2)], 3)
     assert (world.current().id.number, state.digests.is_suspicious) == (2, False)
     assert torch.equal(parameters_of(state), parameters_of_an_undisturbed_job(1, 2))
+
+
+def test_an_error_in_a_rehearsal_says_that_it_is_one(second_of_two: Orders) -> None:
+    state, bodies = make_state(), []
+    state.is_holder, state.has_rehearsed = True, False
+
+    def body(x: torch.Tensor) -> None:
+        bodies.append(len(x))
+        assert len(x) == bodies[0], "another size"
+
+    with pytest.raises(AssertionError, match="another size") as raised:
+        train(second_of_two, state, body)
+    assert "was a rehearsal, with a part of a batch" in raised.value.__notes__[0]
