@@ -286,6 +286,18 @@ with torch.no_grad():
 """,
         end="report(model=model, ema=ema)",
     ),
+    "states-own-queue": Piece(
+        before=Piece.before + "\nqueue = torch.zeros(8, 2)",
+        body="""
+            output = model(x)
+            loss = F.cross_entropy(output, y) + 0.1 * (output.mean(0) - queue.mean(0)).square().sum()
+            queue[len(x) :] = queue[: -len(x)].clone()
+            queue[: len(x)] = output.detach()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            """,
+    ),
     "states-ema-of-first-rank": Piece(
         before=Piece.before + "\nema = copy.deepcopy(net) if rank == 0 else None",
         body=Piece.body

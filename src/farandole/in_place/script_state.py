@@ -178,6 +178,10 @@ class ScriptState:
                 if is_alone or _is_of_module(name):
                     self.of_first.add(name)
 
+    def own(self) -> list[str]:
+        """Return the names of tensors that stay from step to step, and differ between workers: a queue of features."""
+        return [name for name in self._unequal & self._tensors.lasting() if not _is_statistic(name)]
+
     def digests_of_tensors(self) -> dict[str, int]:
         """Return the digests of tensors of real numbers, by name."""
         tensors = Found(self._roots(), set(map(id, self._owned()))).tensors()
@@ -229,8 +233,11 @@ class ScriptState:
 
 def _is_of_module(name: str) -> bool:
     """Return whether a value is a parameter or a buffer of a module, and no statistic of a worker's own samples."""
-    is_tensor = "._parameters[" in name or "._buffers[" in name
-    return is_tensor and not name.endswith(("['running_mean']", "['running_var']", "['num_batches_tracked']"))
+    return ("._parameters[" in name or "._buffers[" in name) and not _is_statistic(name)
+
+
+def _is_statistic(name: str) -> bool:
+    return name.endswith(("['running_mean']", "['running_var']", "['num_batches_tracked']"))
 
 
 def _has_moved(generator: GeneratorType[Any, Any, Any], mark: object) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -125,6 +125,7 @@ class InPlaceLoop(StepLoop):
         self._received: dict[str, Any] | None = None  # these values, until the script is where theirs was
         self._lacks_contribution = False  # a result that the script got in this loop body, or behind the batches
         self._seen: Placement | None = None  # rank and size for the rest of a loop body that has lost a worker
+        self._size = 0  # workers of the last generation
         self._is_first_rank = is_first_rank  # or the loss of that worker was reported
         self._script_loader = loader
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
@@ -150,6 +151,7 @@ class InPlaceLoop(StepLoop):
     def enter(self) -> None:
         """Enter the loop with all workers, or join them."""
         self._enter(lambda: None)
+        self._size = world.current().placement.size
         self.record_batches()
 
     def leave(self) -> None:
@@ -371,6 +373,8 @@ class InPlaceLoop(StepLoop):
         size = (len(packed.skeleton), packing.total_bytes(packed.tensors))
         by_rank = transport.all_gather(msgspec.msgpack.encode(_ScriptStanding(place, size)))
         standings = [msgspec.msgpack.decode(each, type=_ScriptStanding) for each in by_rank]
+        self._note_lost(sum(bool(each.place) for each in standings))
+        self._size = len(standings)
         newest = max(each.place for each in standings)
         if all(each.place == newest for each in standings):
             return
@@ -378,6 +382,11 @@ class InPlaceLoop(StepLoop):
         received = receive(transport, source, packed, standings[source].size, needed=place < newest)
         if place < newest:
             self._received, self._lacks_values = received, True
+
+    def _note_lost(self, remaining: int) -> None:
+        """Say in the last line of the job what is gone with a lost worker."""
+        if remaining < self._size and (gone := _modules_as_a_whole(self._script.own())):
+            world.remark("own values", f"what each worker has by itself is gone with a lost one: {_some(gone)}")
 
     def prepared(self) -> int:
         """See StepLoop. A newcomer has not the script's count of batches: where collectives may depend on that count,
@@ -450,10 +459,7 @@ class InPlaceLoop(StepLoop):
                 "only rank 0 runs is run by it where the script calls get_rank() each time; where it read the rank at "
                 "its start, such code (checkpoints, output) may not run any more"
             )
-            # A module as a whole: main().ema, not main().ema._modules['0']._parameters['weight'].
-            if gone := sorted(
-                {re.split(r"\._(?:modules|parameters|buffers)\[", each)[0] for each in self._script.of_first}
-            ):
+            if gone := _modules_as_a_whole(self._script.of_first):
                 text = (
                     f"the worker that was started as rank 0 is lost, and with it {_some(gone)}, which only it had in "
                     f"this form"
@@ -634,6 +640,11 @@ class InPlaceLoop(StepLoop):
 
 
 _MOST_NAMES = 12
+
+
+def _modules_as_a_whole(names: Iterable[str]) -> list[str]:
+    """Return main().ema instead of main().ema._modules['0']._parameters['weight']."""
+    return sorted({re.split(r"\._(?:modules|parameters|buffers)\[", each)[0] for each in names})
 
 
 def _some(names: Sequence[str]) -> str:

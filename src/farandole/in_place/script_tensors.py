@@ -84,9 +84,14 @@ class ScriptTensors:
         self._versions: dict[str, int] = {}
         self._early: set[str] = set()
         self._late: set[str] = set()
+        self._lasting: set[str] = set()
         self._is_learning = False
         self._has_learned = False  # from a whole loop body, here or on another worker
         self._copies: dict[str, torch.Tensor] = {}
+
+    def lasting(self) -> set[str]:
+        """Return the names of tensors of several elements that were the same objects in two searches."""
+        return self._lasting
 
     def known(self) -> tuple[list[str], list[str]]:
         """Return the names of the tensors that a loop body changes before its step, and after it."""
@@ -102,6 +107,7 @@ class ScriptTensors:
         """Watch these tensors from now on, and find out what the next loop body changes."""
         self._has_learned |= bool(self._live)
         same = {name for name, each in tensors.items() if self._live.get(name) is each}
+        self._lasting |= {name for name in same if tensors[name].numel() > 1}
         self._late |= {name for name in same if self._digests[name] != digests[name]} - self._early
         self._live, self._digests = dict(tensors), {name: digests[name] for name in tensors}
         self._is_learning = True

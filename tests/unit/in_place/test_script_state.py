@@ -359,3 +359,12 @@ def test_of_many_holders_those_that_bodies_change_are_brought_back(searches: int
     state.save()
     state.roll_back()
     assert (float(model[300].center), dict(model[301].counts)) == before
+
+
+def test_tensors_that_each_worker_has_by_itself_are_known() -> None:
+    trainer = Trainer()
+    state = state_of(trainer)
+    train(trainer, state, 5)
+    names = ["trainer.queue[0]", "trainer.center", "trainer.average._parameters['weight']"]
+    state.compare([dict.fromkeys(names, 1), dict.fromkeys(names, 2)])
+    assert sorted(state.own()) == ["trainer.average._parameters['weight']", "trainer.queue[0]"]
