@@ -99,6 +99,11 @@ class Holder:
         if changed:
             self.write({key: copied(each) if is_iterator(each) else each for key, each in changed.items()})
 
+    def is_object_of_values(self) -> bool:
+        """Return whether it is an object that holds values, and no other objects."""
+        is_object = self.kind == "object" and not isinstance(self.target, type | torch.nn.Module)
+        return is_object and all(map(_is_value, self.read().values()))
+
     def name_of(self, key: Any) -> str:
         if self.kind in ("frame", "object", "globals"):
             return f"{self.path}.{key}" if self.path else str(key)

@@ -11,8 +11,8 @@ changed it alike. docs/decisions/0066-state-of-the-script.md.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import GeneratorType
 from typing import Any
 
@@ -53,6 +53,7 @@ class ScriptState:
         self.iteration = -1
         self._batches_then = 0
         self._of: list[object] = []  # where the search began
+        self._lasting: set[str] = set()  # paths of functions that go on from one iteration over the batches to the next
         self._copies: list[tuple[Holder, dict[Any, Any]]] = []
         self._watched: list[Holder] = []
         self._learns_from: list[tuple[Holder, dict[Any, Any]]] = []  # all of many holders, for one loop body
@@ -75,6 +76,9 @@ class ScriptState:
         self.going_on |= {name for name, (each, mark) in self._generators.items() if _has_moved(each, mark)}
         roots = self._roots()
         of = [each.target for each in roots]
+        if self.batches < self._batches_then:  # another iteration
+            then = set(map(id, self._of))
+            self._lasting |= {each.path for each in roots if id(each.target) in then}
         if is_due or len(of) != len(self._of) or any(one is not other for one, other in zip(of, self._of, strict=True)):
             self._of = of
             self._search(roots)
@@ -189,10 +193,12 @@ class ScriptState:
 
     def pack(self) -> dict[str, Any]:
         """Return what other workers need: the values themselves, not copies."""
-        found = self._search(self._roots())
+        roots = self._roots()
+        found = self._search(roots)
+        meters = _meters(roots, found, self._unequal, self._lasting)
         # An average of weights whose start differed between workers is better than its start, which a newcomer has.
         carried = self._changed - {name for name in self._unequal if not _is_of_module(name)}
-        names = [name for name in found.entries if name in carried]
+        names = [name for name, (holder, *_) in found.entries.items() if name in carried and id(holder) not in meters]
         entries = []
         for name in names:
             holder, key, value = found.entries[name]
@@ -229,6 +235,23 @@ class ScriptState:
         self._tensors.know(packed["tensors"])
         self._search(self._roots())
         return loaded, missing
+
+
+def _meters(roots: Sequence[Holder], found: Found, unequal: Set[str], lasting: Set[str]) -> set[int]:
+    """Return the id() of holders that go with their worker as a whole: a meter has a sum, which differs, and a count,
+    which does not; a newcomer with the count of the others and a sum of its own would have a wrong mean. They are
+    objects of values only, at least one of which differs, and there are several of a kind, or the function around the
+    batches has made them, which is called for each epoch, as far as is known."""
+    frames = [each.path for each in roots if each.kind == "frame"]
+    inner = f"{frames[-1]}." if frames and frames[-1] not in lasting else None
+    leaves = [each for each in found.holders.values() if each.is_object_of_values()]
+    kinds = Counter(type(each.target) for each in leaves)
+    return {
+        id(each)
+        for each in leaves
+        if (kinds[type(each.target)] > 1 or (inner is not None and each.path.startswith(inner)))
+        and not unequal.isdisjoint(map(each.name_of, each.read()))
+    }
 
 
 def _is_of_module(name: str) -> bool:

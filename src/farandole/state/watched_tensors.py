@@ -32,7 +32,7 @@ class WatchedTensors:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._tensors: list[torch.Tensor] = []
-        self._unowned: list[tuple[int, torch.Tensor]] = []  # with their places
+        self._untrained: list[tuple[int, torch.Tensor]] = []  # with their places: no optimizer changes them
         self._versions: list[int] = []
         self._changing: set[str] = set()
         self._changing_late: set[str] = set()
@@ -49,8 +49,10 @@ class WatchedTensors:
     def track(self, tensors: Mapping[str, torch.Tensor], owned: Container[str] = ()) -> None:
         """Watch these tensors from now on; `owned` are the names of optimizers' tensors. A capture() has to follow."""
         self._names, self._tensors = list(tensors), list(tensors.values())
-        self._unowned = [
-            (place, each) for place, (name, each) in enumerate(self.items()) if name not in owned and _is_plain(each)
+        self._untrained = [
+            (place, each)
+            for place, (name, each) in enumerate(self.items())
+            if not (name in owned and each.requires_grad) and _is_plain(each)
         ]
         self.add_changing_late(name for name in self._names if name not in owned)
         self._sampled = SampledElements(
@@ -158,9 +160,9 @@ class WatchedTensors:
 
     def mark(self) -> list[int]:
         """Return the current versions, for adopt(). `tensor.data = ...`, which autograd does not count, gives a tensor
-        another memory: that of tensors without an optimizer is part of their version."""
+        another memory: that of tensors that no optimizer changes is part of their version."""
         versions = [each._version for each in self._tensors]
-        for place, each in self._unowned:
+        for place, each in self._untrained:
             versions[place] += each.data_ptr()
         return versions
 

@@ -368,3 +368,20 @@ def test_tensors_that_each_worker_has_by_itself_are_known() -> None:
     names = ["trainer.queue[0]", "trainer.center", "trainer.average._parameters['weight']"]
     state.compare([dict.fromkeys(names, 1), dict.fromkeys(names, 2)])
     assert sorted(state.own()) == ["trainer.average._parameters['weight']", "trainer.queue[0]"]
+
+
+@pytest.mark.parametrize("meters", [1, 2])
+def test_a_meter_goes_with_its_worker_as_a_whole(meters: int) -> None:
+    """Its count is alike on all workers, and its sum is not. A single object of a kind may be the script's progress."""
+    variables = {f"meter{number}": Meter() for number in range(meters)}
+    state = ScriptState(list, lambda: [Holder("variables", variables, "dict")])
+    for number in range(4):
+        state.take(is_due=number < 3)
+        for each in variables.values():
+            each.update()
+    state.take(is_due=True)
+    table = state.changed()
+    state.compare([table, {name: value + ("total" in name) for name, value in table.items()}])
+    carried = {name for name, *_ in state.pack()["entries"]}
+    assert any("count" in name for name in carried) == (meters == 1)
+    assert not any("total" in name for name in carried)
