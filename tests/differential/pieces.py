@@ -298,6 +298,23 @@ with torch.no_grad():
             optimizer.step()
             """,
     ),
+    "states-target-frozen-after-wrapping": Piece(
+        model=Piece.model
+        + """
+target = DDP(copy.deepcopy(net))
+for p in target.parameters():
+    p.requires_grad = False
+""",
+        body="""
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + 0.1 * (model.module(x) - target(x).detach()).square().mean()).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for old, new in zip(target.parameters(), model.parameters()):
+                    old.data.mul_(0.9).add_(new.detach(), alpha=0.1)
+            """,
+        end="report(model=model, target=target)",
+    ),
     "states-ema-of-first-rank": Piece(
         before=Piece.before + "\nema = copy.deepcopy(net) if rank == 0 else None",
         body=Piece.body

@@ -572,6 +572,7 @@ def test_a_newcomer_that_lacks_what_the_others_have_trains_nothing(tmp_path: Pat
         ("steps-accumulate-sum", "1:3"),
         ("states-momentum-by-data", "0:0"),
         ("states-center-of-own-part", "1:2"),
+        ("states-target-frozen-after-wrapping", "1:2"),
     ],
 )
 def test_a_script_that_loses_one_of_three_workers_ends_as_under_torchrun(piece: str, at: str) -> None:

@@ -178,8 +178,14 @@ def note_wrapped(ddp: DistributedDataParallel) -> None:
 
 @contextmanager
 def _as_wrapped(ddp: Any) -> Iterator[None]:
-    """Let the parameters require gradients as when the module was wrapped, if that was noted."""
-    wrapped = ddp.__dict__.get("_farandole_wrapped", ()) if ddp.find_unused_parameters else ()
+    """Let the parameters require gradients as when the module was wrapped, if that was noted; all of them, where none
+    does any more (a target encoder that was wrapped, and then frozen): torch makes no reducer for none."""
+    wrapped: Iterable[torch.nn.Parameter] = ()
+    if not any(each.requires_grad for each in ddp.module.parameters()):
+        real = [each for each in ddp.module.parameters() if each.is_floating_point() or each.is_complex()]
+        wrapped = ddp.__dict__.get("_farandole_wrapped", real)
+    elif ddp.find_unused_parameters:
+        wrapped = ddp.__dict__.get("_farandole_wrapped", ())
     frozen = [each for each in wrapped if not each.requires_grad]
     for each in frozen:
         each.requires_grad_(True)
