@@ -36,11 +36,19 @@ class SurvivingTransport:
     remaining rank to all.
     """
 
-    def __init__(self, calls: BodyCalls, placement: Placement, note_lack: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        calls: BodyCalls,
+        placement: Placement,
+        note_lack: Callable[[], None],
+        look: Callable[[torch.Tensor], None],
+    ) -> None:
         self._calls, self.rank, self.size = calls, placement.rank, placement.size
         self._note_lack = note_lack  # called when a contribution is missing
+        self._look = look  # called with what is to be reduced
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        self._look(tensor)
         before = tensor.detach().clone()
         trailers: list[bytes] | None = None
 

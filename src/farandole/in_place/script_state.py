@@ -186,6 +186,17 @@ class ScriptState:
         """Return the names of tensors that stay from step to step, and differ between workers: a queue of features."""
         return [name for name in self._unequal & self._tensors.lasting() if not _is_statistic(name)]
 
+    def sums(self, dtype: torch.dtype) -> set[float]:
+        """Return the numbers in objects of values that differ between workers, as in a tensor of this type."""
+        objects = [each for each in self._watched if each.is_object_of_values()]
+        values = [
+            value
+            for each in objects
+            for key, value in each.read().items()
+            if type(value) is float and value and each.name_of(key) in self._unequal
+        ]
+        return set(torch.tensor(values, dtype=torch.float64).to(dtype).double().tolist())
+
     def digests_of_tensors(self) -> dict[str, int]:
         """Return the digests of tensors of real numbers, by name."""
         tensors = Found(self._roots(), set(map(id, self._owned()))).tensors()

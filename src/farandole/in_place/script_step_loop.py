@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
+import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.collectives import world
@@ -96,6 +97,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     going_on: str
 
 
+_MOST_SUMMED = 64  # values of a tensor in which sums of a meter are looked for
 _MOST_LOOKS = 6000  # for the permission to leave, 10 ms apart
 
 
@@ -126,6 +128,7 @@ class InPlaceLoop(StepLoop):
         self._lacks_contribution = False  # a result that the script got in this loop body, or behind the batches
         self._seen: Placement | None = None  # rank and size for the rest of a loop body that has lost a worker
         self._size = 0  # workers of the last generation
+        self._lost_in = -1  # the epoch in which a worker was lost last
         self._is_first_rank = is_first_rank  # or the loss of that worker was reported
         self._script_loader = loader
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
@@ -216,7 +219,9 @@ class InPlaceLoop(StepLoop):
     def transport_of_call(self) -> Transport:
         """Return the transport for a collective that the script calls."""
         self._calls_in_batches |= step.batch() is not None
-        return SurvivingTransport(self._calls, self._seen or world.current().placement, self._note_lack)
+        return SurvivingTransport(
+            self._calls, self._seen or world.current().placement, self._note_lack, self._look_at_sum
+        )
 
     def reach_epoch(self, epoch: int) -> None:
         """Wait until all workers have ended the epochs before `epoch`, and have the same batches of it. They may
@@ -385,6 +390,8 @@ class InPlaceLoop(StepLoop):
 
     def _note_lost(self, remaining: int) -> None:
         """Say in the last line of the job what is gone with a lost worker."""
+        if remaining < self._size:
+            self._lost_in = self._script_loader.epoch
         if remaining < self._size and (gone := _modules_as_a_whole(self._script.own())):
             world.remark("own values", f"what each worker has by itself is gone with a lost one: {_some(gone)}")
 
@@ -424,6 +431,20 @@ class InPlaceLoop(StepLoop):
 
     def _note_lack(self) -> None:
         self._lacks_contribution = True
+
+    def _look_at_sum(self, tensor: torch.Tensor) -> None:
+        """Say in the last line of the job that a sum over the workers, behind the batches of an epoch, lacks what a
+        lost worker has summed up in them."""
+        is_behind_batches = step.batch() is None and self._lost_in == self._script_loader.epoch
+        if not is_behind_batches or not tensor.is_floating_point() or tensor.numel() > _MOST_SUMMED:
+            return
+        values = tensor.detach().double().flatten().tolist()
+        if not self._script.sums(tensor.dtype).isdisjoint(values):
+            text = (
+                f"sums that the script keeps on each worker, and reduces at the end of epoch {self._lost_in}, lack "
+                f"those of a lost worker"
+            )
+            world.remark("sums of an epoch", text)
 
     def _tell_lack(self) -> None:
         """Say so in the last line of the job if a result without a contribution stays: no body with it comes again."""

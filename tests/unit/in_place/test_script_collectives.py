@@ -56,7 +56,9 @@ def among_two(use: Any) -> list[Any]:
 
         calls = BodyCalls(lambda: 1, lambda: True, lambda: is_connected, connect, lambda: transport)
         placement = Placement(2 * transport.rank, 3, 0, 1, 0, 1)
-        result = use(SurvivingTransport(calls, placement, lambda: lacks.append(transport.rank)), transport.rank)
+        result = use(
+            SurvivingTransport(calls, placement, lambda: lacks.append(transport.rank), lambda _: None), transport.rank
+        )
         calls.gather_at_boundaries(transport, b"")
         return result
 

@@ -256,6 +256,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.count, self.total, self.parts = 0, torch.zeros(2), {"first": [0]}
+        self.mean = 0.0
 
     def update(self) -> None:
         self.count += 1
@@ -385,3 +386,17 @@ def test_a_meter_goes_with_its_worker_as_a_whole(meters: int) -> None:
     carried = {name for name, *_ in state.pack()["entries"]}
     assert any("count" in name for name in carried) == (meters == 1)
     assert not any("total" in name for name in carried)
+
+
+def test_sums_that_differ_between_workers_are_known_in_each_type() -> None:
+    variables = {"loss": Meter(), "rate": Meter()}
+    state = ScriptState(list, lambda: [Holder("variables", variables, "dict")])
+    for number in range(3):
+        state.take(is_due=number < 2)
+        for each in variables.values():
+            each.mean += 0.1
+    table = state.changed()
+    state.compare([table, {name: value + (name == "variables['loss'].mean") for name, value in table.items()}])
+    variables["rate"].mean = 5.0
+    assert state.sums(torch.float64) == {variables["loss"].mean}
+    assert state.sums(torch.float32) == {float(torch.tensor(variables["loss"].mean))}
