@@ -90,7 +90,8 @@ class ScriptTensors:
         self._copies: dict[str, torch.Tensor] = {}
 
     def lasting(self) -> set[str]:
-        """Return the names of tensors of several elements that were the same objects in two searches."""
+        """Return the names of tensors of several elements that have changed between two searches, and are the same
+        objects."""
         return self._lasting
 
     def known(self) -> tuple[list[str], list[str]]:
@@ -107,8 +108,9 @@ class ScriptTensors:
         """Watch these tensors from now on, and find out what the next loop body changes."""
         self._has_learned |= bool(self._live)
         same = {name for name, each in tensors.items() if self._live.get(name) is each}
-        self._lasting |= {name for name in same if tensors[name].numel() > 1}
-        self._late |= {name for name in same if self._digests[name] != digests[name]} - self._early
+        changed = {name for name in same if self._digests[name] != digests[name]}
+        self._lasting |= {name for name in changed if tensors[name].numel() > 1}
+        self._late |= changed - self._early
         self._live, self._digests = dict(tensors), {name: digests[name] for name in tensors}
         self._is_learning = True
         self._copy()
