@@ -553,7 +553,10 @@ class NumberOfWorkersFreed(Event):
     level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
-        return f"there will be no {count(self.workers, 'worker')} again: the job goes on with fewer"
+        return (
+            f"there will be no {count(self.workers, 'worker')} again (no restarts, slots or time left to wait for a "
+            f"replacement): the job goes on with fewer"
+        )
 
 
 @dataclass(frozen=True)
