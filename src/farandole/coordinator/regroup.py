@@ -290,6 +290,9 @@ def _record_shortage(transition: Transition, change: Change) -> None:
         and capacity.worker_capacity(transition.job) < config.min_np
         and not transition.job.may_get_slots()
     ):
+        if capacity.free_workers(transition):
+            _try_start(transition, change)
+            return
         transition.end(
             1,
             f"Training needs {counted(config.min_np, 'worker')} (--min-np) and has {present}: "
