@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from io import IOBase
 from itertools import chain, islice
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def _held(value: Any, depth: int) -> Any:
         return _held(value.reshape(-1)[: 2 * _MOST_ITEMS].tolist(), depth)
     if isinstance(value, _PLAIN):
         return value
-    if isinstance(value, Enum) or kind.__module__ in ("pathlib", "torch"):
+    if isinstance(value, (Enum, PurePath)) or kind.__module__ == "torch":
         return str(value)
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return value.__qualname__

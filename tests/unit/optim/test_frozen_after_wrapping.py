@@ -15,7 +15,7 @@ class Wrapped(torch.nn.Module):
 
     def __init__(self, finds_unused: bool) -> None:
         super().__init__()
-        self.module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        self.module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
         self.module[1].requires_grad_(False)
         self.find_unused_parameters = finds_unused
 
@@ -30,5 +30,17 @@ def test_a_reducer_has_them_where_unused_parameters_are_found(finds_unused: bool
     note_wrapped(wrapped)
     wrapped.module[0].requires_grad_(False)
     with _as_wrapped(wrapped):
-        assert trained(wrapped) == [finds_unused, finds_unused, False, False]
-    assert trained(wrapped) == [False] * 4
+        assert trained(wrapped) == [finds_unused, finds_unused, False, False, True, True]
+    assert trained(wrapped) == [False, False, False, False, True, True]
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_a_reducer_has_them_where_nothing_is_left_to_train(is_noted: bool) -> None:
+    """A target encoder that is wrapped and then frozen: torch makes no reducer for no parameter."""
+    wrapped: Any = Wrapped(finds_unused=False)
+    if is_noted:
+        note_wrapped(wrapped)
+    wrapped.module.requires_grad_(False)
+    with _as_wrapped(wrapped):
+        assert trained(wrapped) == [True, True, not is_noted, not is_noted, True, True]
+    assert trained(wrapped) == [False] * 6
