@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +11,9 @@ import torch.nn.functional as F
 
 from farandole.collectives.alone import AloneTransport
 from farandole.in_place.division_trial import DivisionTrial, Found, differing_state, rows_of
+from tests.support.losses import Loss, State, mean, total, weighted
 
 FEW, CLASSES = 4, 3
-Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class State:
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def modules(self) -> list[torch.nn.Module]:
-        return [self.model]
 
 
 def tried(loss: Loss, samples: int, *layers: torch.nn.Module, is_table: bool = True) -> tuple[str, int]:
@@ -41,18 +32,6 @@ def tried(loss: Loss, samples: int, *layers: torch.nn.Module, is_table: bool = T
             assert all(module.training for module in model.modules())
             return trial.because, bodies
     raise AssertionError("it has no end")
-
-
-def mean(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), y)
-
-
-def total(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), y, reduction="sum") / FEW
-
-
-def weighted(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), y, weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
 
 
 def ignoring(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,17 +12,9 @@ from farandole.collectives.alone import AloneTransport
 from farandole.state import step
 from farandole.state.step import Batch, GlobalBatch
 from farandole.worker.loss_trial import LossTrial
+from tests.support.losses import Loss, State, mean, total, weighted
 
 SAMPLES = 16
-Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class State:
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def modules(self) -> list[torch.nn.Module]:
-        return [self.model]
 
 
 class Gathering:
@@ -70,18 +61,6 @@ def tried(loss: Loss, rank: int, size: int, transport: object, *layers: torch.nn
 
 def alone(loss: Loss, *layers: torch.nn.Module) -> tuple[str, int]:
     return tried(loss, 0, 1, AloneTransport(), *layers)
-
-
-def mean(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), y)
-
-
-def total(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), y, reduction="sum") / 8
-
-
-def weighted(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), y, weight=torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64))
 
 
 def pairs(model: torch.nn.Module, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
