@@ -107,6 +107,29 @@ def test_a_kill_9_of_the_agent_takes_the_watched_workers_and_their_children_alon
     assert not any(path.exists() for path in shared)
 
 
+def test_after_a_kill_9_of_the_agent_a_workers_shared_memory_is_removed_by_its_resource_tracker(tmp_path: Path) -> None:
+    code = """
+import signal
+from multiprocessing import shared_memory
+print(shared_memory.SharedMemory(create=True, size=1).name, flush=True)
+signal.pause()
+"""
+    guard = Guard(tmp_path)
+    guard.start()
+    assert guard._process is not None
+    assert guard._process.stdin is not None
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True) as worker:
+        assert worker.stdout is not None
+        block = Path("/dev/shm", worker.stdout.readline().strip())
+        assert block.exists()
+        guard.watch(worker.pid)
+        guard._process.stdin.close()  # as if this process had ended
+        assert worker.wait(DEADLINE_S) == -signal.SIGKILL
+    guard._process.wait(DEADLINE_S)
+    assert not block.exists()
+
+
 def test_a_kill_9_of_an_agent_that_is_ending_leaves_no_folder_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDING_AGENT, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:

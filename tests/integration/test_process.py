@@ -181,6 +181,56 @@ async def _ready(printed: Printed, count: int) -> list[int]:
     return [int(line.split()[1]) for _, line in printed.lines if line.startswith(b"ready")]
 
 
+# A worker with a block of shared memory, whose tracker is the last of its children; its first child has left the group.
+SHARING = """
+import os, signal, sys
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.ensure_running()
+escaped = sys.argv[1:] and os.fork()
+if escaped == 0:
+    os.setsid()
+    signal.pause()
+block = shared_memory.SharedMemory(create=True, size=1)
+children = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
+tracker = next(pid for pid in children if int(pid) != escaped)
+print(os.getpid(), tracker, block.name, escaped or 0)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("is_killed_by_us", [True, False])
+def test_a_killed_workers_shared_memory_is_removed_by_its_resource_tracker(is_killed_by_us: bool) -> None:
+    async def test() -> None:
+        printed = Printed()
+        async with worker(python(SHARING), printed) as process:
+            pid, tracker, block, _ = (await printed.wait_for(bool)).split()
+            process.note_children(int(pid))
+            if is_killed_by_us:
+                process.kill()
+            else:
+                os.kill(process.pid, signal.SIGKILL)
+            assert await process.wait() == -signal.SIGKILL
+            await is_gone(int(tracker))
+            assert not Path("/dev/shm", block.decode()).exists()
+
+    run(test())
+
+
+def test_a_resource_tracker_that_an_escaped_process_keeps_alive_is_killed_too() -> None:
+    async def test() -> None:
+        printed = Printed()
+        async with worker([*python(SHARING), "escape"], printed) as process:
+            pid, tracker, block, escaped = (await printed.wait_for(bool)).split()
+            process.note_children(int(pid))
+            os.kill(process.pid, signal.SIGKILL)
+            await process.wait()
+            await is_gone(int(tracker))
+            os.kill(int(escaped), signal.SIGKILL)
+            Path("/dev/shm", block.decode()).unlink()  # it was in use, as far as anybody can tell
+
+    run(test())
+
+
 def test_only_the_process_that_called_init_is_asked_to_end() -> None:
     async def test() -> None:
         printed = Printed()

@@ -627,7 +627,6 @@ class WorkerProcesses:
         self._make_spawner, self._sink = make_spawner, sink
         self._on_exit, self._on_spawn_failed = on_exit, on_spawn_failed
         self._silence_limit_s = silence_limit_s
-        self._children: dict[str, set[int]] = {}  # a worker and its loader processes, as last seen
         self._running: dict[str, WorkerProcess] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._callers: dict[str, int] = {}
@@ -681,13 +680,9 @@ class WorkerProcesses:
         life.add_done_callback(partial(self._on_life_over, worker))
 
     def note_children(self) -> None:
-        """Remember the current processes of the workers; call it regularly. Once a worker is dead, its processes cannot
-        be identified."""
+        """Remember the current processes of the workers; call it regularly."""
         for worker, process in self._running.items():
-            pid = self._callers.get(worker, process.pid)
-            with contextlib.suppress(OSError):  # it has ended, or there is no such file on this system
-                text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-                self._children[worker] = {pid, *map(int, text.split())}
+            process.note_children(self._callers.get(worker, process.pid))
 
     def called_init(self, worker: str, pid: int) -> None:
         """Note that `pid`, often that of the worker's process itself, called init(): it gets the SIGTERM."""
@@ -749,7 +744,7 @@ class WorkerProcesses:
         await self._on_exit(worker, exit_code, process.last_lines, process.pid)
         await process.wait_for_output()
         self._sink.closed(worker)
-        remove_shared_memory(self._children.pop(worker, set()))
+        remove_shared_memory(process.children)
         await reap_group(process.pid)
 
     def _on_life_over(self, worker: str, life: asyncio.Task[None]) -> None:

@@ -5,7 +5,7 @@ may be silent); optionally the descriptor of a connection, and the bytes, in hex
 the parent is gone. Its parent holds the other end of stdin and writes "watch GROUP", "release GROUP", "heartbeat" or
 "stop", one a line. When the stream ends without a "stop" the parent is gone, however it died: all watched process
 groups are killed, the bytes are written, and the files that the groups may leave on disk are removed. Started by
-process.py.
+guard.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 # Until the kernel has ended them, killed processes might still finish the creation of a file.
 _KILLED_S = 0.2
+_FORKS = 10  # a process that is about to be killed may have forked: look again, but not for ever
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -54,7 +55,7 @@ def follow(stream: int, silence_limit_s: float | None) -> WatchedGroups:
     watch, limit_s = WatchedGroups(), silence_limit_s
     while True:
         if not select.select([stream], [], [], limit_s)[0]:
-            kill(watch.groups)
+            kill_but_trackers(watch.groups)
             limit_s = None  # once for each silence
             continue
         data = os.read(stream, 1 << 16)
@@ -68,6 +69,35 @@ def kill(groups: Iterable[int]) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+
+
+def kill_but_trackers(groups: Iterable[int]) -> set[int]:
+    """Kill the processes of these groups, but for the resource trackers of Python's multiprocessing; return those. A
+    tracker ends by itself as soon as nobody else is left, and removes the named semaphores and the blocks of shared
+    memory that the others have left in /dev/shm: their names tell nobody else whose they were."""
+    killed: set[int] = set()
+    for _ in range(_FORKS):
+        members = members_of(groups)
+        trackers = set(filter(is_resource_tracker, members))
+        if not trackers:
+            break
+        if not (others := members - trackers - killed):
+            return trackers
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= others
+    kill(groups)
+    return set()
+
+
+def is_resource_tracker(pid: int) -> bool:
+    """Return whether this is the process that multiprocessing.resource_tracker starts beside a program. It holds none
+    of the program's sockets, and survives SIGINT and SIGTERM."""
+    try:
+        return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended, or there is no such file on this system
+        return False
 
 
 def members_of(groups: Iterable[int], proc: Path = Path("/proc")) -> set[int]:
@@ -109,11 +139,12 @@ def main() -> None:
     if watch.is_over:
         return
     pids = members_of(watch.groups)
-    kill(watch.groups)
+    kill_but_trackers(watch.groups)
     if connection:
         with contextlib.suppress(OSError):  # the coordinator is gone, too
             os.write(int(connection[0]), bytes.fromhex(connection[1]))
     select.select([], [], [], _KILLED_S)
+    kill(watch.groups)  # a tracker that is kept alive by a process outside the group
     remove_shared_memory(pids)
     shutil.rmtree(scratch, ignore_errors=True)
 

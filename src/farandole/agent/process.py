@@ -3,7 +3,7 @@ it.
 
 A worker is the leader of a session and of a process group of its own. The group is killed the moment the leader has
 exited: forked loader processes hold copies of a dead worker's sockets, and its peers would not see the end of their
-connections before those are gone too.
+connections before those are gone too. Only multiprocessing's resource tracker ends by itself: it cleans up.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Protocol
 
+from farandole.agent.guard_process import is_resource_tracker, kill_but_trackers
 from farandole.env import is_under_slurm
 
 LAST_LINES = 20
@@ -27,6 +29,7 @@ LAST_LINES = 20
 DRAIN_S = 0.5
 """Seconds after the exit for which the pipes are read: an escaped process can hold them open for ever."""
 
+_TRACKER_S = 1.0  # seconds in which a resource tracker ends by itself: it takes milliseconds
 _READ_BYTES = 1 << 16
 _READS_AT_EXIT = 16  # a pipe holds 64 KiB; the bound is for an escaped process that never stops writing
 
@@ -46,6 +49,7 @@ class WorkerProcess:
 
     def __init__(self, child: Child, on_line: Callable[[str, bytes], None]) -> None:
         self.pid = child.pid  # of the group's leader, and so also the group's number
+        self.children: set[int] = set()  # the process that called init() and its children, as last noted
         self._child, self._on_line = child, on_line
         self._loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = self._loop.create_future()
@@ -71,6 +75,13 @@ class WorkerProcess:
         """Wait until `on_line` has had its last line, which is DRAIN_S after the exit at the latest."""
         await asyncio.shield(self._stdout.ended)
         await asyncio.shield(self._stderr.ended)
+
+    def note_children(self, worker_pid: int) -> None:
+        """Remember the current children of the process that called init(); call it regularly. Once that is dead, they
+        cannot be told from others."""
+        with contextlib.suppress(OSError):  # it has ended, or there is no such file on this system
+            text = Path(f"/proc/{worker_pid}/task/{worker_pid}/children").read_text()
+            self.children = {worker_pid, *map(int, text.split())}
 
     def terminate(self, grace_s: float, worker_pid: int | None = None) -> None:
         """Ask the worker to end with SIGTERM; kill its group when it still lives after `grace_s` seconds.
@@ -99,9 +110,14 @@ class WorkerProcess:
         )
 
     def kill(self) -> None:
-        """Send SIGKILL to the whole group. Idempotent."""
-        if not self._exit.done():
+        """Send SIGKILL to the whole group; a resource tracker in it has a moment to end by itself. Idempotent."""
+        if self._exit.done():
+            return
+        # All processes of the system are looked through for the group's only where that is needed.
+        if not any(map(is_resource_tracker, self.children)):
             self._signal_group(signal.SIGKILL)
+        elif trackers := kill_but_trackers([self.pid]):
+            self._loop.call_later(_TRACKER_S, self._kill_members, trackers)
 
     def _on_stdout(self, line: bytes) -> None:
         self._on_line("stdout", line)
@@ -112,7 +128,7 @@ class WorkerProcess:
 
     def _on_exit(self) -> None:
         # The group first: until it is reaped, the leader keeps the group's number from being used again.
-        self._signal_group(signal.SIGKILL)
+        self.kill()
         exit_code = self._child.wait()
         if self._kill_timer is not None:
             self._kill_timer.cancel()
@@ -129,6 +145,11 @@ class WorkerProcess:
             return os.getpgid(pid) == self.pid
         except ProcessLookupError:
             return False
+
+    def _kill_members(self, pids: set[int]) -> None:
+        for pid in filter(self.has_member, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
