@@ -190,9 +190,9 @@ def _why_others_end(job: Job) -> str:
     if job.static_because:
         return f"The job had become static, so the others cannot continue without it: {job.static_because}."
     return (
-        "No worker had entered an elastic function yet, and the set-up before it cannot go on without a worker: the "
-        "others may wait for it there. Start the job again, or with --max-restarts N, which starts all workers again; "
-        "a training without an elastic function survives no loss."
+        "No worker had entered an elastic function, so the others cannot continue without it: they may wait for it in "
+        "the set-up, or their training is not elastic (under --in-place the log of rank 0 says why). Start the job "
+        "again, or with --max-restarts N, which starts all workers again."
     )
 
 
