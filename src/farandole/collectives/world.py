@@ -38,6 +38,7 @@ class World:
         p2p: Messages from one rank to another; for the main thread, too.
         is_homogeneous: Every host has the same number of workers.
         on_remark: Takes the topic and the text of a remark; see remark().
+        told_size: Returns, from the number of workers, the one that a script is told; None: that one.
     """
 
     id: GenerationId
@@ -47,6 +48,7 @@ class World:
     is_homogeneous: bool = True
     p2p: PointToPoint | None = None
     on_remark: Callable[[str, str], None] = log_remark
+    told_size: Callable[[int], int] | None = None
 
 
 _current: World | None = None

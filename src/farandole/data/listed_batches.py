@@ -61,6 +61,11 @@ class ListedBatches:
         """Most samples of a global batch."""
         return int(np.diff(self._bounds).max())
 
+    @property
+    def last_global_batch(self) -> int:
+        """Samples of the epoch's last global batch."""
+        return int(self._bounds[-1] - self._bounds[-2])
+
     def steps_from(self, position: int) -> int:
         """Return the number of global batches from a position to the end of the epoch."""
         return len(self._bounds) - 1 - self._step_at(position)

@@ -10,7 +10,8 @@ number of workers than at the start:
     second   with the other half, each twice: the mean of the gradients of both is that of the whole. So three times,
              with other halves, since two halves may be equally heavy by chance
     many     with one of its samples, as often as the part has samples
-    few      with the same sample, as often as a part had at the start: both have the same gradient
+    few      with the same sample, as often as a part had at the start, and as many workers: the same gradient
+    last     the same two for the epoch's last batch, if that is smaller: a script may leave it out by its size
     again    with the whole and other random numbers, where something differs: then these may be the reason
 
 Every batch has a size that the script has, or is about to have, anyway. Dropout and BatchNorm are off.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -31,13 +32,28 @@ from farandole.state.step_state import StepState
 from farandole.worker.step_loop import reseed
 from farandole.worker.trial_body import Gradients, TrialBody
 
-_BODIES = ("whole", *("first", "second") * 3, "many", "few", "again")
+_HALVES = ("whole", *("first", "second") * 3)
+_SIZES = ("many", "few")
+_LAST = ("last many", "last few")
 
 _DIFFERENT = 1e-2
 """Relative difference of gradients above which they are different ones; in half precision rounding is below that."""
 
 _SMALL = 1e-3
 """Of the gradient of a batch: what is smaller is compared with this."""
+
+
+class Sizes(NamedTuple):
+    """Numbers at the start, and now.
+
+    batch    most samples of a worker's batch at the start
+    workers  at the start, and now
+    last     samples of a worker's last batch of the epoch, at the start, and now; 0: it is as large as the others
+    """
+
+    batch: int
+    workers: tuple[int, int]
+    last: tuple[int, int] = (0, 0)
 
 
 class Found(msgspec.Struct, array_like=True):
@@ -75,21 +91,32 @@ class DivisionTrial:
         self,
         state: StepState,
         seed: int,
-        samples_at_start: int,
+        sizes: Sizes,
         collated: Callable[[Sequence[int]], Any],
         states: Callable[[], dict[str, int]],
         generation: int,
     ) -> None:
-        self._state, self._seed, self._few, self._collated = state, seed, samples_at_start, collated
+        self._state, self._seed, self._sizes, self._collated = state, seed, sizes, collated
         self._body = TrialBody(state.modules(), torch.clone)
         self._states, self._before = states, dict[str, int]()
         self.generation = generation
-        self._bodies = list(_BODIES)
+        self._bodies = [*_HALVES, *_SIZES, *(_LAST if all(sizes.last) else ()), "again"]
         self._data: Any = None
         self._samples: Sequence[int] = ()
         self._whole, self._rest = Gradients(), Gradients()
         self._found = Found()
         self.because, self.is_open, self.is_in_body = "", False, False
+
+    def workers_seen(self) -> int:
+        """Return the number of workers that the script has to see in the next body, and whose collectives are answered
+        locally, as if each of them had the same samples; 0: the real ones."""
+        match self._bodies[0]:
+            case "few" | "last few":
+                return self._sizes.workers[0]
+            case "many" | "last many":
+                return self._sizes.workers[1]
+            case _:
+                return 0
 
     def begin_body(self) -> None:
         """Begin the next body, before its batch is handed out."""
@@ -118,8 +145,8 @@ class DivisionTrial:
 
     def _rows(self) -> list[int]:
         rows, half = range(len(self._samples)), len(self._samples) // 2
-        split = (len(_BODIES) - len(self._bodies) - 1) // 2
-        mixed = sorted(rows[: 2 * half], key=(lambda row: 0, lambda row: row % 2, lambda row: row // 2 % 2)[split % 3])
+        split = self._bodies.count("second") % 3
+        mixed = sorted(rows[: 2 * half], key=(lambda row: 0, lambda row: row % 2, lambda row: row // 2 % 2)[split])
         first, second, last = mixed[:half], mixed[half:], [*rows[2 * half :]]
         match self._bodies[0]:
             case "first":
@@ -129,7 +156,11 @@ class DivisionTrial:
             case "many":
                 return [0] * len(self._samples)
             case "few":
-                return [0] * self._few
+                return [0] * self._sizes.batch
+            case "last many":
+                return [0] * self._sizes.last[1]
+            case "last few":
+                return [0] * self._sizes.last[0]
             case _:
                 return [*rows]
 
@@ -146,11 +177,11 @@ class DivisionTrial:
             case "second":
                 difference = _square(_sum((1.0, self._rest), (-1.0, now)))
                 self._found.halves = max(self._found.halves, math.inf if math.isnan(difference) else difference)
-            case "many":
+            case "many" | "last many":
                 self._rest = now
-                self._found.many = _square(now)
-            case "few":
-                self._found.sizes = _square(_sum((1.0, self._rest), (-1.0, now)))
+                self._found.many = max(self._found.many, _square(now))
+            case "few" | "last few":
+                self._found.sizes = max(self._found.sizes, _square(_sum((1.0, self._rest), (-1.0, now))))
             case "again":
                 self._found.noise = _square(_sum((1.0, self._whole), (-1.0, now)))
 
@@ -192,7 +223,7 @@ def judge(by_rank: Sequence[Found]) -> str:
     """Return why the division matters; empty: it does not. Pure."""
     # The gradient of a single sample may be small, and its rounding large beside it.
     if any(_differs(each.sizes, max(each.many, _SMALL**2 * each.whole)) for each in by_rank):
-        return "gradients depend on how many samples a worker has, as those of a sum over samples do"
+        return "gradients depend on how many samples a worker has or how many workers there are, as those of a sum do"
     if any(_differs(each.halves, each.whole) for each in by_rank):
         return "the gradient of a batch is not the mean of those of its samples"
     return ""

@@ -74,7 +74,9 @@ class NumberOfWorkers:
                 f"workers, into the own part only, so they are others with {size} of {loader.listed.workers} workers"
             )
         if self.divides and size != loader.listed.workers:
-            return f"{self.divides}, and is another one with {size} of {loader.listed.workers} workers"
+            return (
+                f"{self.divides}: the script would train something else with {size} of {loader.listed.workers} workers"
+            )
         if self.gathers and loader.known == loader.epoch and not loader.listed.divides_equally(loader.cursor, size):
             return (
                 f"{self.gathers}: the script gathers tensors of its batches, which have to be equally large, and its "

@@ -68,6 +68,7 @@ class ScriptState:
         self._has_gone_on: set[str] = set()  # of these, in a loop body that came again
         self.going_on: set[str] = set()  # of these, in a loop body
         self.of_first: set[str] = set()
+        self._alone: set[str] = set()  # of these, what no other worker has changed
 
     # A loop body that comes again ---------------------------------------------------------------------------
 
@@ -181,10 +182,16 @@ class ScriptState:
                 is_alone = not any(name in table for table in tables[1:])
                 if is_alone or _is_of_module(name):
                     self.of_first.add(name)
+                if is_alone:
+                    self._alone.add(name)
+                else:
+                    self._alone.discard(name)
 
     def own(self) -> list[str]:
-        """Return the names of tensors that stay from step to step, and differ between workers: a queue of features."""
-        return [name for name in self._unequal & self._tensors.lasting() if not _is_statistic(name)]
+        """Return the names of tensors that stay from step to step, and differ between workers: a queue of features.
+        What only rank 0 has, such as a checkpoint that it saves, is not gone with another worker."""
+        names = (self._unequal & self._tensors.lasting()) - self._alone
+        return [name for name in names if not _is_statistic(name)]
 
     def sums(self, dtype: torch.dtype) -> set[float]:
         """Return the numbers in objects of values that differ between workers, as in a tensor of this type."""

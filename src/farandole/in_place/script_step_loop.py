@@ -18,10 +18,10 @@ from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.data.listed_batches import ListedBatches
 from farandole.errors import RecoverableError, StepError
-from farandole.in_place.division_trial import DivisionTrial
+from farandole.in_place.division_trial import DivisionTrial, Sizes
 from farandole.in_place.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.in_place.number_of_workers import NumberOfWorkers
-from farandole.in_place.script_collectives import SurvivingTransport
+from farandole.in_place.script_collectives import SurvivingTransport, echo_world
 from farandole.in_place.script_loader import ScriptLoader
 from farandole.in_place.script_samplers import names_of
 from farandole.in_place.script_state import ScriptState
@@ -142,6 +142,7 @@ class InPlaceLoop(StepLoop):
         self._going_on = ""  # a generator of the script: a trial would make it go on
         self.number = NumberOfWorkers(job, loader)
         self._division: DivisionTrial | None = None  # it is under way
+        self._apart: world.World | None = None  # the real world, while a body of it runs apart
         self._stack = ExitStack()
 
     def install(self) -> None:
@@ -218,6 +219,8 @@ class InPlaceLoop(StepLoop):
 
     def transport_of_call(self) -> Transport:
         """Return the transport for a collective that the script calls."""
+        if self._apart is not None:
+            return world.current().transport
         self._calls_in_batches |= step.batch() is not None
         return SurvivingTransport(
             self._calls, self._seen or world.current().placement, self._note_lack, self._look_at_sum
@@ -300,6 +303,7 @@ class InPlaceLoop(StepLoop):
     # The values of the script ------------------------------------------------------------------------------
 
     def reach_boundary(self) -> None:
+        self._return()
         super().reach_boundary()
         if step.is_undecided():
             return
@@ -542,10 +546,20 @@ class InPlaceLoop(StepLoop):
         loader = self._script_loader
         if self._division is None:
             seed, number = loader.seed + self._state.step, world.current().id.number
-            few, collated = loader.listed.largest, loader.collated
-            self._division = DivisionTrial(self._state, seed, few, collated, self._script.digests_of_tensors, number)
+            sizes = _sizes_of(loader.listed, world.current().placement)
+            tensors = self._script.digests_of_tensors
+            self._division = DivisionTrial(self._state, seed, sizes, loader.collated, tensors, number)
+        if workers := self._division.workers_seen():
+            here = self._apart = world.current()
+            world.enter(echo_world(here, min(here.placement.rank, workers - 1), workers))
         self._division.begin_body()
         loader.change = self._division.batch
+
+    def _return(self) -> None:
+        """Return to the real world, at the end of a body of the trial that has run apart from it. Idempotent."""
+        if self._apart is not None:
+            world.enter(self._apart)
+            self._apart = None
 
     def _go_on_dividing(self, trial: DivisionTrial) -> bool:
         """End a body of the trial; after the last one, leave for a regroup where more workers are needed. Return
@@ -658,6 +672,13 @@ class InPlaceLoop(StepLoop):
     def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
         """Do nothing: the first batch of the newcomer was one without effect."""
         return False
+
+
+def _sizes_of(listed: ListedBatches, here: Placement) -> Sizes:
+    workers, last = (listed.workers, here.size), listed.last_global_batch
+    is_smaller = listed.batches_of_step == 1 and here.size <= last < listed.largest_global_batch
+    parts = (last // listed.workers, len(range(here.rank, last, here.size)))
+    return Sizes(listed.largest, workers, parts if is_smaller else (0, 0))
 
 
 _MOST_NAMES = 12

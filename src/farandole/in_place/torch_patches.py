@@ -28,7 +28,7 @@ from farandole.env import read_job_env, read_worker_env, set_torchrun_world_size
 from farandole.errors import ConfigError
 from farandole.in_place.script_objects import Noted, Registry
 from farandole.in_place.script_samplers import NUMBERED
-from farandole.in_place.training import Training, torchs_iterator
+from farandole.in_place.training import Training, torchs_iterator, torchs_length
 from farandole.optim.ddp.module import note_wrapped
 from farandole.process_group.autoload import BACKEND
 from farandole.process_group.c10d_group import FarandoleGroup
@@ -145,7 +145,8 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     _replace_function(new_group_of)
     for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1), ("gather", 0)):
         _replace_function(_noting(training.note_gather, getattr(distributed_c10d, name), place))
-    _replace_function(_noting(training.note_reduction, distributed_c10d.all_reduce, 0))
+    for theirs_too in (distributed_c10d.all_reduce, distributed_c10d.reduce):
+        _replace_function(_noting(training.note_reduction, theirs_too, 0))
 
 
 def _noting(note: Callable[[torch.Tensor], None], theirs: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -198,12 +199,19 @@ def _replace_iteration(training: Training) -> None:
         ours = training.batches(self)
         return torchs_iterator(self) if ours is None else ours
 
+    def length(self: DataLoader[Any]) -> int:
+        """Return torch's length, and note that the script knows it."""
+        batches = torchs_length(self)
+        training.note_length(self, batches)
+        return batches
+
     def set_epoch(self: DistributedSampler[Any], epoch: int) -> None:
         setattr(self, NUMBERED, True)
         theirs(self, epoch)
 
     theirs = DistributedSampler.set_epoch
     DataLoader.__iter__ = iterate  # type: ignore[method-assign,assignment]
+    DataLoader.__len__ = length  # type: ignore[method-assign]
     DistributedSampler.set_epoch = set_epoch  # type: ignore[method-assign]
 
     save = torch.save

@@ -17,11 +17,9 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import msgspec
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -30,7 +28,8 @@ from farandole.collectives.transport import Transport
 from farandole.data.listed_batches import ListedBatches
 from farandole.errors import ConfigError, FarandoleError, StepError
 from farandole.in_place.loop_shape import line_that_counts
-from farandole.in_place.script_collectives import EchoTransport
+from farandole.in_place.script_collectives import echo_world
+from farandole.in_place.script_evaluations import Evaluations
 from farandole.in_place.script_frames import runs_in_autograd_function
 from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader
 from farandole.in_place.script_objects import Objects, Registry, kept_count, line_of_script, runs_in_lightning
@@ -74,6 +73,7 @@ class Training:
         self._loader: ScriptLoader | None = None
         self._other: TorchDataLoader[Any] | None = None  # without a DistributedSampler, iterated last
         self.is_first_rank = False  # the script was started as rank 0 of the job
+        self._evaluations = Evaluations()
         self._place_at_start = (0, 1)  # rank and size that the script has read at its start
         self._constructed = 0  # DataLoaders, when the last iteration for training began
         self._trains_in_eval = False  # the models are in eval() mode while they are trained
@@ -104,6 +104,7 @@ class Training:
             world.enter(self._passing(world.current()))
         here = world.current().placement
         self._place_at_start = (here.rank, here.size)
+        self._evaluations.begin()
         self.is_first_rank = not self._has_to_join and world.current().placement.rank == 0
         set_transport_of_scripts(self._transport)
 
@@ -116,7 +117,7 @@ class Training:
                 self._other = theirs
             return None
         if self._static_because:
-            return self._in_current_world(theirs)
+            return torchs_iterator(self._in_current_world(theirs))
         if self._loader is None and runs_in_lightning():
             self._stay_static(
                 "Lightning's Trainer counts its batches itself: use the Trainer of farandole.frameworks.lightning"
@@ -126,6 +127,11 @@ class Training:
         if self._is_evaluating(theirs) or is_validation:
             return self._evaluation(theirs)
         return self._training(theirs)
+
+    def note_length(self, theirs: TorchDataLoader[Any], length: int) -> None:
+        """Note that len() of a DataLoader of the script was asked for."""
+        if world.is_entered() and not self._is_over:
+            self._evaluations.note_length(theirs, length)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle that an optimizer is about to apply its gradients.
@@ -224,8 +230,7 @@ class Training:
     def _as_rank(self, rank: int) -> Iterator[None]:
         """Return a context in which this process has a rank of the start."""
         here = world.current()
-        placement = msgspec.structs.replace(here.placement, rank=rank, size=self.workers)
-        world.enter(replace(here, placement=placement, transport=EchoTransport(rank, self.workers)))
+        world.enter(echo_world(here, rank, self.workers))
         try:
             yield
         finally:
@@ -316,23 +321,23 @@ class Training:
         if self._loader is not None:
             self._in_current_world(self._loader.theirs)
 
-    def _in_current_world(self, theirs: TorchDataLoader[Any]) -> Iterator[Any] | None:
-        """Return an iterator over this worker's share of a DataLoader in the current world; None: torch's own iterator
-        is right."""
+    def _in_current_world(self, theirs: TorchDataLoader[Any]) -> TorchDataLoader[Any]:
+        """Return a DataLoader with this worker's share of the batches of the script's in the current world: itself,
+        where its sampler can be told."""
         if self._loader is None:
-            return None
+            return theirs
         here = world.current().placement
         plain = plain_sampler(theirs)
         if plain is not None:
             place(plain, here.rank, here.size)
-            return None
+            return theirs
         if (here.rank, here.size) == self._place_at_start:
-            return None
+            return theirs
         try:
-            batches = listed_batches(theirs, self.workers, self._as_rank).rest(0, here.rank, here.size)
+            listed = listed_batches(theirs, self.workers, self._as_rank)
         except SameForAll:
-            return None
-        return torchs_iterator(with_batches(theirs, batches))
+            return theirs
+        return with_batches(theirs, listed.rest(0, here.rank, here.size))
 
     def _reason_without_loader(self) -> str:
         if self._line_in_eval:
@@ -387,7 +392,7 @@ class Training:
             return
         listed, why_not = (None, "") if self._static_because else self._list(theirs)
         if self._static_because or (self._loop is None and not self._open(theirs, listed, why_not)):
-            yield from self._in_current_world(theirs) or torchs_iterator(theirs)
+            yield from torchs_iterator(self._in_current_world(theirs))
             return
         loader = self._loader
         assert loader is not None
@@ -411,7 +416,7 @@ class Training:
             f"besides the first one ({self._registry.loaders.line_of(self._loader.theirs)})"
         )
         self._leave_for_other(reason)
-        for batch in self._in_current_world(theirs) or torchs_iterator(theirs):
+        for batch in torchs_iterator(self._in_current_world(theirs)):
             yield batch
             self._leave_for_other(reason)
 
@@ -464,7 +469,7 @@ class Training:
         if loader.static_because and (loader.known != loader.epoch or loader.is_left):
             self._become_static(loader.static_because)
             theirs = loader.theirs
-            yield from self._in_current_world(theirs) or torchs_iterator(theirs)
+            yield from torchs_iterator(self._in_current_world(theirs))
             return
         loader.begin_epoch()
         if has_looked:
@@ -506,6 +511,8 @@ class Training:
                 except NoStepInEpoch as error:
                     self._become_static(str(error))
                     return
+                finally:
+                    self._evaluations.follow(self._registry.loaders, self._is_of_training)
                 if loader.leaves_before_batch:
                     began_at = -1
                     loader.take_back()
@@ -554,8 +561,11 @@ class Training:
         passes over code."""
         if torch.is_grad_enabled():
             self._line_in_eval = self._registry.loaders.line_of(theirs)
-        batches = self._in_current_world(theirs) or torchs_iterator(theirs)
-        return islice(batches, 1) if self.passes_over else batches
+        current = self._in_current_world(theirs)
+        if self.passes_over:
+            return islice(torchs_iterator(current), 1)
+        self._evaluations.compare(theirs, torchs_length(current), self._registry.loaders.line_of(theirs))
+        return torchs_iterator(current)
 
     # Newcomers ---------------------------------------------------------------------------------------------
 
@@ -609,8 +619,7 @@ class Training:
         """Return the world of a worker whose collectives are answered locally: not rank 0, in a world of the size of
         the start."""
         size = max(2, self.workers)
-        placement = msgspec.structs.replace(here.placement, rank=size - 1, size=size)
-        return replace(here, placement=placement, transport=EchoTransport(size - 1, size))
+        return echo_world(here, size - 1, size)
 
     def _transport(self, op: str) -> Transport:
         """Return the transport for a collective that the script calls."""
@@ -645,4 +654,5 @@ def with_batches(theirs: TorchDataLoader[Any], batches: list[list[int]]) -> Torc
 
 
 torchs_iterator: Callable[[TorchDataLoader[Any]], Iterator[Any]] = TorchDataLoader.__iter__
-"""DataLoader.__iter__ as torch has it, whatever replaces it later."""
+torchs_length: Callable[[TorchDataLoader[Any]], int] = TorchDataLoader.__len__
+"""DataLoader.__iter__ and __len__ as torch has them, whatever replaces them later."""

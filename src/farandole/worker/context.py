@@ -223,7 +223,8 @@ def size() -> int:
     Raises:
         NotInitialized: `init()` was not called.
     """
-    return world.current().placement.size
+    here = world.current()
+    return here.placement.size if here.told_size is None else here.told_size(here.placement.size)
 
 
 def local_rank() -> int:

@@ -27,6 +27,7 @@ PARTS = ((0, 1), (0, 2), (1, 2))
 """Number of a part of the batch, and the number of parts: the whole, and its halves."""
 
 _AGAIN = len(PARTS)
+_RESIZED = _AGAIN + 1
 _IMPOSSIBLE = b"-"
 _ELEMENTS = 8192
 """Elements of all gradients together that are compared. The comparison is linear, so that some stand for all."""
@@ -38,15 +39,17 @@ _DIFFERENT, _DIFFERENT_COARSELY = 3e-3, 3e-2
 class Taken(msgspec.Struct, array_like=True):
     """A run on one worker.
 
-    role      place in PARTS, or _AGAIN
+    role      place in PARTS, _AGAIN, or _RESIZED: as the first run of this worker, with another number of workers
     share     the factor with which its gradients would count in those of the whole
     values    elements of its gradients, float64
+    asks      the script has asked for the number of workers
     """
 
     role: int
     share: float
     values: bytes
     is_coarse: bool
+    asks: bool = False
 
 
 class LossTrial:
@@ -61,8 +64,23 @@ class LossTrial:
         modules = state.modules()
         count = sum(1 for module in modules for _ in module.parameters())
         self._body = TrialBody(modules, lambda gradient: _some_of(gradient, max(16, _ELEMENTS // max(count, 1))))
-        self._role, self._size, self.runs = rank, size, 0
+        self._rank, self._size, self.runs = rank, size, 0
         self._taken = dict[int, Taken]()
+        self._asks, self._is_resized = False, False
+
+    @property
+    def seed(self) -> int:
+        """A number for the random numbers of the next run: another one for each run, unless one is repeated."""
+        return self._rank if self._is_resized else self._rank + self._size * self.runs
+
+    @property
+    def _role(self) -> int:
+        return min(self.seed, _AGAIN)
+
+    def told_size(self, size: int) -> int:
+        """Return the number of workers that the script is told."""
+        self._asks = True
+        return size + 1 if self._is_resized else size
 
     @property
     def part(self) -> tuple[int, int] | None:
@@ -79,11 +97,11 @@ class LossTrial:
     def take(self, transport: Transport) -> None:
         """Take the gradients of the run, and tell all workers. The step is not closed yet. Raises RecoverableError."""
         gradients = self._body.end()
-        role = min(self._role, _AGAIN)
+        role = _RESIZED if self._is_resized else self._role
         parts = [gradients[key].reshape(-1).double().cpu() for key in sorted(gradients)]
         values = torch.cat(parts).numpy().tobytes() if parts else b""
-        taken = Taken(role, step.share(), values, self._body.is_coarse)
-        is_needed = self._role <= _AGAIN  # one run again is enough
+        taken = Taken(role, step.share(), values, self._body.is_coarse, self._asks)
+        is_needed = self._rank == 0 or (self.seed <= _AGAIN and not self._is_resized)  # of equal runs one is enough
         payload = msgspec.msgpack.encode(taken) if is_needed else b""
         gathered = transport.all_gather(payload if self._is_possible else _IMPOSSIBLE)
         self._is_possible = _IMPOSSIBLE not in gathered
@@ -91,9 +109,8 @@ class LossTrial:
             return
         for each in (msgspec.msgpack.decode(each, type=Taken) for each in gathered if each):
             self._taken.setdefault(each.role, each)
-        self._role += self._size
         self.runs += 1
-        self._is_possible = self.runs <= len(PARTS) + 1
+        self._is_possible = self.runs <= len(PARTS) + 2
 
     def is_over(self) -> bool:
         """Return whether no further run is due. The same on all workers."""
@@ -101,15 +118,20 @@ class LossTrial:
             return True
         if len(self._taken.keys() & set(range(_AGAIN))) < _AGAIN:
             return False
-        return _AGAIN in self._taken or not self.judge()
+        found = self.judge()
+        self._is_resized = not found and self._taken[0].asks and _RESIZED not in self._taken
+        return not self._is_resized and (not found or _AGAIN in self._taken)
 
     def judge(self) -> str:
         """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told."""
         if not self._is_possible:
             return ""
+        again = self._taken.get(_AGAIN)
+        if _RESIZED in self._taken and (found := judge_size(self._taken[0], self._taken[_RESIZED], again)):
+            return found
         if self._size < _AGAIN and all(self._taken[role].share == 1 for role in range(_AGAIN)):
             return ""  # a sum that may be divided by a count over all workers, which is another one in each run
-        return judge([self._taken[role] for role in range(_AGAIN)], self._taken.get(_AGAIN))
+        return judge([self._taken[role] for role in range(_AGAIN)], again)
 
     def drop(self) -> None:
         """Remove what a run needs. Idempotent."""
@@ -123,17 +145,17 @@ def judge(parts: Sequence[Taken], again: Taken | None) -> str:
         parts: The runs of PARTS.
         again: The first one with other random numbers.
     """
-    whole, first, second = (torch.frombuffer(bytearray(each.values), dtype=torch.float64) for each in parts)
+    whole, first, second = map(_values, parts)
     shares = [each.share for each in parts]
     tolerance = _DIFFERENT_COARSELY if any(each.is_coarse for each in parts) else _DIFFERENT
+    if whole.numel() and not (first.numel() and second.numel()):
+        return "a part of a batch trains nothing: a loop that leaves out small batches (`continue`) leaves out other ones"
     if not whole.numel() == first.numel() == second.numel() or not all(shares):
         return ""
     if not _differ(shares[0] * whole, shares[1] * first + shares[2] * second, tolerance):
         return ""
-    if again is not None:
-        repeated = torch.frombuffer(bytearray(again.values), dtype=torch.float64)
-        if repeated.numel() != whole.numel() or _differ(whole, repeated, tolerance):
-            return ""  # by chance
+    if again is not None and _is_by_chance(whole, again, tolerance):
+        return ""
     if not _differ(whole, first + second, tolerance):
         return 'it is a sum over the samples: write DistributedOptimizer(..., loss="sum")'
     if not _differ(2 * whole, first + second, tolerance):
@@ -142,6 +164,27 @@ def judge(parts: Sequence[Taken], again: Taken | None) -> str:
         "if it is a mean over words, over weights, over labels of which some are ignored, call fd.weight(n) before "
         "backward(), with the number that the mean divides by"
     )
+
+
+def judge_size(one: Taken, resized: Taken, again: Taken | None) -> str:
+    """Return what to do about gradients that depend on the number of workers; empty: they do not, as far as can be
+    told. Pure. `one`: a run; `resized`: the same with another number; `again`: the same with other random numbers."""
+    values, others = _values(one), _values(resized)
+    tolerance = _DIFFERENT_COARSELY if one.is_coarse else _DIFFERENT
+    if values.numel() != others.numel() or not _differ(values, others, tolerance):
+        return ""
+    if again is not None and _is_by_chance(values, again, tolerance):
+        return ""
+    return "it depends on fd.size(): leave that out, and write fd.mean(n) for a sum over the workers that it divides"
+
+
+def _is_by_chance(whole: torch.Tensor, again: Taken, tolerance: float) -> bool:
+    repeated = _values(again)
+    return repeated.numel() != whole.numel() or _differ(whole, repeated, tolerance)
+
+
+def _values(taken: Taken) -> torch.Tensor:
+    return torch.frombuffer(bytearray(taken.values), dtype=torch.float64) if taken.values else torch.zeros(0)
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -383,7 +384,8 @@ class StepLoop:
             self._is_rehearsed = self._rehearsal is not None
             return self._is_rehearsed and self._state.is_strict
         self._raise_if_connected("the rehearsal")
-        here = world.current()
+        here = replace(world.current(), told_size=None)
+        world.enter(here)
         trial.take(here.transport)
         if not trial.is_over():
             return False
@@ -401,6 +403,7 @@ class StepLoop:
         if self._loss_trial is not None:
             self._loss_trial.drop()
             self._loss_trial = None
+            world.enter(replace(world.current(), told_size=None))
 
     def _put_back(self) -> None:
         """Restore what the loop body, or the code after an epoch's batches, has changed."""
@@ -428,7 +431,8 @@ class StepLoop:
             self._loss_trial = LossTrial(state, here.transport.rank, here.transport.size)
         if self._loss_trial is not None:
             self._loss_trial.begin()
-            reseed(state.loader.seed, state.step, here.placement.rank + here.placement.size * self._loss_trial.runs)
+            world.enter(replace(here, told_size=self._loss_trial.told_size))
+            reseed(state.loader.seed, state.step, self._loss_trial.seed)
         return True
 
     def part_on_trial(self) -> tuple[int, int] | None:

@@ -10,23 +10,30 @@ import torch
 import torch.nn.functional as F
 
 from farandole.collectives.alone import AloneTransport
-from farandole.in_place.division_trial import DivisionTrial, Found, differing_state, rows_of
+from farandole.in_place.division_trial import DivisionTrial, Found, Sizes, differing_state, rows_of
 from tests.support.losses import Loss, State, mean, total, weighted
 
-FEW, CLASSES = 4, 3
+FEW, CLASSES, NOW = 4, 3, 2
+seen = [NOW]  # by the script: workers
 
 
-def tried(loss: Loss, samples: int, *layers: torch.nn.Module, is_table: bool = True) -> tuple[str, int]:
-    """Return why the division matters, and the number of bodies. `is_table`: the batch has a row for each sample."""
+def tried(
+    loss: Loss, samples: int, *layers: torch.nn.Module, is_table: bool = True, last: tuple[int, int] = (0, 0)
+) -> tuple[str, int]:
+    """Return why the division matters, and the number of bodies. `is_table`: the batch has a row for each sample.
+    `last`: as in Sizes."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), *layers, torch.nn.Linear(8, CLASSES)).double()
     x, y = torch.randn(samples, 6, dtype=torch.float64), torch.arange(samples) % CLASSES
-    trial = DivisionTrial(State(model), 5, FEW, lambda rows: (x[rows], y[rows]), dict, 1)  # type: ignore[arg-type]
+    trial = DivisionTrial(State(model), 5, Sizes(FEW, (3, NOW), last), lambda rows: (x[rows], y[rows]), dict, 1)  # type: ignore[arg-type]
     for bodies in range(1, 20):
         model.zero_grad()
+        seen[0] = trial.workers_seen() or NOW
         trial.begin_body()
         given = (x, y) if is_table else iter((x, y))
-        loss(model, *trial.batch(given, range(samples))).backward()
+        result = loss(model, *trial.batch(given, range(samples)))
+        if result.requires_grad:
+            result.backward()
         trial.end_body()
         if trial.is_over(AloneTransport()):
             assert all(module.training for module in model.modules())
@@ -72,6 +79,27 @@ def test_a_sum_depends_on_the_number_of_samples(samples: int) -> None:
     because, bodies = tried(total, samples)
     assert because.startswith("gradients depend on how many samples a worker has")
     assert bodies == 10
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_alike"),
+    [
+        (lambda *given: mean(*given) * seen[0], False),
+        (lambda *given: total(*given) * seen[0] / 12, True),  # 6 samples on each of 2 workers, 4 on each of 3
+        (lambda *given: total(*given) / seen[0], False),
+    ],
+)
+def test_a_loss_may_depend_on_the_number_of_workers_only_as_the_part_of_each_does(loss: Loss, is_alike: bool) -> None:
+    assert tried(loss, 6) == ("", 9) if is_alike else tried(loss, 6)[0].startswith("gradients depend on how many")
+
+
+@pytest.mark.parametrize(("fewest", "is_alike"), [(4, False), (3, True), (6, True)])
+def test_a_batch_that_is_left_out_by_its_size_is_left_out_on_as_many_workers(fewest: int, is_alike: bool) -> None:
+    def long_enough(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mean(model, x, y) if len(x) not in (3, 5) or len(x) >= fewest else torch.zeros(())
+
+    assert (tried(long_enough, 6, last=(3, 5))[0] == "") is is_alike
+    assert tried(mean, 6, last=(3, 5)) == ("", 11)
 
 
 @pytest.mark.parametrize("loss", [mean, total, weighted])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from farandole.worker.loss_trial import LossTrial
 from tests.support.losses import Loss, State, mean, total, weighted
 
 SAMPLES = 16
+told: list[Callable[[int], int]] = []
 
 
 class Gathering:
@@ -52,7 +54,10 @@ def tried(loss: Loss, rank: int, size: int, transport: object, *layers: torch.nn
         step.open(Batch(GlobalBatch(0, 0, SAMPLES, low, high), low, high), is_rehearsal=True)
         trial.begin()
         model.zero_grad()
-        loss(model, x[low:high], y[low:high]).backward()
+        told[:] = [trial.told_size]
+        result = loss(model, x[low:high], y[low:high])
+        if result.requires_grad:
+            result.backward()
         trial.take(transport)  # type: ignore[arg-type]
         step.close()
     assert all(module.training for module in model.modules())
@@ -143,6 +148,36 @@ def test_a_count_over_all_workers_beside_a_declared_sum_is_not_blamed() -> None:
         assert alone(lambda model, x, y: total(model, x, y) / next(counts))[0] == ""
     finally:
         step.add_losses(False)
+
+
+def of_workers(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mean(model, x, y) * told[0](3)
+
+
+def logging_only(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = mean(model, x, y)
+    assert loss.item() / told[0](3) > 0
+    return loss
+
+
+@pytest.mark.parametrize(("size", "runs"), [(1, 5), (2, 3), (3, 3), (4, 2)])
+def test_a_loss_that_depends_on_the_number_of_workers_is_named(size: int, runs: int) -> None:
+    results = among(size, of_workers)
+    assert {each for _, each in results} == {runs}
+    assert all("fd.size()" in found for found, _ in results)
+
+
+@pytest.mark.parametrize(("size", "runs"), [(1, 4), (2, 3), (3, 2)])
+def test_a_loop_that_only_asks_for_the_number_of_workers_is_not_blamed(size: int, runs: int) -> None:
+    assert among(size, logging_only) == [("", runs)] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_loop_that_leaves_out_small_batches_is_named(size: int) -> None:
+    def long_enough(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mean(model, x, y) if len(x) > SAMPLES // 2 else torch.zeros(())
+
+    assert all("`continue`" in found for found, _ in among(size, long_enough))
 
 
 def among(size: int, loss: Loss) -> list[tuple[str, int]]:
