@@ -8,8 +8,9 @@ A loop that counts its batches takes each with next(), and nothing around that c
 
 A batch that comes again after a fault uses up one of the counted calls, and the last batch of the epoch is never taken.
 Loops that end with their batches have room for it: `for batch in loader`, also by way of enumerate(), a progress bar, a
-generator or a class with `__next__`; and next() where StopIteration is handled, or with a default. The frames that ask
-for a batch, and the source of their files, tell one from the other.
+generator or a class with `__next__`; and next() where StopIteration is handled, or with a default; but not where the
+handler begins anew in a `for` loop that goes on. The frames that ask for a batch, and the source of their files, tell
+one from the other.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _line_that_counts(frame: FrameType | None) -> str:
         if iterates and not nodes:
             return ""
         ends = not _is_call_of_next(nodes[-1]) if iterates else False
-        if ends or any(_handles_end(outer, inner) for outer, inner in pairwise(nodes)):
+        if ends or any(_handles_end(*each) and not _counts_on(nodes, each[0]) for each in pairwise(nodes)):
             if not frame.f_code.co_flags & inspect.CO_GENERATOR:
                 return ""
             line, iterates = "", True  # this generator ends with the batches: how is it iterated over?
@@ -78,6 +79,17 @@ def _handles_end(outer: ast.AST, inner: ast.AST) -> bool:
     if isinstance(outer, ast.With):
         return inner in outer.body and any(_names_end(each.context_expr) for each in outer.items)
     return False
+
+
+def _counts_on(nodes: list[ast.AST], handling: ast.AST) -> bool:
+    """Return whether the `try` among the nodes is in a `for` loop, which goes on with its next turn after the end of
+    the batches."""
+    outer = nodes[: nodes.index(handling)]
+    loop = next((each for each in reversed(outer) if isinstance(each, ast.For | ast.AsyncFor | ast.While)), None)
+    if not isinstance(handling, ast.Try) or not isinstance(loop, ast.For | ast.AsyncFor):
+        return False
+    leaves = (ast.Break, ast.Return, ast.Raise)
+    return not all(isinstance(each.body[-1], leaves) for each in handling.handlers if _names_end(each.type))
 
 
 def _names_end(node: ast.AST | None) -> bool:

@@ -10,6 +10,8 @@ from farandole.in_place.script_objects import line_of_script
 from farandole.wire.messages import WorkersFixed
 from farandole.worker.context import WorkerJob
 
+_NEVER = 1 << 62
+
 
 class NumberOfWorkers:
     """What the script's own collectives say about it:
@@ -18,19 +20,21 @@ class NumberOfWorkers:
     - It reduces or gathers a tensor over all workers, through which gradients flow: torch's collective hands each
       worker the gradient of its own part only, so that their mean depends on the number of workers.
 
-    A trial (division_trial.py) finds out the rest, before the first step with another number.
+    Trials (division_trial.py) find out the rest: before the first step with another number, and, ever more rarely,
+    before later ones, since labels may be rare, and a loss may be another one in later epochs.
 
     Attributes:
         gathers: The line of the first; empty: none was seen.
         differentiates: The line of the second; empty: none was seen.
         divides: Why the division of a batch matters: a clause; empty: it does not, as far as is known.
-        is_tried: The trial is over.
+        trials: The number of trials so far; 0: none.
+        due: The number of steps after which the next one is due.
     """
 
     def __init__(self, job: WorkerJob | None, loader: ScriptLoader) -> None:
         self._job, self._loader = job, loader
         self.gathers = self.differentiates = self.divides = ""
-        self.is_tried = False
+        self.trials = self.due = 0
 
     def note_gather(self, line: str) -> None:
         if not self.gathers:
@@ -43,16 +47,26 @@ class NumberOfWorkers:
             self.differentiates = line
             self.fix()
 
-    def note_trial(self, because: str) -> None:
-        """Take the result of the trial, which is the same on all workers."""
-        self.is_tried, self.divides = True, because and f"{line_of_script()}: {because}"
+    def note_trial(self, because: str, is_open: bool, step: int) -> None:
+        """Take the result of a trial before this step, which is the same on all workers. `is_open`: it could not tell,
+        and further ones would not either."""
+        self.divides = because and f"{line_of_script()}: {because}"
+        if because and self.trials:
+            workers = world.current().placement.size
+            text = (
+                f"what {count(workers, 'worker')} of {self._loader.listed.workers} trained before step {step} may "
+                f"differ: it was found then that at {self.divides}"
+            )
+            world.remark("late trial", text)
+        self.due = _NEVER if is_open else step + (1 << self.trials)
+        self.trials += 1
         self.fix()
 
-    def has_to_try(self) -> bool:
-        """Return whether a trial is due: workers are about to make a step that have another number."""
+    def has_to_try(self, step: int) -> bool:
+        """Return whether a trial is due: workers are about to make this step that have another number."""
         loader, size = self._loader, world.current().placement.size
-        is_open = not (self.is_tried or self.differentiates or loader.static_because)
-        return self._job is not None and is_open and size != loader.listed.workers
+        is_open = not (self.divides or self.differentiates or loader.static_because)
+        return self._job is not None and is_open and size != loader.listed.workers and step >= self.due
 
     def fix(self) -> None:
         """Tell the coordinator, as rank 0, if fewer workers would train something else."""

@@ -11,7 +11,7 @@ import copy
 import operator
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -222,6 +222,8 @@ def _copied(theirs: DataLoader[Any], rank: int) -> Any:
                 changed = _changed(name, value, rank, theirs, originals, copies, memo)
                 if changed is not value:
                     each.__dict__[name] = changed
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(f"cannot be copied ({type(error).__name__}: {error})") from error
     return copies[0]
@@ -242,6 +244,8 @@ def _changed(
     place = next((place for place, each in enumerate(originals) if each is value), None)
     if place is not None:
         return copies[place]
+    if isinstance(value, Iterator):
+        raise ConfigError(f"keeps an iterator ({name}), which cannot be copied")
     if value is theirs.dataset or name in _DATA or not isinstance(value, _COPIED + _COPIED_TOO):
         return value
     return copy.deepcopy(value, memo)

@@ -32,13 +32,18 @@ _MOST_DEPTH = 12
 SAMPLED_BYTES = 64 << 20  # of a larger tensor, a sample is compared
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
 _MODULE_KEYS = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
-_DATA = (DataLoader, Dataset, Sampler, BatchSampler)
-_NOT_ENTERED = (torch.Tensor, np.ndarray, ModuleType, torch.distributed.ProcessGroup, *_DATA)
+_NOT_ENTERED = (torch.Tensor, np.ndarray, ModuleType, torch.distributed.ProcessGroup, Sampler, BatchSampler)
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),  # torch/nn/modules/module.py
+    "_post_accumulate_grad_hooks",  # torch/_tensor.py
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),  # torch/optim/optimizer.py
+)
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "farandole", "builtins"}
 
 
 class Holder:
-    """Something that holds values by key: variables of a function, attributes of an object, a dictionary, a list."""
+    """Something that holds values by key: variables of a function, or what it keeps from call to call; attributes of an
+    object, a dictionary, a list."""
 
     def __init__(self, path: str, target: Any, kind: str) -> None:
         self.path, self.target, self.kind = path, target, kind
@@ -50,6 +55,11 @@ class Holder:
             return dict(target.f_locals)
         if self.kind == "object":
             return _attributes(target)
+        if self.kind == "function":
+            return _kept_by(target)
+        if self.kind == "data":  # plain values, as the stage of a curriculum; the samples may be many
+            own = vars(target).items()
+            return {key: value for key, value in own if type(value) in PLAIN or isinstance(value, Dataset)}
         if self.kind == "cell":
             return {"": target.cell_contents} if _is_filled(target) else {}
         if self.kind == "globals":
@@ -68,6 +78,8 @@ class Holder:
         elif self.kind == "object":
             for key, value in values.items():
                 _set_attribute(target, key, value)
+        elif self.kind in ("function", "data"):
+            vars(target).update(values)
         elif self.kind == "cell":
             target.cell_contents = values[""]
         elif self.kind in ("dict", "globals"):
@@ -105,7 +117,7 @@ class Holder:
         return is_object and all(map(_is_value, self.read().values()))
 
     def name_of(self, key: Any) -> str:
-        if self.kind in ("frame", "object", "globals"):
+        if self.kind in ("frame", "object", "globals", "function", "data"):
             return f"{self.path}.{key}" if self.path else str(key)
         return self.path if self.kind == "cell" else f"{self.path}[{key!r}]"
 
@@ -122,6 +134,17 @@ def _attributes(value: Any) -> dict[str, Any]:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 found[name] = getattr(value, name)
     return found
+
+
+def _kept_by(function: FunctionType) -> dict[str, Any]:
+    """Return what a function keeps from call to call: the variables around it, containers that are defaults of its
+    arguments, and its attributes."""
+    code, cells = function.__code__, function.__closure__ or ()
+    defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+    arguments = code.co_varnames[: code.co_argcount]
+    by_name = {**dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)), **named}
+    containers = {name: each for name, each in by_name.items() if isinstance(each, dict | list | set | deque)}
+    return {**dict(zip(code.co_freevars, cells, strict=True)), **containers, **vars(function)}
 
 
 def _set_attribute(target: Any, key: str, value: Any) -> None:
@@ -194,6 +217,22 @@ def roots_of_script() -> list[Holder]:
     return [*roots, *(Holder(f"{each.f_code.co_qualname}()", each, "frame") for each in inner)]
 
 
+def hooks_of(modules: Iterable[torch.nn.Module], optimizers: Iterable[object]) -> list[Holder]:
+    """Return the functions that torch calls for the script: hooks of modules, of their parameters and of optimizers.
+    Often nothing else knows them, and what they keep."""
+    owners = [*optimizers]
+    for each in modules:
+        owners += [*each.modules(), *each.parameters()]
+    found = [
+        hook
+        for owner in owners
+        for name in _HOOKS
+        for hook in list((getattr(owner, name, None) or {}).values())
+        if holder_of("", hook) is not None
+    ]
+    return [Holder("hooks", (*found,), "tuple")] if found else []
+
+
 @functools.lru_cache(maxsize=1)
 def _own_modules(_: int) -> dict[str, ModuleType]:
     """Return the modules that belong to the script; its main one without a name. `_`: the number of all modules."""
@@ -220,11 +259,23 @@ def _is_own(file: str) -> bool:
     return file.endswith(".py") and not file.startswith(_PACKAGES) and "site-packages" not in file
 
 
+def _is_of_own_module(value: FunctionType | type) -> bool:
+    module = sys.modules.get(value.__module__ or "")
+    file = vars(module).get("__file__") if module is not None else None
+    return value.__module__ == "__main__" or (isinstance(file, str) and _is_own(file))
+
+
 def holder_of(path: str, value: Any) -> Holder | None:
     """Return the holder that a value is; None for one that holds nothing of the script's."""
     kind = type(value)
     if kind in PLAIN or isinstance(value, _NOT_ENTERED):
         return None
+    if isinstance(value, DataLoader):
+        return Holder(path, (value.dataset,), "tuple")
+    if isinstance(value, Dataset):
+        return Holder(path, value, "data")
+    if isinstance(value, functools.partial):
+        return Holder(path, (value.func, *value.args, *value.keywords.values()), "tuple")
     if isinstance(value, dict):
         return Holder(path, value, "dict")
     if isinstance(value, list | deque):
@@ -236,14 +287,13 @@ def holder_of(path: str, value: Any) -> Holder | None:
     if isinstance(value, CellType):
         return Holder(path, value, "cell")
     if isinstance(value, FunctionType):
-        is_own = value.__closure__ and _is_own(value.__code__.co_filename)
-        return Holder(path, value.__closure__, "tuple") if is_own else None
+        is_own = _is_own(value.__code__.co_filename) or _is_of_own_module(value)  # also where torch has decorated it
+        return Holder(path, value, "function") if is_own and _kept_by(value) else None
     if isinstance(value, MethodType):
         return holder_of(path, value.__self__)
     if isinstance(value, type):
-        file = getattr(sys.modules.get(value.__module__), "__file__", None)
-        is_own = value.__module__ == "__main__" or (file is not None and _is_own(file))
-        return Holder(path, value, "object") if is_own and not issubclass(value, enum.Enum) else None
+        is_own = _is_of_own_module(value) and not issubclass(value, enum.Enum)
+        return Holder(path, value, "object") if is_own else None
     if isinstance(value, enum.Enum):
         return None
     if kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, _NAMESPACES):

@@ -80,7 +80,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
 
     known     the epoch whose batches are known; -1: none
     digest    of these batches
-    gathers, differentiates, divides, is_tried  as in NumberOfWorkers
+    gathers, differentiates, divides, trials, due  as in NumberOfWorkers
     static_because  why the job has to become static; empty: it has not
     is_on_trial  it is a newcomer that has not trained yet
     going_on  a generator of the script that goes on in the loop body; empty: there is none
@@ -91,7 +91,8 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     gathers: str
     differentiates: str
     divides: str
-    is_tried: bool
+    trials: int
+    due: int
     static_because: str
     is_on_trial: bool
     going_on: str
@@ -515,7 +516,8 @@ class InPlaceLoop(StepLoop):
             self.number.gathers,
             self.number.differentiates,
             self.number.divides,
-            self.number.is_tried,
+            self.number.trials,
+            self.number.due,
             loader.static_because,
             self._is_on_trial,
             going_on,
@@ -536,7 +538,8 @@ class InPlaceLoop(StepLoop):
         self.number.gathers = next((each.gathers for each in by_rank if each.gathers), "")
         self.number.differentiates = next((each.differentiates for each in by_rank if each.differentiates), "")
         self.number.divides = next((each.divides for each in by_rank if each.divides), "")
-        self.number.is_tried = any(each.is_tried for each in by_rank)
+        self.number.trials = max(each.trials for each in by_rank)
+        self.number.due = max(each.due for each in by_rank)
         self.number.fix()
 
     # The trial of a division -------------------------------------------------------------------------------
@@ -573,7 +576,7 @@ class InPlaceLoop(StepLoop):
             if not trial.is_over(world.current().transport):
                 self._division = trial
                 return False
-            self.number.note_trial(trial.because)
+            self.number.note_trial(trial.because, trial.is_open, self._state.step)
             if trial.is_open:
                 text = (
                     "gradients of equal samples differ, so that it could not be shown whether fewer workers train alike"
@@ -609,7 +612,7 @@ class InPlaceLoop(StepLoop):
 
     def rehearses(self) -> bool:
         loader = self._script_loader
-        if self.number.has_to_try() and not (self._on_trial or self._going_on):
+        if self.number.has_to_try(self._state.step) and not (self._on_trial or self._going_on):
             self._divide_batch()
             return True
         if not (self._on_trial and loader.batches_of_step) or loader.static_because:

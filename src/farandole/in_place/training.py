@@ -44,6 +44,7 @@ from farandole.in_place.script_samplers import (
     refuse_undivided,
     shuffles,
 )
+from farandole.in_place.script_search import hooks_of, roots_of_script
 from farandole.in_place.script_state import ScriptState
 from farandole.in_place.script_step_loop import InPlaceLoop, ScriptedState, reason_of
 from farandole.process_group.works import set_transport_of_scripts
@@ -254,7 +255,10 @@ class Training:
                 loader=loader,  # type: ignore[arg-type]  # as TorchState(loader=...) of each DataLoader
                 rehearse=False,
             )
-            script = ScriptState(lambda: [*_parts_of(state), *objects.optimizers.values(), *objects.others.values()])
+            script = ScriptState(
+                lambda: [*_parts_of(state), *objects.optimizers.values(), *objects.others.values()],
+                lambda: [*roots_of_script(), *hooks_of(state.modules(), objects.optimizers.values())],
+            )
             loop = InPlaceLoop(context.job(), state, loader, script, self.is_first_rank)
             loop.install()
         except FarandoleError as error:

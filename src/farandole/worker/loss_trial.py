@@ -149,7 +149,9 @@ def judge(parts: Sequence[Taken], again: Taken | None) -> str:
     shares = [each.share for each in parts]
     tolerance = _DIFFERENT_COARSELY if any(each.is_coarse for each in parts) else _DIFFERENT
     if whole.numel() and not (first.numel() and second.numel()):
-        return "a part of a batch trains nothing: a loop that leaves out small batches (`continue`) leaves out other ones"
+        return (
+            "a part of a batch trains nothing: a loop that leaves out small batches (`continue`) leaves out other ones"
+        )
     if not whole.numel() == first.numel() == second.numel() or not all(shares):
         return ""
     if not _differ(shares[0] * whole, shares[1] * first + shares[2] * second, tolerance):

@@ -8,8 +8,8 @@ import random
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np

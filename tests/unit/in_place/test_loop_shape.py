@@ -55,6 +55,26 @@ def by_next_until_the_end() -> list[str]:
             return found
 
 
+def by_next_in_a_counting_loop_that_the_end_leaves() -> list[str]:
+    found, lines = [], batches()
+    for _ in range(10):
+        try:
+            found.append(next(lines))
+        except StopIteration:
+            break
+    return found
+
+
+def by_next_that_begins_anew_until_enough() -> list[str]:
+    found, lines = [], batches()
+    while len(found) < 5:
+        try:
+            found.append(next(lines))
+        except StopIteration:
+            lines = batches()
+    return found
+
+
 def by_next_in_a_function_whose_caller_handles_the_end() -> list[str]:
     found, lines = [], batches()
 
@@ -115,6 +135,8 @@ def by_generator_that_handles_the_end() -> list[str]:
         by_star,
         by_generators,
         by_next_until_the_end,
+        by_next_in_a_counting_loop_that_the_end_leaves,
+        by_next_that_begins_anew_until_enough,
         by_next_in_a_function_whose_caller_handles_the_end,
         by_next_with_a_default,
         by_class,
@@ -178,10 +200,22 @@ def counted_in_a_program_that_handles_every_error() -> list[str]:
         return []
 
 
+def counted_by_a_loop_that_begins_anew() -> list[str]:
+    found, lines = [], batches()
+    for _ in range(3):
+        try:
+            found.append(next(lines))
+        except StopIteration:
+            lines = batches()
+            found.append(next(lines))
+    return found
+
+
 @pytest.mark.parametrize(
     "loop",
     [
         counted_in_the_loop,
+        counted_by_a_loop_that_begins_anew,
         counted_by_a_method,
         counted_in_a_function,
         counted_around_a_generator,

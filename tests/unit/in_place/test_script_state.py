@@ -311,6 +311,37 @@ def test_a_tensor_that_gets_other_memory_is_brought_back() -> None:
     assert trainer.average.weight.tolist() == before
 
 
+@pytest.mark.parametrize("is_decorated", [False, True])
+def test_what_a_function_keeps_from_call_to_call_is_brought_back_and_carried(is_decorated: bool) -> None:
+    def counter() -> Any:
+        around = 0
+
+        def count(seen: list[int] = [], *, named: dict[str, int] = {}) -> list[int]:  # noqa: B006 - the point of it
+            nonlocal around
+            around += 1
+            count_it.calls += 1
+            seen.append(around)
+            named["last"] = around
+            return [around, count_it.calls, *seen, *named.values()]
+
+        count_it: Any = torch.no_grad()(count) if is_decorated else count
+        count_it.calls = 0
+        return count_it
+
+    counters = [counter(), counter()]
+    roots = [Holder("", {"count": each}, "dict") for each in counters]
+    states = [ScriptState(list, lambda root=root: [root]) for root in roots]  # type: ignore[misc]
+    states[0].take(is_due=True)
+    counters[0]()
+    states[0].take(is_due=True)
+    counters[0]()
+    states[0].roll_back()
+    states[1].take(is_due=True)
+    states[1].apply(copy.deepcopy(states[0].pack()))
+    assert counters[0]() == [2, 2, 1, 2, 2]
+    assert counters[1]() == [2, 2, 1, 2, 2]
+
+
 def test_what_only_the_first_rank_has_is_known() -> None:
     state = state_of(Trainer())
     tables = [{"ema._parameters['weight']": 1, "steps": 2, "net._buffers['running_mean']": 3}]
