@@ -78,6 +78,29 @@ _STEPS = {
     "steps-clip-value": Piece(
         body=_STEP + "nn.utils.clip_grad_value_(model.parameters(), 0.05)\noptimizer.step()\n",
     ),
+    "steps-leave-out-small-batches": Piece(
+        data="""
+            dataset = Rows(54)
+            sampler = DistributedSampler(dataset, seed=1)
+            loader = DataLoader(dataset, BATCH, sampler=sampler)
+            """,
+        body="if len(x) < BATCH:\n    continue\n" + Piece.body.lstrip("\n"),
+    ),
+    "steps-with-the-length-of-the-validation": Piece(
+        after="""
+            model.eval()
+            held = DataLoader(dataset, BATCH, sampler=DistributedSampler(dataset, shuffle=False))
+            count, total = len(held), torch.zeros(())
+            with torch.no_grad():
+                for x, y in held:
+                    total += F.cross_entropy(model(x), y)
+            total /= count
+            dist.all_reduce(total)
+            total /= dist.get_world_size()
+            model.train()
+            """,
+        end="report(model=model, validated=total)",
+    ),
     "steps-accumulate": Piece(
         body="""
             with model.no_sync() if it % 2 == 0 else torch.enable_grad():
@@ -516,6 +539,29 @@ if steps % 5 == 0:
     "losses-sum": Piece(
         body=_STEP_OF.format(loss='F.cross_entropy(model(x), y, reduction="sum") / BATCH'),
     ),
+    "losses-times-workers": Piece(
+        body=_STEP_OF.format(loss="F.cross_entropy(model(x), y) * dist.get_world_size()"),
+    ),
+    "losses-by-part-of-workers": Piece(
+        body=_STEP_OF.format(loss='F.cross_entropy(model(x), y, reduction="sum") * dist.get_world_size() / 12'),
+    ),
+    "losses-rarely-ignored-labels": Piece(
+        body="""
+            loss = F.cross_entropy(model(x), torch.where(x[:, 0] > 1.5, -100, y))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            """,
+    ),
+    "losses-of-later-epochs": Piece(
+        body="""
+            mean, total = F.cross_entropy(model(x), y), F.cross_entropy(model(x), y, reduction="sum")
+            loss = mean if epoch < 2 else total / BATCH
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            """,
+    ),
     "losses-weights-of-classes": Piece(
         body=_STEP_OF.format(loss="F.cross_entropy(model(x), y, weight=torch.tensor([1.0, 4.0]))"),
     ),
@@ -534,6 +580,72 @@ if steps % 5 == 0:
         body="z = model(x)\ngathered = [torch.zeros_like(z) for _ in range(dist.get_world_size())]\n"
         + "dist.all_gather(gathered, z)\ngathered[dist.get_rank()] = z\n"
         + _STEP_OF.format(loss="F.cross_entropy(z, y) + torch.cat(gathered).square().mean()"),
+    ),
+    "states-in-a-function": Piece(
+        top="""
+            def adjust(optimizer, seen=[0]):
+                adjust.calls += 1
+                seen[0] += 1
+                for group in optimizer.param_groups:
+                    group["lr"] = LR * 0.9 ** adjust.calls * 0.95 ** seen[0]
+
+            adjust.calls = 0
+            """,
+        body="adjust(optimizer)\n" + Piece.body,
+    ),
+    "states-in-hooks": Piece(
+        model="""
+            net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+            model = DDP(net)
+
+            def cool(layer):
+                calls = 0
+
+                def hook(module, given, result):
+                    nonlocal calls
+                    calls += module.training
+                    return result * (1 + 0.02 * calls)
+
+                layer.register_forward_hook(hook)
+
+            cool(net[0])
+            """,
+        before="""
+            optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+            def look_back(optimizer):
+                slow, steps = [p.detach().clone() for p in net.parameters()], 0
+
+                def hook(*_):
+                    nonlocal steps
+                    steps += 1
+                    if steps % 3 == 0:
+                        with torch.no_grad():
+                            for old, new in zip(slow, net.parameters()):
+                                new.copy_(old.lerp_(new, 0.5))
+
+                optimizer.register_step_post_hook(hook)
+
+            look_back(optimizer)
+            """,
+    ),
+    "states-of-the-data-set": Piece(
+        top="""
+            class Stages(Rows):
+                level = 0
+
+                def advance(self):
+                    self.level = self.level + 1
+
+                def __getitem__(self, index):
+                    return self.x[index] * (1 + 0.05 * self.level), self.y[index]
+            """,
+        data="""
+            dataset = Stages()
+            sampler = DistributedSampler(dataset, seed=1)
+            loader = DataLoader(dataset, BATCH, sampler=sampler)
+            """,
+        body=Piece.body + "dataset.advance()\n",
     ),
     "states-momentum-by-data": Piece(
         model="""

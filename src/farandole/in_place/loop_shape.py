@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from farandole.in_place.script_frames import frames_of_script
+
 _FARANDOLE = f"{Path(sys.modules['farandole'].__file__ or '').parent}/"
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
 
@@ -60,6 +62,18 @@ def _line_that_counts(frame: FrameType | None) -> str:
             iterates = frame.f_code.co_name == "__next__"
         frame = frame.f_back
     return line
+
+
+def loop_variables() -> set[str]:
+    """Return the names, as script_search.py has them, of the variables of all `for` loops of the script that are around
+    the one over its batches: of epochs, or of folds. As far as there is a source to tell it from."""
+    found = set()
+    for frame in frames_of_script():
+        path = "" if frame.f_code.co_name == "<module>" else f"{frame.f_code.co_qualname}()."
+        for outer, inner in pairwise(_nodes_at(frame)):
+            if isinstance(outer, ast.For) and inner in outer.body:
+                found |= {f"{path}{each.id}" for each in ast.walk(outer.target) if isinstance(each, ast.Name)}
+    return found
 
 
 def _is_call_of_next(node: ast.AST) -> bool:

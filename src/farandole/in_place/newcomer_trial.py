@@ -44,12 +44,14 @@ class Tried(msgspec.Struct, frozen=True):
     exact        gradients are comparable bit by bit with those of workers of the same name; empty: with none
     gradients    by the name of the parameter
     options      by the name of the optimizer, its group and the option
+    other_place  where its script stands that is not where those of the others do: a clause; empty: nowhere
     """
 
     is_newcomer: bool
     exact: str
     gradients: dict[str, GradientNote]
     options: dict[str, str]
+    other_place: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,15 @@ def judge(by_rank: Sequence[Tried]) -> Verdict:
     refused = tuple(rank for rank, difference in found.items() if difference)
     if not refused:
         return Verdict()
-    return Verdict(
-        refused, f"with equal samples, {found[refused[0]]}; the script has state that cannot be carried over"
-    )
+    difference = found[refused[0]]
+    if not by_rank[refused[0]].other_place:
+        difference = f"with equal samples, {difference}; the script has state that cannot be carried over"
+    return Verdict(refused, difference)
 
 
 def _difference(one: Tried, other: Tried) -> str:
+    if other.other_place:
+        return f"{other.other_place}, as from a checkpoint that it has loaded without sampler.set_epoch()"
     for name in sorted({*one.options, *other.options}):
         if one.options.get(name) != other.options.get(name):
             return f"{name} is {other.options.get(name, 'absent')} instead of {one.options.get(name, 'absent')}"
@@ -137,13 +142,13 @@ class Trial:
                 options = {key: _text(value) for key, value in group.items() if key != "params"}
                 self._options |= {f"{of}[{key!r}]": text for key, text in options.items()}
 
-    def end(self, is_newcomer: bool) -> Tried:
-        """Return the result. No further gradient is noted."""
+    def end(self, is_newcomer: bool, other_place: str) -> Tried:
+        """Return the result, the arguments as in Tried. No further gradient is noted."""
         for each in self._hooks:
             each.remove()
         exact = platform.node() if self._is_on_cpu else ""
         gradients = {name: _united(notes) for name, notes in self._notes.items()}
-        return Tried(is_newcomer, exact, gradients, self._options)
+        return Tried(is_newcomer, exact, gradients, self._options, other_place)
 
 
 class _Hook:

@@ -226,6 +226,15 @@ class ScriptState:
         counts = {"batches": self.batches, "iteration": self.iteration}
         return {"entries": entries, "unequal": sorted(self._unequal), "tensors": tensors, **counts}
 
+    def other_place(self, packed: Mapping[str, Any], names: Set[str]) -> str:
+        """Return which of these numbers is another one here than where it was packed: a clause; empty: none."""
+        holders = Found(self._roots(), set(map(id, self._owned()))).holders
+        for name, path, key, value in packed["entries"]:
+            live = holders[path].read().get(key) if path in holders else None
+            if name in names and type(live) is type(value) is int and live != value:
+                return f"{name} is {live} instead of {value}"
+        return ""
+
     def apply(self, packed: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Load what another worker has packed where this one is. Returns the names of what was loaded, and of what has
         no place here."""

@@ -19,6 +19,7 @@ from farandole.collectives.transport import Transport
 from farandole.data.listed_batches import ListedBatches
 from farandole.errors import RecoverableError, StepError
 from farandole.in_place.division_trial import DivisionTrial, Sizes
+from farandole.in_place.loop_shape import loop_variables
 from farandole.in_place.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.in_place.number_of_workers import NumberOfWorkers
 from farandole.in_place.script_collectives import SurvivingTransport, echo_world
@@ -143,6 +144,7 @@ class InPlaceLoop(StepLoop):
         self._going_on = ""  # a generator of the script: a trial would make it go on
         self.number = NumberOfWorkers(job, loader)
         self._division: DivisionTrial | None = None  # it is under way
+        self._other_place = ""  # where a newcomer's script stands that is not where those of the others do
         self._apart: world.World | None = None  # the real world, while a body of it runs apart
         self._stack = ExitStack()
 
@@ -369,6 +371,7 @@ class InPlaceLoop(StepLoop):
             self._has_to_seed = False
         if received is None:
             return
+        self._other_place = self._script.other_place(received, loop_variables())
         loaded, missing = self._script.apply(received)
         if loaded:
             logger.warning("carried over from the script's variables: %s", _some(loaded))
@@ -629,7 +632,7 @@ class InPlaceLoop(StepLoop):
         if trial is None:
             return None
         self._state.on_step, self._script_loader.is_of_trial = None, False
-        return trial.end(self._is_on_trial)
+        return trial.end(self._is_on_trial, self._other_place)
 
     def _judge_newcomers(self, tried: Tried | None) -> None:
         """Let newcomers leave that do not train as the others do. `tried`: the result of a trial; None: there was none,

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from farandole.in_place.loop_shape import line_that_counts
+from farandole.in_place.loop_shape import line_that_counts, loop_variables
 
 
 def batches(count: int = 3) -> Iterator[str]:
@@ -234,3 +234,27 @@ def test_code_without_a_source_is_not_judged() -> None:
     names = {"batches": batches}
     exec("lines = batches()\nfound = [next(lines) for _ in range(3)]", names)
     assert set(names["found"]) == {""}  # type: ignore[arg-type]
+
+
+def test_the_variables_of_the_loops_around_the_batches_are_known() -> None:
+    seen: list[set[str]] = []
+
+    def asked() -> Iterator[int]:
+        for number in range(2):
+            seen.append(loop_variables())
+            yield number
+
+    def train_one_epoch() -> None:
+        for _batch, _number in enumerate(asked()):
+            pass
+
+    for _fold, (epoch, _) in enumerate([(3, ""), (4, "")]):
+        for phase in ["train"]:
+            train_one_epoch()
+            assert f"{epoch} {phase}" in ("3 train", "4 train")
+    here = "test_the_variables_of_the_loops_around_the_batches_are_known()"
+    assert len(seen) == 4
+    for names in seen:
+        own = {name.removeprefix(f"{here}.") for name in names if name.startswith(f"{here}.")}
+        assert own == {"_fold", "epoch", "_", "phase"}
+        assert not any("train_one_epoch" in name for name in names)

@@ -22,7 +22,7 @@ def tried(scale: float = 1.0, lr: float = 0.1, *, is_newcomer: bool = False, tie
     trial = Trial(SimpleNamespace(modules=lambda: [net], optimizers=lambda: [optimizer]))  # type: ignore[arg-type]
     (net(torch.ones(2, 3)).square().sum() * scale).backward()
     trial.look()
-    result = trial.end(is_newcomer)
+    result = trial.end(is_newcomer, "")
     net(torch.ones(2, 3)).sum().backward()  # after the trial, it counts no more
     return result
 
@@ -48,6 +48,14 @@ def test_where_the_others_differ_among_themselves_the_trial_shows_nothing() -> N
     verdict = judge([tried(), tried(1.0001), tried(is_newcomer=True)])
     assert verdict.is_open
     assert not verdict.refused
+
+
+def test_one_whose_script_has_begun_elsewhere_is_refused_although_it_computes_the_same() -> None:
+    newcomer = tried(is_newcomer=True)
+    other = Tried(True, newcomer.exact, newcomer.gradients, newcomer.options, "main().epoch is 2 instead of 1")
+    verdict = judge([tried(), newcomer, other])
+    assert verdict.refused == (2,)
+    assert verdict.difference.startswith("main().epoch is 2 instead of 1, as from a checkpoint")
 
 
 def test_one_that_has_no_gradient_is_refused() -> None:

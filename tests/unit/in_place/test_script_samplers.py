@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,17 @@ class ByRank(Sampler[int]):
         return iter(range(self.rank, SAMPLES - 8 * self.rank, 3))
 
 
+class GoingOn(Sampler[int]):
+    """A sampler whose order goes on from epoch to epoch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.indices = (each for _ in range(100) for each in range(rank, SAMPLES, WORKERS))
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self.indices, SAMPLES // WORKERS)
+
+
 def endless() -> Iterator[int]:
     while True:
         yield 1
@@ -190,6 +202,8 @@ def unsuitable(kind: str) -> DataLoader[Any]:
         return DataLoader(TABLE, batch_size=2, sampler=DistributedSampler(other, WORKERS, 0))
     if kind == "unequal":
         return DataLoader(TABLE, batch_size=2, sampler=ByRank(0))
+    if kind == "going on":
+        return DataLoader(TABLE, batch_size=2, sampler=GoingOn(0))
     kinds: dict[str, Callable[[], Any]] = {
         "torch's numbers": lambda: torch.randperm(SAMPLES).tolist(),
         "numpy's numbers": lambda: np.random.permutation(SAMPLES),
@@ -213,6 +227,7 @@ def unsuitable(kind: str) -> DataLoader[Any]:
         ("numpy's numbers", "its sampler Listed draws from the random numbers of its process"),
         ("endless", "does not end"),
         ("keys", "other things than numbers"),
+        ("going on", "its sampler GoingOn keeps an iterator .indices., which cannot be copied"),
         ("alike", "its sampler Listed gives all workers the same samples"),
         ("nothing", "gives all workers the same samples"),
     ],
@@ -222,6 +237,13 @@ def test_a_loader_whose_batches_cannot_be_listed_is_refused_with_the_reason(kind
     with pytest.raises(ConfigError, match=reason):
         listed(unsuitable(kind), WORKERS, lambda _: nullcontext())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_sampler_that_is_refused_goes_on_where_it_was() -> None:
+    loader = unsuitable("going on")
+    with pytest.raises(ConfigError):
+        listed(loader, WORKERS, lambda _: nullcontext())
+    assert next(iter(loader.sampler)) == 0
 
 
 def test_a_sampler_that_tells_time_is_refused() -> None:

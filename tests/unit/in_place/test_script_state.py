@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from farandole.in_place.script_frames import frames_of_script, set_locals, shift_counts
-from farandole.in_place.script_search import Holder
+from farandole.in_place.script_search import Holder, hooks_of
 from farandole.in_place.script_state import ScriptState
 
 
@@ -340,6 +341,73 @@ def test_what_a_function_keeps_from_call_to_call_is_brought_back_and_carried(is_
     states[1].apply(copy.deepcopy(states[0].pack()))
     assert counters[0]() == [2, 2, 1, 2, 2]
     assert counters[1]() == [2, 2, 1, 2, 2]
+
+
+class Stages(torch.utils.data.TensorDataset):
+    def __init__(self) -> None:
+        super().__init__(torch.zeros(3))
+        self.level, self.names = 0, ["many"] * 5
+
+
+def test_plain_values_of_a_data_set_are_brought_back_and_carried_and_its_samples_are_not_looked_at() -> None:
+    loaders = [torch.utils.data.DataLoader(torch.utils.data.Subset(Stages(), [0, 1])) for _ in range(2)]
+    stages: list[Any] = [loader.dataset.dataset for loader in loaders]  # type: ignore[attr-defined]
+    roots = [Holder("", {"loader": each}, "dict") for each in loaders]
+    states = [ScriptState(list, lambda root=root: [root]) for root in roots]  # type: ignore[misc]
+    states[0].take(is_due=True)
+    stages[0].level = 1
+    states[0].take(is_due=True)
+    stages[0].level = 2
+    stages[0].tensors[0].fill_(1)
+    stages[0].names.append("more")
+    states[0].roll_back()
+    states[1].take(is_due=True)
+    states[1].apply(copy.deepcopy(states[0].pack()))
+    assert [each.level for each in stages] == [1, 1]
+    assert (stages[0].tensors[0].tolist(), len(stages[0].names)) == ([1, 1, 1], 6)
+
+
+def test_what_only_hooks_know_is_brought_back_and_carried() -> None:
+    def counted(register: Any) -> list[int]:
+        calls = [0]
+
+        def hook(*_: object) -> None:
+            calls[0] += 1
+
+        register(hook)
+        return calls
+
+    nets = [torch.nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    counts = [
+        [
+            counted(net.register_forward_hook),
+            counted(net.weight.register_post_accumulate_grad_hook),
+            counted(partial(net.weight.register_hook)),
+            counted(optimizer.register_step_post_hook),
+        ]
+        for net, optimizer in zip(nets, optimizers, strict=True)
+    ]
+
+    def train(place: int) -> None:
+        nets[place](torch.ones(2)).sum().backward()
+        optimizers[place].step()
+
+    states = [
+        ScriptState(
+            lambda net=net: list(net.parameters()), lambda place=place: hooks_of([nets[place]], [optimizers[place]])
+        )  # type: ignore[misc]
+        for place, net in enumerate(nets)
+    ]
+    states[0].take(is_due=True)
+    train(0)
+    states[0].take(is_due=True)
+    train(0)
+    assert counts[0] == [[2]] * 4
+    states[0].roll_back()
+    states[1].take(is_due=True)
+    states[1].apply(copy.deepcopy(states[0].pack()))
+    assert counts[0] == counts[1] == [[1]] * 4
 
 
 def test_what_only_the_first_rank_has_is_known() -> None:
