@@ -109,6 +109,17 @@ class Registry:
             _named("value", [each for each in self.others if _belongs_to(each, optimizers)]),
         )
 
+    def newer(self, known: Objects) -> str:
+        """Return a model or an optimizer that is trained, and is none of these, with its line; empty: there is none."""
+        modules, optimizers = list(known.modules.values()), list(known.optimizers.values())
+        for each in self.parallel:
+            if not any(each is other for other in modules) and any(p.requires_grad for p in each.parameters()):
+                return f"another {_kind(each)} ({self.parallel.line_of(each)})"
+        for optimizer in self.optimizers:
+            if not any(optimizer is other for other in optimizers):
+                return f"another optimizer, {_kind(optimizer)} ({self.optimizers.line_of(optimizer)}),"
+        return ""
+
 
 def _belongs_to(value: Any, optimizers: list[torch.optim.Optimizer]) -> bool:
     """Return whether a scheduler is one of these optimizers, or the object is no scheduler."""

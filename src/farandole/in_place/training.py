@@ -394,6 +394,10 @@ class Training:
         if not self._static_because and self._loader is not None and not self._is_of_training(theirs):
             yield from self._other_training(theirs)
             return
+        if not self._static_because and self._objects is not None and (newer := self._registry.newer(self._objects)):
+            self._become_static(f"the script has constructed {newer} since its training began")
+            yield from torchs_iterator(self._in_current_world(theirs))
+            return
         listed, why_not = (None, "") if self._static_because else self._list(theirs)
         if self._static_because or (self._loop is None and not self._open(theirs, listed, why_not)):
             yield from torchs_iterator(self._in_current_world(theirs))
