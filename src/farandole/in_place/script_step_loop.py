@@ -20,7 +20,6 @@ from farandole.data.listed_batches import ListedBatches
 from farandole.errors import RecoverableError, StepError
 from farandole.in_place.division_trial import DivisionTrial, Sizes
 from farandole.in_place.loop_shape import loop_variables
-from farandole.in_place.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.in_place.number_of_workers import NumberOfWorkers
 from farandole.in_place.script_collectives import SurvivingTransport, echo_world
 from farandole.in_place.script_loader import ScriptLoader
@@ -34,6 +33,7 @@ from farandole.state.step import Batch
 from farandole.state.step_state import StepState
 from farandole.state.sync import receive
 from farandole.worker.context import WorkerJob
+from farandole.worker.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.worker.step_loop import StepLoop, reseed
 
 logger = logging.getLogger("farandole")
@@ -669,6 +669,8 @@ class InPlaceLoop(StepLoop):
         job, here = self._job, world.current()
         assert job is not None
         text = f"a newcomer was not admitted, since it would not train as the others do: {verdict.difference}"
+        if verdict.difference.startswith("with"):
+            text += "; the script has state that cannot be carried over"
         world.remark("refused newcomer", text)
         if here.placement.rank in verdict.refused:
             logger.error("this worker leaves: %s", text)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn import Module
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from farandole.collectives import agreement, world
 from farandole.collectives.named.stages import DECIDE_TOGETHER
 from farandole.collectives.transport import Transport
-from farandole.data.elastic_loader import without_step
+from farandole.data.elastic_loader import has_compiled, without_step
 from farandole.env import read_job_env
 from farandole.errors import (
     CollectiveMismatch,
@@ -51,9 +52,10 @@ from farandole.worker.checkpoints import Checkpoints, checkpoints
 from farandole.worker.context import WorkerJob
 from farandole.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.worker.loss_trial import LossTrial
+from farandole.worker.newcomer_trial import Trial, Tried, judge, judge_twice
 from farandole.worker.process_setup import map_memory_ahead
 from farandole.worker.sample_records import SampleRecords, sample_records
-from farandole.worker.warm_up import warm_up
+from farandole.worker.warm_up import is_plain, warm_up
 from farandole.worker.worker_recovery import BodyCalls, Connection, connect, regroup, report_first_step
 
 if TYPE_CHECKING:
@@ -103,6 +105,9 @@ class StepLoop:
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
         self._is_rehearsed = False  # it is over
         self._loss_trial: LossTrial | None = None  # the loop body runs with a batch whose gradients are compared
+        self._newcomers: tuple[int, ...] = ()  # ranks of newcomers that have not run a loop body with the others yet
+        self._newcomer_trial: Trial | None = None  # they run it now
+        self._first_tried = list[Tried]()  # the results of the first of two trials
         self._size_of_trial = 0  # number of workers with which each step is another one than with others; 0: none
         self._is_second_call = False  # the function was called for the warm-up, and now has not come to its loader yet
         self._is_new_boundary = True  # before the first batch of the function, of an epoch, or after a regroup
@@ -380,6 +385,8 @@ class StepLoop:
         """Return whether no further rehearsal follows, after agreement with the other workers. Raises
         RecoverableError."""
         trial = self._loss_trial
+        if self._newcomer_trial is not None:
+            return self._compare_newcomers(self._newcomer_trial)
         if trial is None:
             self._is_rehearsed = self._rehearsal is not None
             return self._is_rehearsed and self._state.is_strict
@@ -398,7 +405,35 @@ class StepLoop:
                 world.remark("loss", _NO_MEAN)
         return True
 
+    def _compare_newcomers(self, trial: Trial) -> bool:
+        """Say in the last line of the job if newcomers do not train as the others do. Returns whether no further trial
+        is due: what differs is tried twice, since the loop body may have random numbers of its own. Raises
+        RecoverableError."""
+        self._raise_if_connected("the trial of a newcomer")
+        here = world.current()
+        tried = trial.end(here.placement.rank in self._newcomers, "")
+        self._newcomer_trial, self._state.on_step = None, None
+        by_rank = here.transport.all_gather(msgspec.msgpack.encode(tried))
+        results = [msgspec.msgpack.decode(each, type=Tried) for each in by_rank]
+        first, self._first_tried = self._first_tried or results, []
+        verdict = judge(first) if first is results else judge_twice(first, results)
+        if verdict.refused and first is results:
+            self._first_tried = results
+            return False
+        self._newcomers = ()
+        if verdict.refused:
+            text = (
+                f"a newcomer does not train as the other workers do: {verdict.difference}. What the loop has outside "
+                f"its TorchState, a newcomer has not: put it there, or compute it from what is there"
+            )
+            world.remark("newcomer", text)
+        return True
+
     def _drop_trial(self) -> None:
+        self._first_tried = []
+        if self._newcomer_trial is not None:
+            self._newcomer_trial.end(False, "")
+            self._newcomer_trial = None
         self._is_rehearsed = False
         if self._loss_trial is not None:
             self._loss_trial.drop()
@@ -420,6 +455,11 @@ class StepLoop:
         In the first one an average of weights is equal to them, and a change of it would not be seen. A worker alone
         needs it in strict mode, in which it may run the loop body several times for a step."""
         state, here = self._state, world.current()
+        if self._newcomers and state.has_rehearsed and _may_try_newcomers(state):
+            self._newcomer_trial = Trial(state)
+            state.on_step = self._newcomer_trial.look
+            reseed(state.loader.seed, state.step, 0)
+            return True
         if state.has_rehearsed or state.step == 0 or (self._job is None and not state.is_strict):
             return False
         if self._loss_trial is None and not self._is_rehearsed:
@@ -437,6 +477,8 @@ class StepLoop:
 
     def part_on_trial(self) -> tuple[int, int] | None:
         """Return the part of a batch that the rehearsal has; None: the worker's own local batch."""
+        if self._newcomer_trial is not None:
+            return 0, 1
         return self._loss_trial.part if self._loss_trial is not None else None
 
     def begin_shard(self, batch: Batch) -> None:
@@ -668,12 +710,13 @@ class StepLoop:
         if self._checkpoints is not None:
             self._checkpoints.before_sync(transport.rank, bootstrap)
         balance = self._balance
-        note = balance.note() if balance is not None else ()
+        note = (int(self._has_joined), *(balance.note() if balance is not None else ()))
         gather = partial(self._calls.gather_at_boundaries, transport)
         report = synchronize(self._state, transport, bootstrap, compares_all, note, gather)
         self._watch.synchronized(report)
+        self._newcomers = tuple(rank for rank, each in enumerate(report.notes) if each[0])
         if balance is not None:
-            self._state.loader.meet(report.notes, transport.rank)
+            self._state.loader.meet([each[1:] for each in report.notes], transport.rank)
         return report
 
     @property
@@ -749,6 +792,12 @@ def _inquiry(job: WorkerJob | None, state: StepState) -> ShardInquiry:
     from farandole.worker.shard_inquiry import ShardInquiry  # loaded only in strict mode
 
     return ShardInquiry(job, state, state.loader.draw_audits)
+
+
+def _may_try_newcomers(state: StepState) -> bool:
+    """Return whether all workers may run a loop body with the same batch, which has another size than their own: not
+    where it would be compiled for that."""
+    return state.rehearse and not state.is_strict and is_plain(state) and not has_compiled()
 
 
 def _refuse_for_own_bodies(state: StepState) -> None:

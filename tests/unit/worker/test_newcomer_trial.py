@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.in_place.newcomer_trial import GradientNote, Trial, Tried, Verdict, judge
+from farandole.worker.newcomer_trial import GradientNote, Trial, Tried, Verdict, judge, judge_twice
 
 
 def tried(scale: float = 1.0, lr: float = 0.1, *, is_newcomer: bool = False, tied: bool = False) -> Tried:
@@ -46,6 +46,18 @@ def test_a_newcomer_that_does_something_else_is_refused(change: dict[str, float]
 
 def test_where_the_others_differ_among_themselves_the_trial_shows_nothing() -> None:
     verdict = judge([tried(), tried(1.0001), tried(is_newcomer=True)])
+    assert verdict.is_open
+    assert not verdict.refused
+
+
+def test_what_differs_twice_in_the_same_way_is_no_chance() -> None:
+    first = [tried(), tried(1.1, is_newcomer=True)]
+    assert judge_twice(first, [tried(), tried(1.1, is_newcomer=True)]) == judge(first)
+    assert judge_twice(first, [tried(), tried(1.2, is_newcomer=True)]).refused == (1,)
+
+
+def test_where_another_worker_does_something_else_the_second_time_it_may_be_chance() -> None:
+    verdict = judge_twice([tried(), tried(1.1, is_newcomer=True)], [tried(1.1), tried(1.1, is_newcomer=True)])
     assert verdict.is_open
     assert not verdict.refused
 

@@ -1,9 +1,9 @@
-"""The trial of a newcomer, elastic in place: a body of the script's loop that all workers run with the same samples and
-random numbers, and without effect, before the newcomer trains.
+"""The trial of a newcomer: a loop body that all workers run with the same samples and random numbers, and without
+effect, before the newcomer trains.
 
-What only the script knows is found and carried to a newcomer as far as it can be found (script_state.py). The trial
-shows whether something is missing: then the newcomer's gradients, or the options of its optimizers, are others.
-docs/decisions/0070-trial-of-a-newcomer.md.
+A newcomer receives the TorchState, and in place what only the script knows, as far as it can be found. The trial shows
+whether something is missing: then the newcomer's gradients, or the options of its optimizers, are others. In place it
+is not admitted then; an elastic function says so. docs/decisions/0070-trial-of-a-newcomer.md.
 """
 
 from __future__ import annotations
@@ -79,10 +79,16 @@ def judge(by_rank: Sequence[Tried]) -> Verdict:
     refused = tuple(rank for rank, difference in found.items() if difference)
     if not refused:
         return Verdict()
-    difference = found[refused[0]]
-    if not by_rank[refused[0]].other_place:
-        difference = f"with equal samples, {difference}; the script has state that cannot be carried over"
-    return Verdict(refused, difference)
+    is_elsewhere = bool(by_rank[refused[0]].other_place)
+    return Verdict(refused, found[refused[0]] if is_elsewhere else f"with equal samples, {found[refused[0]]}")
+
+
+def judge_twice(first: Sequence[Tried], again: Sequence[Tried]) -> Verdict:
+    """Return the verdict of two trials that should be alike: the first one's, if those who are no newcomers have done
+    the same twice. Pure."""
+    pairs = zip(first, again, strict=True)
+    changed = next((found for one, two in pairs if not one.is_newcomer and (found := _difference(one, two))), "")
+    return Verdict(difference=changed, is_open=True) if changed else judge(first)
 
 
 def _difference(one: Tried, other: Tried) -> str:
