@@ -4,6 +4,7 @@ has more batches."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,20 @@ class Evaluations:
             sampler = plain_sampler(each)
             if sampler is not None and not shuffles(each) and not is_of_training(each):
                 place(sampler, here.rank, here.size)
+
+    def look_at_part(self, loader: DataLoader[Any], rank: int, workers: int, line: str) -> None:
+        """Say in the last line of the job if an evaluation begins whose samples the script has divided by itself, as
+        `range(rank, n, workers)`, while its workers have changed. `rank`, `workers`: of the start."""
+        here = world.current()
+        own = getattr(loader.dataset, "indices", None) or getattr(loader.sampler, "indices", None)
+        if workers < 2 or here.id.number < 2 or not isinstance(own, list | range) or len(own) < 2:
+            return
+        if own[0] == rank and all(later - each == workers for each, later in pairwise(own)):
+            text = (
+                f"the script has divided the samples of the DataLoader of {line} among its workers by itself: since "
+                f"these have changed, it evaluates some samples never, or twice"
+            )
+            world.remark("evaluation", text)
 
     def note_length(self, loader: DataLoader[Any], length: int) -> None:
         """Note that the script has asked for len() of a DataLoader."""

@@ -48,8 +48,8 @@ def set_locals(frame: FrameType, values: Mapping[str, Any]) -> None:
 
 
 def shift_counts(by: int) -> bool:
-    """Add a number to the count of each enumerate() that is waiting for a batch now. Returns whether all counts could
-    be changed.
+    """Add a number to the count of each enumerate() that is waiting for a batch now, and to the places of the sequences
+    that a zip() goes through beside the batches. Returns whether all could be changed.
 
     The count has no name in Python: it is the first field of the object (CPython 3.11 to 3.14, Objects/enumobject.c,
     en_index), and is read after the batch has come. A write that does not show in `__reduce__()` is reported.
@@ -64,7 +64,23 @@ def shift_counts(by: int) -> bool:
             if place.value == count and count + by >= 0:
                 place.value = count + by
             done &= _count_of(each) == count + by
+        elif type(each) is zip and _asks(each, asking):
+            done &= _shift_beside(list(each.__reduce__()[1]), by, asking)
     return done
+
+
+def _shift_beside(iterators: list[Any], by: int, asking: set[int]) -> bool:
+    """Move the iterators of a zip() that come behind the one that is waiting: those before it have given their value
+    already. Returns whether all could be moved."""
+    place = next(place for place, each in enumerate(iterators) if _asks(each, asking))
+    for each in iterators[place + 1 :]:
+        if type(each) is enumerate or not hasattr(each, "__setstate__"):
+            return False
+        reduced = each.__reduce__()
+        if len(reduced) < 3 or type(reduced[2]) is not int:  # it has ended, or is of another kind
+            return False
+        each.__setstate__(reduced[2] + by)
+    return place == 0
 
 
 def _count_of(each: enumerate[Any]) -> int:

@@ -145,32 +145,42 @@ def line_of_script() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "unknown line"
 
 
+_RANKS = re.compile(r"rank|gpu|process_index", re.IGNORECASE)
 _COUNTS = re.compile(r"world|proc|replica|worker|rank|gpu|\bws$", re.IGNORECASE)
 
 
 def kept_count(workers: int) -> str:
     """Return the name of a variable, in the innermost function of the script or its caller, that has this number and is
     named like one of workers; empty: there is none."""
+    return _kept(workers, _COUNTS)
+
+
+def kept_rank(rank: int) -> str:
+    """Return the name of a variable, as kept_count(), that has this number and is named like a rank."""
+    return _kept(rank, _RANKS)
+
+
+def _kept(number: int, names: re.Pattern[str]) -> str:
     frame = _frame_of_script()
     for each in (frame, frame and frame.f_back):
-        if each is not None and (name := _kept_in(each, workers)):
+        if each is not None and (name := _kept_in(each, number, names)):
             return name
     return ""
 
 
-def _kept_in(frame: FrameType, workers: int) -> str:
+def _kept_in(frame: FrameType, number: int, pattern: re.Pattern[str]) -> str:
     code = frame.f_code
     names = {*code.co_names, *code.co_varnames, *code.co_freevars}
-    counts = [name for name in names if _COUNTS.search(name)]
+    fitting = [name for name in names if pattern.search(name)]
     for name in sorted(names):
         value = frame.f_locals.get(name, frame.f_globals.get(name))
-        if type(value) is int and value == workers and name in counts:
+        if type(value) is int and value == number and name in fitting:
             return name
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict and not isinstance(value, type | ModuleType):
-            for count in counts:
-                if type(attributes.get(count)) is int and attributes[count] == workers:
-                    return f"{name}.{count}"
+            for each in fitting:
+                if type(attributes.get(each)) is int and attributes[each] == number:
+                    return f"{name}.{each}"
     return ""
 
 

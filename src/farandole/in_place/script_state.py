@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from farandole.collectives import world
 from farandole.in_place.script_frames import shift_counts
 from farandole.in_place.script_places import Place, mark_of, moved, place_of, set_state, state_of
 from farandole.in_place.script_search import MOST_HOLDERS, Found, Holder, digest, kept_of, roots_of_script
@@ -131,7 +132,11 @@ class ScriptState:
     def set_batches(self, batches: int) -> None:
         """Let enumerate() go on from another number of batches."""
         if batches != self.batches and not shift_counts(batches - self.batches):
-            logger.warning("enumerate() over the batches goes on from %d instead of %d", self.batches, batches)
+            text = (
+                f"enumerate(), or a zip(), around the batches goes on from {self.batches} instead of {batches}, and "
+                f"what comes beside them is another one"
+            )
+            world.current().on_remark("count of batches", text)
         self.batches = batches
 
     def _search(self, roots: list[Holder]) -> Found:

@@ -118,6 +118,7 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     def broadcast_object_list(object_list: Any, *args: Any, **kwargs: Any) -> None:
         """Keep the objects where a worker passes over code: it cannot know those of the source."""
         if not training.passes_over:
+            training.note_broadcast(_source(args, kwargs))
             broadcast_objects(object_list, *args, **kwargs)
 
     @functools.wraps(monitored)
@@ -145,6 +146,14 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     _replace_function(new_group_of)
     for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1), ("gather", 0)):
         _replace_function(_noting(training.note_gather, getattr(distributed_c10d, name), place))
+    theirs_of_tensors = distributed_c10d.broadcast
+
+    @functools.wraps(theirs_of_tensors)
+    def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        training.note_broadcast(_source(args, kwargs))
+        return theirs_of_tensors(tensor, *args, **kwargs)
+
+    _replace_function(broadcast)
     for theirs_too in (distributed_c10d.all_reduce, distributed_c10d.reduce):
         _replace_function(_noting(training.note_reduction, theirs_too, 0))
 
@@ -160,6 +169,12 @@ def _noting(note: Callable[[torch.Tensor], None], theirs: Callable[..., Any], pl
         return theirs(*args, **kwargs)
 
     return collective
+
+
+def _source(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the rank that a collective of torch sends from, of its arguments behind the first one."""
+    given = args[0] if args else kwargs.get("src", kwargs.get("group_src"))
+    return given if isinstance(given, int) else 0
 
 
 def _is_known(backend: str | None) -> bool:

@@ -32,7 +32,14 @@ from farandole.in_place.script_collectives import echo_world
 from farandole.in_place.script_evaluations import Evaluations
 from farandole.in_place.script_frames import runs_in_autograd_function
 from farandole.in_place.script_loader import NoStepInEpoch, ScriptLoader
-from farandole.in_place.script_objects import Objects, Registry, kept_count, line_of_script, runs_in_lightning
+from farandole.in_place.script_objects import (
+    Objects,
+    Registry,
+    kept_count,
+    kept_rank,
+    line_of_script,
+    runs_in_lightning,
+)
 from farandole.in_place.script_samplers import (
     SameForAll,
     advance,
@@ -116,6 +123,9 @@ class Training:
         if not may_be_divided(theirs):
             if not self._is_evaluating(theirs):
                 self._other = theirs
+            elif self._loop is not None and not self.passes_over:
+                line = self._registry.loaders.line_of(theirs)
+                self._evaluations.look_at_part(theirs, *self._place_at_start, line)
             return None
         if self._static_because:
             return torchs_iterator(self._in_current_world(theirs))
@@ -179,6 +189,18 @@ class Training:
                 world.remark("number of workers", text)
         if loop is not None and step.batch() is not None:
             self._note_gradients(tensor, loop)
+
+    def note_broadcast(self, source: int) -> None:
+        """Note that the script is about to send something from this rank: where the worker that was started as rank 0
+        is lost, the one that is rank 0 now may not know that it is."""
+        if self._loop is None or self.passes_over or self.is_first_rank or source or world.current().placement.rank:
+            return
+        if name := kept_rank(self._place_at_start[0]):
+            text = (
+                f"{line_of_script()} sends from rank 0, which is another worker than at the start, with "
+                f"{name} = {self._place_at_start[0]}: it may not have computed what it sends"
+            )
+            world.remark("sent by rank 0", text)
 
     def _note_gradients(self, tensor: torch.Tensor, loop: InPlaceLoop) -> None:
         if loop.number.differentiates or not tensor.requires_grad or tensor.is_leaf:

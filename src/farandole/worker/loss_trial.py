@@ -101,7 +101,10 @@ class LossTrial:
         parts = [gradients[key].reshape(-1).double().cpu() for key in sorted(gradients)]
         values = torch.cat(parts).numpy().tobytes() if parts else b""
         taken = Taken(role, step.share(), values, self._body.is_coarse, self._asks)
-        is_needed = self._rank == 0 or (self.seed <= _AGAIN and not self._is_resized)  # of equal runs one is enough
+        if role == _AGAIN:  # by another worker than the whole, if there is one: workers may have different data
+            is_needed = self._size == 1 or self._rank == 1 or (self.seed == _AGAIN and self._rank > 0)
+        else:
+            is_needed = role < _AGAIN or self._rank == 0
         payload = msgspec.msgpack.encode(taken) if is_needed else b""
         gathered = transport.all_gather(payload if self._is_possible else _IMPOSSIBLE)
         self._is_possible = _IMPOSSIBLE not in gathered

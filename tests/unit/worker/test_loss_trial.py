@@ -160,6 +160,19 @@ def logging_only(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> to
     return loss
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_workers_that_have_different_data_are_not_taken_for_another_loss(size: int) -> None:
+    places = threading.local()
+    drawn = iter(range(100))
+
+    def of_own_data(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not hasattr(places, "shift"):
+            places.shift = next(drawn)
+        return mean(model, x + places.shift, y)
+
+    assert {found for found, _ in among(size, of_own_data)} == {""}
+
+
 @pytest.mark.parametrize(("size", "runs"), [(1, 5), (2, 3), (3, 3), (4, 2)])
 def test_a_loss_that_depends_on_the_number_of_workers_is_named(size: int, runs: int) -> None:
     results = among(size, of_workers)
