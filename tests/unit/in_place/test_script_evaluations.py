@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from farandole.in_place import script_evaluations
 from farandole.in_place.script_evaluations import Evaluations
@@ -17,10 +17,12 @@ TABLE = TensorDataset(torch.arange(24))
 
 class World:
     def __init__(self) -> None:
-        self.size, self.remarks = 3, list[str]()
+        self.size, self.generation, self.remarks = 3, 1, list[str]()
 
     def current(self) -> Any:
-        return SimpleNamespace(placement=SimpleNamespace(rank=0, size=self.size))
+        return SimpleNamespace(
+            placement=SimpleNamespace(rank=0, size=self.size), id=SimpleNamespace(number=self.generation)
+        )
 
     def remark(self, topic: str, text: str) -> None:
         self.remarks.append(text)
@@ -70,3 +72,19 @@ def test_a_length_that_is_asked_for_anew_or_never_is_not(world: World) -> None:
     evaluations.note_length(validation, 6)
     evaluations.compare(validation, 5, "train.py:3")  # the script has changed its data set
     assert world.remarks == []
+
+
+@pytest.mark.parametrize(
+    ("indices", "is_named"),
+    [(list(range(0, 24, 3)), True), (range(0, 24, 3), True), ([5, 1, 9], False), (range(8), False)],
+)
+def test_an_evaluation_that_the_script_has_divided_by_itself_is_named(
+    world: World, indices: list[int] | range, is_named: bool
+) -> None:
+    evaluations = Evaluations()
+    validation = DataLoader(Subset(TABLE, indices), 2)
+    evaluations.look_at_part(validation, 0, 3, "train.py:3")
+    assert world.remarks == []
+    world.generation = 2
+    evaluations.look_at_part(validation, 0, 3, "train.py:3")
+    assert bool(world.remarks) == is_named

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,45 @@ def test_enumerate_goes_on_from_another_number_of_batches() -> None:
     assert list(enumerate(log_every(batches()))) == expected
     assert [(number, batch) for number, (batch,) in enumerate(zip(batches(), strict=True))] == expected
     assert next(other) == (1, "y")
+
+
+class Asking:
+    """A loader whose next() moves what is around it."""
+
+    def __init__(self, by: int) -> None:
+        self._by, self.asked, self.done = by, 0, list[bool]()
+
+    def __iter__(self) -> Asking:
+        return self
+
+    def __next__(self) -> int:
+        self.asked += 1
+        if self.asked == 3:
+            self.done.append(shift_counts(self._by))
+        return self.asked
+
+
+@pytest.mark.parametrize("beside", [list, tuple, str, lambda text: np.array(list(text)).tolist()])
+def test_what_a_zip_goes_through_beside_the_batches_is_moved(beside: Any) -> None:
+    loader = Asking(-1)
+    pairs = [
+        (number, count, letter) for number, (count, letter) in enumerate(zip(loader, beside("abcd"), strict=False))
+    ]
+    assert loader.done == [True]
+    assert pairs[:4] == [(0, 1, "a"), (1, 2, "b"), (1, 3, "b"), (2, 4, "c")]
+
+
+def test_what_a_zip_has_taken_before_the_batch_cannot_be_moved() -> None:
+    loader = Asking(-1)
+    assert [letter for letter, _ in zip("abcd", loader, strict=False)] == ["a", "b", "c", "d"]
+    assert loader.done == [False]
+
+
+@pytest.mark.parametrize("beside", [cycle("abc"), (letter for letter in "abcdefg")])
+def test_iterators_without_a_place_cannot_be_moved(beside: Iterator[str]) -> None:
+    loader = Asking(-1)
+    assert [letter for _, letter in islice(zip(loader, beside, strict=False), 4)][:3] == ["a", "b", "c"]
+    assert loader.done == [False]
 
 
 def test_values_of_unusual_kinds_are_left_alone() -> None:
