@@ -56,7 +56,8 @@ class StreamReader:
         sample_key: Callable[[Any], Any] | None = None,
     ) -> None:
         self._sample_key = sample_key
-        self._contents: dict[int, int] = {}  # by the first sample: `transform` may change samples, which may come again
+        # By the first sample and the one behind the last: `transform` may change samples, which may come again.
+        self._contents: dict[tuple[int, int], int] = {}
         self._source, self._seed, self._transform, self._collate = source, seed, transform, collate
         self._streams: list[Stream] = []
         self._epoch = -1
@@ -133,7 +134,7 @@ class StreamReader:
     def _content(self, start: int, stop: int) -> int:
         """Return a hash by which workers compare the global batch: of all samples of the first one of an epoch, and of
         two of each other one. It depends on nothing but the streams."""
-        if start not in self._contents:
+        if (start, stop) not in self._contents:  # a trial's batch begins at the same place
             if len(self._contents) > _MOST_CONTENTS:
                 self._contents.clear()
             compared, lengths = self._taken, [each.length for each in self._streams]
@@ -146,8 +147,8 @@ class StreamReader:
                 samples = [self._sample_key(each) for each in samples]
             places = [number for place in self._taken for number in place]
             known = [-1 if each is None else each for each in lengths]
-            self._contents[start] = content_hash(samples, start, stop, *known, *places)
-        return self._contents[start]
+            self._contents[start, stop] = content_hash(samples, start, stop, *known, *places)
+        return self._contents[start, stop]
 
     def _transformed(self, samples: list[Any], batch: Batch, low: int) -> list[Any]:
         if self._transform is None:

@@ -65,7 +65,7 @@ class Evaluations:
         if told != length and workers != size:
             text = (
                 f"with {size} workers an evaluation has {length} batches for each, and not {told} as with {workers}, "
-                f"when the script asked for len() of the DataLoader of {line}: a mean that it computes with that would be "
-                f"wrong"
+                f"when the script asked for len() of the DataLoader of {line}: a mean that it computes with that would "
+                f"be wrong"
             )
             world.remark("evaluation", text)
