@@ -136,6 +136,7 @@ class Gallery:
             path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")
         ):
             outcome.violations.append(f"temporary files are left: {left}")
+        outcome.violations += re.findall("remark: (a newcomer does not train .*)", said)
         if ended.code != 0 or ended.late:
             outcome.violations.append(_reason(ended, said))
         else:
