@@ -60,6 +60,9 @@ class Peace:
     problems: list[str]
 
 
+_DECIDING = ("catalogue", "record", "worker")  # files of the gallery that decide what is found
+
+
 class Gallery:
     """Runs jobs one after the other, and knows what bodies do undisturbed. With `shards` in strict mode, with so many:
     then all values are those of one worker to the last bit."""
@@ -74,7 +77,7 @@ class Gallery:
         """How it is with three workers, and that one worker does the same."""
         if body.name not in self._known:
             gallery = _digest(
-                map(Path, (body.path, HERE / "bodies" / "problem.py", HERE / "worker.py", HERE / "record.py"))
+                map(Path, (body.path, HERE / "bodies" / "problem.py", *(HERE / f"{name}.py" for name in _DECIDING)))
             )
             samples = os.environ.get("GALLERY_SAMPLES", "")
             path = self._cache / f"{body.name}-{samples}-{self._shards}-{self._library}-{gallery}.json"
