@@ -583,6 +583,23 @@ def test_a_script_that_loses_one_of_three_workers_ends_as_under_torchrun(piece: 
     assert [words[0] for words in verdicts] == ["right", "right"], compared.stdout + compared.stderr
 
 
+def test_a_newcomer_gets_into_a_script_that_stops_when_it_makes_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passes over epochs in which its model makes none: that must not add up."""
+    script = tmp_path / "script.py"
+    text = PIECES["states-early-stop"].script()
+    script.write_text(
+        text.replace("EPOCHS, SAMPLES, BATCH, LR = 3, 48, 4, 0.05", "EPOCHS, SAMPLES, BATCH, LR = 6, 48, 4, 0.02")
+    )
+    monkeypatch.setenv("FAULT_AT", "4:2")
+    outcome = differential.in_place(script, tmp_path / "job", 2, is_disturbed=True)
+    assert outcome.exit_code == 0, outcome.output
+    assert "joined at epoch 4" in outcome.output, outcome.output
+    assert len(outcome.values) == 2
+    assert outcome.line_with("success"), outcome.output
+
+
 def test_what_only_the_first_rank_had_is_named_when_it_is_lost(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PIECES["states-ema-of-first-rank"].script())

@@ -69,6 +69,7 @@ class ScriptState:
         self._has_gone_on: set[str] = set()  # of these, in a loop body that came again
         self.going_on: set[str] = set()  # of these, in a loop body
         self.of_first: set[str] = set()
+        self._has_begun = False
         self._alone: set[str] = set()  # of these, what no other worker has changed
 
     # A loop body that comes again ---------------------------------------------------------------------------
@@ -110,6 +111,20 @@ class ScriptState:
             return
         self._has_gone_on |= {name for name, (each, mark) in self._generators.items() if _has_moved(each, mark)}
         self.set_batches(self._batches_then)
+
+    def begin_anew(self, kept: Set[str]) -> None:
+        """Return to the first call: before each iteration that a newcomer passes over. What it computes there is not
+        what the others have computed, and must not add up: a script that counts epochs without progress would end.
+        `kept`: names of variables that go on, those of loops."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.take(is_due=True)
+            return
+        self._copies = [
+            (each, {key: value for key, value in values.items() if each.name_of(key) not in kept})
+            for each, values in self._copies
+        ]
+        self.roll_back()
 
     def _take_places(self, randoms: Sequence[Any], generators: Mapping[str, GeneratorType[Any, Any, Any]]) -> None:
         self._randoms = [(each, state_of(each)) for each in randoms]

@@ -27,7 +27,7 @@ from farandole.collectives import world
 from farandole.collectives.transport import Transport
 from farandole.data.listed_batches import ListedBatches
 from farandole.errors import ConfigError, FarandoleError, StepError
-from farandole.in_place.loop_shape import line_that_counts
+from farandole.in_place.loop_shape import line_that_counts, loop_variables
 from farandole.in_place.script_collectives import echo_world
 from farandole.in_place.script_evaluations import Evaluations
 from farandole.in_place.script_frames import runs_in_autograd_function
@@ -477,6 +477,7 @@ class Training:
         script.batches = 0
         loader.end_rehearsal()
         if self._has_to_join:
+            script.begin_anew(loop_variables())
             script.batches += 1
             yield loader.rehearse()
             loader.end_rehearsal()

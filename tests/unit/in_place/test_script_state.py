@@ -450,6 +450,17 @@ def test_what_only_hooks_know_is_brought_back_and_carried() -> None:
     assert counts[0] == counts[1] == [[1]] * 4
 
 
+def test_what_adds_up_in_passing_begins_anew_but_for_the_variables_of_loops() -> None:
+    values: dict[str, Any] = {"epoch": 0, "worse": 0, "history": []}
+    state = ScriptState(list, lambda: [Holder("", values, "globals")])
+    for epoch in range(3):
+        values["epoch"] = epoch
+        state.begin_anew({"epoch"})
+        assert values == {"epoch": epoch, "worse": 0, "history": []}
+        values["worse"] += 1
+        values["history"].append(epoch)
+
+
 def test_what_only_the_first_rank_has_is_known() -> None:
     state = state_of(Trainer())
     tables = [{"ema._parameters['weight']": 1, "steps": 2, "net._buffers['running_mean']": 3}]
