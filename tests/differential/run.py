@@ -11,6 +11,7 @@ import math
 import os
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from tests.differential.pieces import COARSE, PIECES, RANDOM
 from tests.support import jobs
 
 DEADLINE_S = 180.0
+_OF_TORCH_S, _MOST_TRIES = 60.0, 3
 Values = dict[str, torch.Tensor]
 
 
@@ -48,7 +50,17 @@ class Outcome:
 
 
 def by_torch(script: Path, folder: Path, world: int) -> Outcome:
-    """Run the script in processes that have torchrun's environment."""
+    """Run the script in processes that have torchrun's environment. Now and then they wait for each other for ever, as
+    where another process has got their port meanwhile: they are tried again then."""
+    for _ in range(_MOST_TRIES - 1):
+        outcome = _by_torch(script, folder, world)
+        if outcome.exit_code != signal.SIGKILL:
+            return outcome
+        shutil.rmtree(folder)
+    return _by_torch(script, folder, world)
+
+
+def _by_torch(script: Path, folder: Path, world: int) -> Outcome:
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -59,7 +71,7 @@ def by_torch(script: Path, folder: Path, world: int) -> Outcome:
         if pid == 0:
             _be_rank(script, folder, rank, world, port)
         children.append(pid)
-    codes, until_s = [], time.monotonic() + DEADLINE_S
+    codes, until_s = [], time.monotonic() + _OF_TORCH_S
     for pid in children:
         while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if time.monotonic() > until_s:
