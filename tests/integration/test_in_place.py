@@ -359,7 +359,7 @@ STATIC_LOOPS = {
     "two_phases": SECOND,
     "alternating": SECOND,
     "zipped": SECOND,
-    "by_turns": SECOND,
+    "by_turns": COUNTS,
     "counted": COUNTS,
     "accumulated": COUNTS,
     "looked_through": "the script takes a batch of its training loader before the last one is trained",
