@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,13 @@ def ends_in_time(descriptor: int) -> bool:
     return bool(ready)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        os.sched_yield()
+
+
 def wait_until_ignored(pid: int, number: int) -> None:
     """Wait until the process ignores the signal, as the kernel tells it."""
     deadline_s = time.monotonic() + DEADLINE_S
@@ -123,6 +130,7 @@ signal.pause()
         assert worker.stdout is not None
         block = Path("/dev/shm", worker.stdout.readline().strip())
         assert block.exists()
+        wait_until(lambda: any(map(guard_process.is_resource_tracker, guard_process.members_of([worker.pid]))))
         guard.watch(worker.pid)
         guard._process.stdin.close()  # as if this process had ended
         assert worker.wait(DEADLINE_S) == -signal.SIGKILL

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.agent.guard_process import is_resource_tracker
 from farandole.agent.process import DRAIN_S, WorkerProcess, spawn
 from tests.support.waiting import run
 
@@ -54,6 +55,12 @@ async def worker(argv: Sequence[str], printed: Printed, **env: str) -> AsyncIter
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
+
+
+async def runs_as_tracker(pid: int) -> None:
+    """Wait until a resource tracker has begun its program: the worker does not."""
+    while not is_resource_tracker(pid):
+        await asyncio.sleep(0.01)
 
 
 async def is_gone(pid: int) -> None:
@@ -204,6 +211,7 @@ def test_a_killed_workers_shared_memory_is_removed_by_its_resource_tracker(is_ki
         printed = Printed()
         async with worker(python(SHARING), printed) as process:
             pid, tracker, block, _ = (await printed.wait_for(bool)).split()
+            await runs_as_tracker(int(tracker))
             process.note_children(int(pid))
             if is_killed_by_us:
                 process.kill()
@@ -221,6 +229,7 @@ def test_a_resource_tracker_that_an_escaped_process_keeps_alive_is_killed_too() 
         printed = Printed()
         async with worker([*python(SHARING), "escape"], printed) as process:
             pid, tracker, block, escaped = (await printed.wait_for(bool)).split()
+            await runs_as_tracker(int(tracker))
             process.note_children(int(pid))
             os.kill(process.pid, signal.SIGKILL)
             await process.wait()
