@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType, GeneratorType
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
+_SEQUENCES: tuple[Iterable[object], ...] = ([], (), "", "\N{EN DASH}", range(0))  # with one byte a letter, or more
+_OVER_SEQUENCES = frozenset(type(iter(each)) for each in _SEQUENCES)
 _PACKAGES = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules["farandole"]))
 
 
@@ -74,10 +76,10 @@ def _shift_beside(iterators: list[Any], by: int, asking: set[int]) -> bool:
     already. Returns whether all could be moved."""
     place = next(place for place, each in enumerate(iterators) if _asks(each, asking))
     for each in iterators[place + 1 :]:
-        if type(each) is enumerate or not hasattr(each, "__setstate__"):
+        if type(each) not in _OVER_SEQUENCES:
             return False
         reduced = each.__reduce__()
-        if len(reduced) < 3 or type(reduced[2]) is not int:  # it has ended, or is of another kind
+        if len(reduced) < 3:  # it has ended
             return False
         each.__setstate__(reduced[2] + by)
     return place == 0
