@@ -105,7 +105,8 @@ class StepLoop:
         self._rehearsal: Rehearsal | None = None  # the loop body runs with a batch whose step is aborted on purpose
         self._is_rehearsed = False  # it is over
         self._loss_trial: LossTrial | None = None  # the loop body runs with a batch whose gradients are compared
-        self._newcomers: tuple[int, ...] = ()  # ranks of newcomers that have not run a loop body with the others yet
+        self._is_untried = False  # it is a newcomer that has not run a loop body with the others yet
+        self._newcomers: tuple[int, ...] = ()  # ranks of those
         self._newcomer_trial: Trial | None = None  # they run it now
         self._first_tried = list[Tried]()  # the results of the first of two trials
         self._size_of_trial = 0  # number of workers with which each step is another one than with others; 0: none
@@ -244,7 +245,7 @@ class StepLoop:
         if job is not None:
             job.link.send(Elastic())
         if job is not None and (job.is_newcomer() or job.has_to_regroup()):
-            self._has_joined = job.is_newcomer()
+            self._has_joined = self._is_untried = job.is_newcomer()
             self._regroup()
             return
         here = world.current()
@@ -420,7 +421,7 @@ class StepLoop:
         if verdict.refused and first is results:
             self._first_tried = results
             return False
-        self._newcomers = ()
+        self._newcomers, self._is_untried = (), False
         if verdict.refused:
             text = (
                 f"a newcomer does not train as the other workers do: {verdict.difference}. What the loop has outside "
@@ -433,7 +434,7 @@ class StepLoop:
         self._first_tried = []
         if self._newcomer_trial is not None:
             self._newcomer_trial.end(False, "")
-            self._newcomer_trial = None
+            self._newcomer_trial, self._state.on_step = None, None
         self._is_rehearsed = False
         if self._loss_trial is not None:
             self._loss_trial.drop()
@@ -710,7 +711,7 @@ class StepLoop:
         if self._checkpoints is not None:
             self._checkpoints.before_sync(transport.rank, bootstrap)
         balance = self._balance
-        note = (int(self._has_joined), *(balance.note() if balance is not None else ()))
+        note = (int(self._is_untried), *(balance.note() if balance is not None else ()))
         gather = partial(self._calls.gather_at_boundaries, transport)
         report = synchronize(self._state, transport, bootstrap, compares_all, note, gather)
         self._watch.synchronized(report)
