@@ -25,6 +25,7 @@ from farandole.errors import CollectiveMismatch, StepError
 from farandole.machine import now_s, usable_cores
 from farandole.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, fastest
 from farandole.optim.buckets import Arrivals, Buckets, is_same_memory
+from farandole.optim.small_gradients import SmallGradients
 from farandole.optim.step_agreement import StepHeader, conclude, describe, header_of, packed_at_end
 from farandole.state.step import Batch
 
@@ -47,6 +48,7 @@ class BucketedGradients:
         self._names, self._digest, self._pinned_bytes = names, digest, pinned_bytes
         self.parameters = list(names)
         self._buckets = Buckets(self.parameters)
+        self._small = SmallGradients(self._buckets, self.parameters)
         self._reduce = CompressedReduce(compression)
         self._background = Background()
         self._agreed_in: world.World | None = None
@@ -67,6 +69,9 @@ class BucketedGradients:
         is_final  publish() follows this pass; else `.grad` is zeroed afterwards, so that code which inspects gradients,
                   clips them or steps a GradScaler finds the expected values in each micro-batch
         """
+        if is_final and factor and not adds and self._small.take(parameter, factor):
+            return
+        self._small.write()
         view = self._buckets.view(parameter)
         gradient = self._dense_gradient(parameter, view)
         if not adds:
@@ -87,16 +92,17 @@ class BucketedGradients:
             gradient = gradient.detach()
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if gradient.shape != view.shape:
+        if gradient.shape != view.shape or gradient.dtype is not view.dtype:
             raise StepError(
-                f"the gradient of {self._names[parameter]} has shape {tuple(gradient.shape)}, but the parameter had "
-                f"shape {tuple(view.shape)} when its bucket was made: change the model before the first step, and "
-                f"wrap the optimizer afterwards"
+                f"the gradient of {self._names[parameter]} has shape {tuple(gradient.shape)} and {gradient.dtype}, but "
+                f"the parameter had shape {tuple(view.shape)} and {view.dtype} when its bucket was made: change the "
+                f"model before the first step, and wrap the optimizer afterwards"
             )
         return gradient
 
     def zero(self, parameter: torch.Tensor) -> None:
         """Zero the bucket's part of a parameter that has no gradient."""
+        self._small.write()
         self._buckets.view(parameter).zero_()
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -135,6 +141,7 @@ class BucketedGradients:
         self._arrivals[place].record()
         transport = self._overlaps_on = world.current().transport
         while self._given < len(self._missing) - 1 and not self._missing[self._given]:
+            self._small.write()
             task = partial(self._all_reduce, transport, self._given, b"")
             self._background.add(self._arrivals[self._given].before(task))
             self._given += 1
@@ -161,6 +168,7 @@ class BucketedGradients:
     def reduce(self, header: StepHeader) -> list[StepHeader]:
         """Add up the remaining buckets over all ranks. Returns the headers of all ranks, by rank. Raises the errors of
         transports."""
+        self._small.write()
         here, trailer = world.current(), packed_at_end(header)
         if self._agreed_in is not here:
             self._agree(here)
@@ -243,11 +251,7 @@ class BucketedGradients:
 
     def publish(self) -> None:
         """Set every `.grad` to its part of the bucket."""
-        for parameter in self.parameters:
-            if parameter.requires_grad:
-                self._buckets.publish(parameter)
-            else:
-                parameter.grad = None
+        self._buckets.show_all()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all gradients, in as few tensors as possible."""
@@ -255,6 +259,7 @@ class BucketedGradients:
 
     def memory(self) -> list[torch.Tensor]:
         """Return all tensors that put() writes."""
+        self._small.write()
         return self._buckets.flats
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -24,6 +24,20 @@ class Bucket:
     parameters: tuple[torch.Tensor, ...]
 
 
+class Part(NamedTuple):
+    """The part of a buffer that belongs to a parameter.
+
+    place    number of the buffer, and of the element where the part begins
+    pointer  address of its first byte
+    """
+
+    place: tuple[int, int]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    pointer: int
+
+
 class Buckets:
     """Buffers, one for each dtype, on the parameters' device, with their partition into buckets. Their order is that in
     which gradients arrive: the last parameter's first.
@@ -37,18 +51,49 @@ class Buckets:
         self.device = self._order[0].device if self._order else torch.device("cpu")
         self.flats = []
         self._view: dict[int, torch.Tensor] = {}
-        for dtype, members in _by_dtype(self._order).items():
+        self._parts: dict[int, Part] = {}
+        for number, (dtype, members) in enumerate(_by_dtype(self._order).items()):
             sizes = [member.numel() for member in members]
             flat = shareable_zeros(sum(sizes), dtype, self.device)
             self.flats.append(flat)
+            begin = 0
             for member, piece in zip(members, torch.split(flat, sizes), strict=True):
-                self._view[id(member)] = laid_out(piece, member)
+                self._view[id(member)] = view = laid_out(piece, member)
+                part = Part((number, begin), view.shape, view.stride(), dtype, view.data_ptr())
+                self._parts[id(member)] = part
+                begin += part.shape.numel()
         wait_for_device(self.device)  # other streams that write gradients here need not know the current one
         self.cut(0)
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the buffer part for the parameter's gradient; same shape, dtype and order in memory."""
-        return self._view[id(parameter)]
+        view = self._view[id(parameter)]
+        return view if view.data_ptr() == self._parts[id(parameter)].pointer else self._again(parameter)
+
+    def part(self, parameter: torch.Tensor) -> Part:
+        return self._parts[id(parameter)]
+
+    def _again(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Make the view of a part anew. show_all() had made it the `.grad`, and `.grad.data = ...`, which the casts of
+        a module use, too, has led it to another memory."""
+        part = self._parts[id(parameter)]
+        number, begin = part.place
+        flat = self.flats[number]
+        view = flat.as_strided(part.shape, part.stride, flat.storage_offset() + begin)
+        self._view[id(parameter)] = view
+        return view
+
+    def show_all(self) -> None:
+        """Set every `.grad` to its part, or to None if the parameter needs none, as publish() does, but to the same
+        tensor each time, which takes a quarter of the time."""
+        for parameter in self._order:
+            part, view = self._parts[id(parameter)], self._view[id(parameter)]
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif not part.shape.numel():
+                parameter.grad = torch.zeros_like(view)
+            else:
+                parameter.grad = view if view.data_ptr() == part.pointer else self._again(parameter)
 
     def publish(self, parameter: torch.Tensor) -> None:
         """Set the parameter's `.grad` to its part. It is a tensor of its own: `.grad.data = ...`, which the casts of a

@@ -13,7 +13,6 @@ from farandole.collectives import world
 from farandole.collectives.named.compression import NoneCompressor
 from farandole.errors import ConfigError, StepError
 from farandole.optim.bucketed_gradients import BucketedGradients
-from farandole.optim.buckets import has_own_order
 from farandole.optim.options import Options, refuse_for_loader
 from farandole.optim.passes import Passes
 from farandole.optim.step_agreement import check_devices, conclude_alone, digest
@@ -254,7 +253,8 @@ class StepReduction:
 
 
 def _forms(parameters: Iterable[torch.Tensor]) -> list[Any]:
-    return [(each.dtype, each.stride() if has_own_order(each) else (), each.device) for each in parameters]
+    # A tensor's device is slow to ask for; that of a gradient on another one is an error of torch.
+    return [(each.dtype, each.is_cpu, each.is_contiguous() or each.stride()) for each in parameters]
 
 
 # The optimizers that reduce gradients for the same global batch -------------------------------------------------------
