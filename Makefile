@@ -108,18 +108,18 @@ schedules: $(READY)  ## data order, membership and balance under random schedule
 fuzz: $(READY)  ## inputs that nobody sends on purpose, for each decoder and each port; SEED=1 INPUTS=1000000
 	@$(BIN)/python -m tests.fuzz.run --seed $${SEED:-1} --inputs $${INPUTS:-1000000}
 
-mutate: $(READY)  ## one-line faults in the core, and which of them the unit and property tests notice; SEED=1 MUTANTS=60 FILES="worker/*.py"; see tests/README.md
+mutate: $(READY)  ## one-line faults in the core, and which of them the unit and property tests notice; SEED=1 MUTANTS=60 FILES="training/worker/*.py"; see tests/README.md
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation.run --seed $${SEED:-1} --mutants $${MUTANTS:-60} $(if $(FILES),--files $(FILES))
 
 matrix: $(READY)  ## the core tests with the oldest and the newest torch, 6 GB for each; TORCH="2.9.1"; see tests/README.md
 	@$(BIN)/python -m tests.matrix.run $(TORCH)
 
-check: $(READY)  ## lint, format, types, import direction, terms, mentioned files
+check: $(READY)  ## lint, format, types, import direction, terms, mentioned files, sizes
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_glossary.py tests/unit/test_docstrings.py \
-		tests/unit/test_mentions.py
+		tests/unit/test_mentions.py tests/unit/test_size.py
 
 format: $(READY)  ## let ruff put everything into shape
 	@$(BIN)/ruff check --fix .

@@ -23,8 +23,6 @@ def table(ranks: Sequence[int], transports: Sequence[str], turns: int, seconds: 
     )
     rows = []
     for transport in transports:
-        if transport == "gloo":
-            continue  # it is what the others are compared with
         across = transport == "hierarchical"
         if across and (reason := two_hosts.why_not()) is not None:
             print(f"{'':>5} {TRANSPORTS[transport]:>13}: left out, {reason}", flush=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import farandole as fd
 from benchmarks.turns import slowest, time_ms, turns
-from farandole.collectives import world
+from farandole.training.collectives import world
 
 _NOTE = bytes(64)  # what a step's header needs
 _ROUND_BYTES = 4 << 20  # small tensors are reduced several times per round

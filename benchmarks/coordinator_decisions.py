@@ -19,12 +19,12 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
-from farandole.config import JobConfig
-from farandole.coordinator import Action, AgentReported, Input, Job, Log, SendAgent
-from farandole.coordinator.control_requests import status_of
-from farandole.coordinator.server import rest_s
-from farandole.wire.authentication import Session
-from farandole.wire.channel import AGENT_MESSAGES, decode, encode, frame
+from farandole.base.config import JobConfig
+from farandole.base.wire.authentication import Session
+from farandole.base.wire.channel import AGENT_MESSAGES, decode, encode, frame
+from farandole.job.coordinator import Action, AgentReported, Input, Job, Log, SendAgent
+from farandole.job.coordinator.control_requests import status_of
+from farandole.job.coordinator.server import rest_s
 from tests.support.simulated_job import SimulatedJob
 
 SLOTS = 8

@@ -90,7 +90,7 @@ def measure_steps(workers: int, kills: int) -> dict[str, Any]:
                 moments["peace"].append(time.monotonic())
                 time.sleep(_BETWEEN_S)
                 moments["other process"].append(time.monotonic())
-                subprocess.run([sys.executable, "-c", "import farandole.coordinator.server"], check=True)
+                subprocess.run([sys.executable, "-c", "import farandole.job.coordinator.server"], check=True)
                 time.sleep(_BETWEEN_S)
             last = job.wait_until(all_training(workers), _DEADLINE_S)
             generations = watched.events("GenerationStarted")

@@ -21,11 +21,11 @@ import secrets
 import sys
 import time
 
-from farandole.config import JobConfig
-from farandole.coordinator.server import Coordinator
-from farandole.events import AgentWasLost, Event, GenerationStarted, Recovered
-from farandole.wire.channel import encode
-from farandole.wire.messages import Welcome
+from farandole.base.config import JobConfig
+from farandole.base.events import AgentWasLost, Event, GenerationStarted, Recovered
+from farandole.base.wire.channel import encode
+from farandole.base.wire.messages import Welcome
+from farandole.job.coordinator.server import Coordinator
 
 SLOTS = 8
 """Workers on each host."""

@@ -20,8 +20,8 @@ import msgspec
 import torch
 
 import farandole as fd
-from farandole.data.augmentation import KeyedSampler
-from farandole.data.sample_order import BatchLayout, IndexStream, Shuffled
+from farandole.training.data.augmentation import KeyedSampler
+from farandole.training.data.sample_order import BatchLayout, IndexStream, Shuffled
 
 GLOBAL_BATCH = 256
 SIZES = [1_280_000, 10**9, 10**12]

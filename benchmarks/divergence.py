@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.state.state_digest import EVERY, TURN
-from farandole.state.sync import SyncReport
-from farandole.worker.step_loop import StateWatch
+from farandole.training.state.state_digest import EVERY, TURN
+from farandole.training.state.sync import SyncReport
+from farandole.training.worker.step_loop import StateWatch
 
 KINDS = ("weight", "momentum", "buffer", "ema")
 LATEST = TURN + EVERY + 1  # steps: a turn, and the boundary after the one where it was hashed

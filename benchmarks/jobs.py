@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-TRANSPORTS = {"tcp": "TCP", "shm": "shared memory", "hierarchical": "hierarchical", "gloo": "Gloo"}
-DEFAULT_TRANSPORTS = ("tcp", "shm", "gloo", "hierarchical")
+TRANSPORTS = {"tcp": "TCP", "shm": "shared memory", "hierarchical": "hierarchical"}
+DEFAULT_TRANSPORTS = ("tcp", "shm", "hierarchical")
 TIMEOUT_S = 300.0
 
 

@@ -287,8 +287,8 @@ def measure_calls(folder: Path) -> None:
     import torch
 
     import farandole as fd
-    from farandole.liveness import status_reporting
-    from farandole.liveness.status_reporting import OwnStatusPage, StatusPage, WaitingForPeers
+    from farandole.base.liveness import status_reporting
+    from farandole.base.liveness.status_reporting import OwnStatusPage, StatusPage, WaitingForPeers
 
     fd.init()
     page = StatusPage()

@@ -32,11 +32,11 @@ from pathlib import Path
 import psutil
 
 from benchmarks.coordinator_server import SLOTS, Watch
-from farandole.config import JobConfig
-from farandole.coordinator.server import Coordinator
-from farandole.events import GenerationStarted, HostUndrained
-from farandole.wire.authentication import new_token
-from farandole.wire.messages import Welcome
+from farandole.base.config import JobConfig
+from farandole.base.events import GenerationStarted, HostUndrained
+from farandole.base.wire.authentication import new_token
+from farandole.base.wire.messages import Welcome
+from farandole.job.coordinator.server import Coordinator
 
 _DEADLINE_S = 300.0
 _EVENTS = 20

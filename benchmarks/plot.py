@@ -16,7 +16,7 @@ from benchmarks.jobs import TRANSPORTS
 Row = dict[str, Any]
 
 # From the fastest to the slowest; told apart also by those who do not see colours.
-COLOURS = {"shm": "#1b4965", "hierarchical": "#2a9d8f", "tcp": "#5fa8d3", "gloo": "#cbb9a8"}
+COLOURS = {"shm": "#1b4965", "hierarchical": "#2a9d8f", "tcp": "#5fa8d3"}
 _INK, _FAINT, _GRID = "#22303c", "#62717f", "#e4e9ee"
 _WIDTH, _LEFT, _RIGHT = 920, 64, 24
 _PANEL, _TOP, _GAP = 250, 92, 74  # heights: of the bars of one number of workers, above them, between

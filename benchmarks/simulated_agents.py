@@ -10,13 +10,11 @@ import contextlib
 import random
 import sys
 
-from farandole.agent.agent import STATUS_EVERY_S
-from farandole.agent.worker_telemetry import TELEMETRY_EVERY_S
-from farandole.liveness.heartbeats import Heartbeats, heartbeat_period_s
-from farandole.machine import installed_software, now_s
-from farandole.membership import LONGEST_BETWEEN_S, Address, Phase, WorkerStatus, WorkerTelemetry
-from farandole.wire.channel import TO_AGENT, Channel, connect
-from farandole.wire.messages import (
+from farandole.base.liveness.heartbeats import Heartbeats, heartbeat_period_s
+from farandole.base.machine import installed_software, now_s
+from farandole.base.membership import LONGEST_BETWEEN_S, Address, Phase, WorkerStatus, WorkerTelemetry
+from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     AgentHello,
@@ -41,6 +39,8 @@ from farandole.wire.messages import (
     WorkerExited,
     WorkerMessage,
 )
+from farandole.job.agent.agent import STATUS_EVERY_S
+from farandole.job.agent.worker_telemetry import TELEMETRY_EVERY_S
 
 _DIALS_AT_A_TIME = 16
 _AGAIN_S = 0.5

@@ -52,7 +52,7 @@ def main() -> None:
 
 def _with_farandole(gate: Gate, options: argparse.Namespace) -> None:
     import farandole as fd
-    from farandole.collectives import world
+    from farandole.training.collectives import world
 
     fd.init()
     _join_gloo(options, fd.rank(), fd.size())
@@ -115,7 +115,7 @@ def _followed_by_commit(state: Any, step: ways.Step) -> ways.Step:
 
 def _unpromised(state: Any, step: ways.Step) -> ways.Step:
     """Without commits: where the last one left its copy to be made, it is made here, in a step that does not count."""
-    from farandole.state.deep_copy import finish_all
+    from farandole.training.state.deep_copy import finish_all
 
     def run() -> None:
         finish_all()

@@ -90,8 +90,8 @@ def farandole(task: Task) -> tuple[Step, Any]:
 
 def elastic_ddp(task: Task) -> tuple[Step, Any]:
     """As farandole(); the default group of the process is Gloo's, for DDP on that."""
-    from farandole.process_group.c10d_group import FarandoleGroup
-    from farandole.process_group.works import Everybody
+    from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
+    from farandole.integrations.torchrun.process_group.works import Everybody
 
     model, optimizer = made(task)
     return with_loader(task, wrapped(model, process_group=FarandoleGroup(Everybody())), optimizer)

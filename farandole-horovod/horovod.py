@@ -7,7 +7,7 @@ folder, which is the real one.
 import sys
 from importlib import util
 
-from farandole.horovod import alias_path
+from farandole.integrations.horovod import alias_path
 
 _folder = alias_path() / "horovod"
 _spec = util.spec_from_file_location(__name__, _folder / "__init__.py", submodule_search_locations=[str(_folder)])

@@ -14,9 +14,10 @@ from unittest import mock
 
 import msgspec
 
-from farandole import events, membership
-from farandole.launch import cli, horovodrun
-from farandole.wire import control
+from farandole.base import events, membership
+from farandole.job.launch import cli
+from farandole.integrations.horovod import horovodrun
+from farandole.base.wire import control
 
 WORDS = {"kubernetes": ("kubernetes", "manifest")}
 """Commands whose options are those of a further word."""

@@ -1,10 +1,10 @@
-"""The demo, as `farandole demo` runs it; its parts are in src/farandole/demo/."""
+"""The demo, as `farandole demo` runs it; its parts are in src/farandole/integrations/demo/."""
 
 from __future__ import annotations
 
 import sys
 
-from farandole.demo.demo_command import demo_command
+from farandole.integrations.demo.demo_command import demo_command
 
 if __name__ == "__main__":
     sys.exit(demo_command(sys.argv[1:]))

@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from farandole import elastic as elastic
-    from farandole.collectives.agreement import any as any, mean as mean
-    from farandole.collectives.named import compression as compression, objects
-    from farandole.collectives.named.asynchronous import (
+    from farandole.errors import (
+        FarandoleError as FarandoleError,
+        FatalError as FatalError,
+        HorovodInternalError as HorovodInternalError,
+        HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+        RecoverableError as RecoverableError,
+    )
+    from farandole.integrations.data_parallel.data_parallel import DataParallel as DataParallel
+    from farandole.integrations.horovod.named import objects
+    from farandole.integrations.horovod.named.asynchronous import (
         allgather_async as allgather_async,
         allreduce_async as allreduce_async,
         allreduce_async_ as allreduce_async_,
@@ -27,8 +34,7 @@ if TYPE_CHECKING:
         grouped_reducescatter_async as grouped_reducescatter_async,
         reducescatter_async as reducescatter_async,
     )
-    from farandole.collectives.named.compression import Compression as Compression
-    from farandole.collectives.named.negotiation import (
+    from farandole.integrations.horovod.named.negotiation import (
         Adasum as Adasum,
         Average as Average,
         Max as Max,
@@ -36,13 +42,13 @@ if TYPE_CHECKING:
         Product as Product,
         Sum as Sum,
     )
-    from farandole.collectives.named.objects import (
+    from farandole.integrations.horovod.named.objects import (
         allgather_object as allgather_object,
         broadcast_object as broadcast_object,
         broadcast_optimizer_state as broadcast_optimizer_state,
         broadcast_parameters as broadcast_parameters,
     )
-    from farandole.collectives.named.operations import (
+    from farandole.integrations.horovod.named.operations import (
         allgather as allgather,
         allreduce as allreduce,
         allreduce_ as allreduce_,
@@ -58,28 +64,25 @@ if TYPE_CHECKING:
         reducescatter as reducescatter,
         sparse_allreduce_async as sparse_allreduce_async,
     )
-    from farandole.collectives.named.process_sets import (
+    from farandole.integrations.horovod.named.process_sets import (
         ProcessSet as ProcessSet,
         add_process_set as add_process_set,
         global_process_set as global_process_set,
         remove_process_set as remove_process_set,
     )
-    from farandole.collectives.named.tensor_queue import poll as poll, synchronize as synchronize
-    from farandole.collectives.named.timeline import start_timeline as start_timeline, stop_timeline as stop_timeline
-    from farandole.errors import (
-        FarandoleError as FarandoleError,
-        FatalError as FatalError,
-        HorovodInternalError as HorovodInternalError,
-        HostsUpdatedInterrupt as HostsUpdatedInterrupt,
-        RecoverableError as RecoverableError,
+    from farandole.integrations.horovod.named.tensor_queue import poll as poll, synchronize as synchronize
+    from farandole.integrations.horovod.named.timeline import (
+        start_timeline as start_timeline,
+        stop_timeline as stop_timeline,
     )
-    from farandole.launch.run_function import run as run
-    from farandole.optim import distributed_optimizer
-    from farandole.optim.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
-    from farandole.optim.step_agreement import weight as weight
-    from farandole.optim.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-    from farandole.parallel.data_parallel import DataParallel as DataParallel
-    from farandole.worker.capabilities import (
+    from farandole.integrations.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from farandole.job.launch.run_function import run as run
+    from farandole.training.collectives.agreement import any as any, mean as mean
+    from farandole.training.optim import compression as compression, distributed_optimizer
+    from farandole.training.optim.compression import Compression as Compression
+    from farandole.training.optim.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+    from farandole.training.optim.step_agreement import weight as weight
+    from farandole.training.worker.capabilities import (
         ccl_built as ccl_built,
         cuda_built as cuda_built,
         ddl_built as ddl_built,
@@ -91,7 +94,7 @@ if TYPE_CHECKING:
         nccl_built as nccl_built,
         rocm_built as rocm_built,
     )
-    from farandole.worker.context import (
+    from farandole.training.worker.context import (
         cross_rank as cross_rank,
         cross_size as cross_size,
         device as device,
@@ -112,33 +115,35 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "collectives.agreement": "any mean",
-    "collectives.named.asynchronous": (
+    "training.collectives.agreement": "any mean",
+    "integrations.horovod.named.asynchronous": (
         "allgather_async allreduce_async allreduce_async_ alltoall_async broadcast_async "
         "broadcast_async_ grouped_allgather_async grouped_allreduce_async "
         "grouped_allreduce_async_ grouped_reducescatter_async reducescatter_async"
     ),
-    "collectives.named.compression": "Compression",
-    "collectives.named.objects": "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters",
-    "collectives.named.operations": (
+    "training.optim.compression": "Compression",
+    "integrations.horovod.named.objects": (
+        "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters"
+    ),
+    "integrations.horovod.named.operations": (
         "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ grouped_allgather grouped_allreduce "
         "grouped_allreduce_ grouped_reducescatter join reducescatter sparse_allreduce_async"
     ),
-    "collectives.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
-    "collectives.named.negotiation": "Adasum Average Max Min Product Sum",
-    "optim.sync_batch_norm": "SyncBatchNorm",
-    "collectives.named.tensor_queue": "poll synchronize",
-    "collectives.named.timeline": "start_timeline stop_timeline",
+    "integrations.horovod.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
+    "integrations.horovod.named.negotiation": "Adasum Average Max Min Product Sum",
+    "integrations.horovod.sync_batch_norm": "SyncBatchNorm",
+    "integrations.horovod.named.tensor_queue": "poll synchronize",
+    "integrations.horovod.named.timeline": "start_timeline stop_timeline",
     "errors": ("FarandoleError FatalError HorovodInternalError HostsUpdatedInterrupt RecoverableError"),
-    "launch.run_function": "run",
-    "optim.distributed_optimizer": "DistributedOptimizer",
-    "optim.step_agreement": "weight",
-    "parallel.data_parallel": "DataParallel",
-    "worker.capabilities": (
+    "job.launch.run_function": "run",
+    "training.optim.distributed_optimizer": "DistributedOptimizer",
+    "training.optim.step_agreement": "weight",
+    "integrations.data_parallel.data_parallel": "DataParallel",
+    "training.worker.capabilities": (
         "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled "
         "mpi_threads_supported nccl_built rocm_built"
     ),
-    "worker.context": (
+    "training.worker.context": (
         "cross_rank cross_size device generation init is_homogeneous is_initialized local_rank local_size rank "
         "shutdown size slot"
     ),
@@ -146,9 +151,9 @@ _HOMES = {
 _MODULES = {
     "elastic": "farandole.elastic",
     "mpi_ops": "farandole",
-    "functions": "farandole.collectives.named.objects",
-    "compression": "farandole.collectives.named.compression",
-    "optimizer": "farandole.optim.distributed_optimizer",
+    "functions": "farandole.integrations.horovod.named.objects",
+    "compression": "farandole.training.optim.compression",
+    "optimizer": "farandole.training.optim.distributed_optimizer",
 }
 """Modules by the names that scripts use, e.g. `hvd.mpi_ops.synchronize`."""
 
@@ -172,8 +177,8 @@ def _require_linux(platform: str) -> None:
 
 
 def _is_imported_by_torch() -> bool:
-    """Return whether `import torch` runs now: it loads process_group/autoload.py, and must work on every system. torch
-    turns any exception into one of its own (torch 2.13, torch/__init__.py, _import_device_backends)."""
+    """Return whether `import torch` runs now: it loads autoload.py of torchrun's process_group, and must work on every
+    system. torch turns any exception into one of its own (torch 2.13, torch/__init__.py, _import_device_backends)."""
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))
 

@@ -77,11 +77,11 @@ async def _serve() -> None:
     import os
     import socket
 
-    from farandole.launch.page_command import NICENESS
-    from farandole.membership import WorkerTelemetry
-    from farandole.page.job_history import JobHistory
-    from farandole.page.page_server import PageServer, page_token
-    from farandole.wire.control import Accepted
+    from farandole.base.membership import WorkerTelemetry
+    from farandole.base.wire.control import Accepted
+    from farandole.integrations.page.page_command import NICENESS
+    from farandole.integrations.page.page_server import PageServer, page_token
+    from farandole.job.launch.job_history import JobHistory
     from tests.unit.page.test_job_history import status
 
     async def refuse(_: object) -> Accepted:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from farandole import events
+from farandole.base import events
 from farandole.testing.running_job import all_training
 from tests.browser.first_paint import CHROMIUM, load, served_page
 from tests.support.jobs import ELASTIC_JOB, RunningJob, farandole

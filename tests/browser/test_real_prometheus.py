@@ -21,9 +21,9 @@ import pytest
 pytest.importorskip("aiohttp", reason="it needs aiohttp: pip install 'farandole[page]'")
 pytest.importorskip("prometheus_client", reason="it needs prometheus_client: pip install 'farandole[page]'")
 
-from farandole.page.page_server import PageServer, page_token
-from farandole.page.prometheus_metrics import JobMetrics
-from farandole.wire.control import Accepted
+from farandole.base.wire.control import Accepted
+from farandole.integrations.page.page_server import PageServer, page_token
+from farandole.integrations.page.prometheus_metrics import JobMetrics
 from tests.unit.page.test_prometheus_metrics import DASHBOARD, expressions, telling
 
 pytestmark = pytest.mark.skipif(

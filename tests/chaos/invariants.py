@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from farandole.ledger.check import check
-from farandole.ledger.proving import Folder
 from farandole.testing.proof import Proof
+from farandole.training.ledger.check import check
+from farandole.training.ledger.proving import Folder
 from tests.gallery import verdict
 from tests.gallery.catalogue import BODIES
 from tests.scripts import chaos_body

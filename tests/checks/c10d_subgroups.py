@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import farandole as fd
-from farandole.collectives import world
-from farandole.collectives.p2p_transport import P2PTransport
-from farandole.collectives.subgroup_transport import SubgroupTransport
-from farandole.collectives.transport import Transport
-from farandole.process_group import FarandoleGroup, c10d_collectives
+from farandole.integrations.torchrun.process_group import FarandoleGroup, c10d_collectives
+from farandole.training.collectives import world
+from farandole.training.collectives.p2p_transport import P2PTransport
+from farandole.training.collectives.subgroup_transport import SubgroupTransport
+from farandole.training.collectives.transport import Transport
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 SIZES = [0, 1, 7, 5_000, 40_000]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives.named.engine import engine
-from farandole.collectives.named.stages import Kind
+from farandole.integrations.horovod.named.engine import engine
+from farandole.training.collectives.stages import Kind
 from tests.checks.tensors import assert_same, mine, of_all, reduced
 
 Begin = Callable[..., Any]

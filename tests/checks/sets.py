@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives.named.process_sets import process_set_ids_and_ranks
+from farandole.integrations.horovod.named.process_sets import process_set_ids_and_ranks
 from tests.checks.tensors import assert_same, mine, of_all, of_rank, reduced
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
-from farandole.collectives.connection_pair import bytes_of
 from farandole.errors import CollectiveMismatch, ConfigError, RecoverableError, StepError
-from farandole.state import step
-from farandole.state.step import Batch, GlobalBatch
+from farandole.training.collectives import world
+from farandole.training.collectives.connection_pair import bytes_of
+from farandole.training.state import step
+from farandole.training.state.step import Batch, GlobalBatch
 
 MANY = 0.0001  # megabytes
 SAMPLES = 12

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator.journal import Journal
-from farandole.env.etcd_variables import EtcdVariables, take_etcd_variables
+from farandole.base.config import JobConfig
+from farandole.base.env.etcd_variables import EtcdVariables, take_etcd_variables
+from farandole.base.wire.authentication import new_token
 from farandole.errors import ConfigError
-from farandole.launch.etcd_client import EtcdAccess
-from farandole.launch.etcd_state import EtcdState
-from farandole.launch.job_state import StateUnavailable
-from farandole.wire.authentication import new_token
+from farandole.integrations.etcd.etcd_client import EtcdAccess
+from farandole.integrations.etcd.etcd_state import EtcdState
+from farandole.job.coordinator.journal import Journal
+from farandole.job.launch.job_state import StateUnavailable
 from tests.support.etcd_server import INSTALLED, EtcdServer
 
 pytestmark = [pytest.mark.skipif(not INSTALLED, reason="no etcd is installed")]

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from farandole.engines.engine_interface import HostReports
-from farandole.engines.host_list import PodSelection
-from farandole.engines.kubernetes_pods import PodWatch
-from farandole.events import PodsNotWatched
+from farandole.base.events import PodsNotWatched
+from farandole.integrations.kubernetes.kubernetes_pods import PodWatch
+from farandole.job.engines.engine_interface import HostReports
+from farandole.job.engines.host_list import PodSelection
 from tests.engines.contract import EngineJob, check_contract, hosts_of
 from tests.support.api_server import NAMESPACE, ApiServer
 from tests.support.jobs import processes_with
@@ -397,7 +397,7 @@ def test_what_happened_while_a_watch_was_cut_is_seen_by_the_next_list(server: Ap
 
 
 def test_a_watch_that_stalls_is_replaced(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.engines.kubernetes_pods._REQUEST_S", 0.5)
+    monkeypatch.setattr("farandole.integrations.kubernetes.kubernetes_pods._REQUEST_S", 0.5)
 
     async def scenario() -> None:
         server.create(pod("a"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farandole.horovod import alias_path
+from farandole.integrations.horovod import alias_path
 from tests.engines.contract import check_contract
 from tests.support.jobs import SCRIPTS, processes_with
 from tests.support.spark_cluster import SparkCluster

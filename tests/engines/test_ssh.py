@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.membership import Address
+from farandole.base.membership import Address
 from tests.engines.contract import EngineJob, check_contract, hosts_of
 from tests.support.jobs import farandole, farandole_run, processes_with
 

@@ -14,19 +14,11 @@ from typing import Any
 
 import msgspec
 
-from farandole.config import JobConfig
-from farandole.coordinator import store_server
-from farandole.coordinator.control_requests import status_of
-from farandole.coordinator.decide import decide, next_deadline
-from farandole.coordinator.inputs import AgentConnected, AgentReported
-from farandole.coordinator.job import Log, SendAgent, new_job
-from farandole.coordinator.store_server import MAGIC, Query, StoreServer
-from farandole.engines.host_list import parse_host
-from farandole.errors import AuthenticationError, ConfigError, ProtocolError
-from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
-from farandole.membership import GenerationId
-from farandole.wire import channel
-from farandole.wire.authentication import (
+from farandole.base.config import JobConfig
+from farandole.base.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
+from farandole.base.membership import GenerationId
+from farandole.base.wire import channel
+from farandole.base.wire.authentication import (
     DialerHandshake,
     Introduction,
     ListenerHandshake,
@@ -35,8 +27,16 @@ from farandole.wire.authentication import (
     Session,
     decode_introduction,
 )
-from farandole.wire.channel import WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
-from farandole.wire.messages import AgentHello, FromWorker
+from farandole.base.wire.channel import WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.base.wire.messages import AgentHello, FromWorker
+from farandole.errors import AuthenticationError, ConfigError, ProtocolError
+from farandole.job.coordinator import store_server
+from farandole.job.coordinator.control_requests import status_of
+from farandole.job.coordinator.decide import decide, next_deadline
+from farandole.job.coordinator.inputs import AgentConnected, AgentReported
+from farandole.job.coordinator.job import Log, SendAgent, new_job
+from farandole.job.coordinator.store_server import MAGIC, Query, StoreServer
+from farandole.job.engines.host_list import parse_host
 from tests.fuzz.inputs import mutated, pieces, valid_messages
 
 Target = Callable[[bytes], None]

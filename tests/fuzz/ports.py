@@ -10,19 +10,19 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from farandole.agent.worker_server import WorkerServer
-from farandole.collectives.point_to_point import CHANNEL, Incoming
-from farandole.collectives.ring_builder import DataListener, Dialer
-from farandole.config import JobConfig
-from farandole.coordinator.server import Coordinator
-from farandole.events import Event
-from farandole.launch.control_client import Client
-from farandole.machine import now_s
-from farandole.membership import Address, GenerationId
-from farandole.wire.authentication import DialerHandshake, Introduction, Purpose, Role, new_token
-from farandole.wire.channel import encode, frame
-from farandole.wire.encryption import EncryptedStream, load_certificates
-from farandole.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from farandole.base.config import JobConfig
+from farandole.base.events import Event
+from farandole.base.machine import now_s
+from farandole.base.membership import Address, GenerationId
+from farandole.base.wire.authentication import DialerHandshake, Introduction, Purpose, Role, new_token
+from farandole.base.wire.channel import encode, frame
+from farandole.base.wire.encryption import EncryptedStream, load_certificates
+from farandole.base.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from farandole.job.agent.worker_server import WorkerServer
+from farandole.job.coordinator.server import Coordinator
+from farandole.job.launch.control_client import Client
+from farandole.training.collectives.point_to_point import CHANNEL, Incoming
+from farandole.training.collectives.ring_builder import DataListener, Dialer
 from tests.fuzz.decoders import HELLO_TO_STORE, store_requests
 from tests.fuzz.inputs import mutated, pieces, valid_messages
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from farandole.launch.certificates_command import make_certificates
+from farandole.job.launch.certificates_command import make_certificates
 from tests.fuzz.decoders import Decoding, bounded_memory
 from tests.fuzz.ports import Ports
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.launch.job_files import running
+from farandole.job.launch.job_files import running
 from tests.support.launching import ROOT, Launched, launch
 
 _POLL_S = 0.003

@@ -105,7 +105,7 @@ def test_a_few_samples_may_be_repeated_where_an_epoch_is_filled_up_but_none_may_
 
 
 def test_a_plan_is_read_as_it_is_printed() -> None:
-    faults = (Fault("w1", "kill", "amp.py:37", 5), Fault("w0", "pause 0.1", "data/loader.py:210", 2))
+    faults = (Fault("w1", "kill", "amp.py:37", 5), Fault("w0", "pause 0.1", "training/data/loader.py:210", 2))
     assert parse("; ".join(map(str, faults))) == faults
     with pytest.raises(ValueError, match="not a fault"):
         parse("w1 kill")

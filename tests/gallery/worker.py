@@ -180,7 +180,7 @@ class Tracer:
         self._wait_for(lambda: (self._folder / "events").read_text().count('"ChangePlanned"') >= count)
 
     def _wait_for(self, condition: Any, limit_s: float = _ANSWER_S) -> None:
-        from farandole.liveness.status_reporting import report_progress
+        from farandole.base.liveness.status_reporting import report_progress
 
         until = time.monotonic() + limit_s
         while not condition() and time.monotonic() < until:

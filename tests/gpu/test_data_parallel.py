@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.parallel.dividing import divide, merge_outputs
-from farandole.parallel.placement import ReplicaPlacement, compute_on_devices
-from farandole.parallel.thread_pool import ThreadPool
+from farandole.integrations.data_parallel.dividing import divide, merge_outputs
+from farandole.integrations.data_parallel.placement import ReplicaPlacement, compute_on_devices
+from farandole.integrations.data_parallel.thread_pool import ThreadPool
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,15 +9,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from farandole.collectives import nccl_transport
-from farandole.collectives.connection_pair import DTYPES
-from farandole.collectives.kept_group import agreed_members, make_reconfigurable
-from farandole.collectives.nccl_transport import NcclGroup, new_group, new_reconfigurable_group, own_nccl_problem
-from farandole.collectives.ring_store import ExchangedStore
-from farandole.collectives.torch_group import _WIDER
-from farandole.collectives.transport import Reduction
-from farandole.env import prepare_for_nccl
-from farandole.process_group.torch_versions import can_reconfigure
+from farandole.base.env import prepare_for_nccl
+from farandole.training.collectives import nccl_transport
+from farandole.training.collectives.connection_pair import DTYPES
+from farandole.training.collectives.kept_group import agreed_members, make_reconfigurable
+from farandole.training.collectives.nccl_transport import (
+    NcclGroup,
+    new_group,
+    new_reconfigurable_group,
+    own_nccl_problem,
+)
+from farandole.training.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.torch_group import _WIDER
+from farandole.training.collectives.torch_versions import can_reconfigure
+from farandole.training.collectives.transport import Reduction
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(own_nccl_problem()), reason=own_nccl_problem())]
 

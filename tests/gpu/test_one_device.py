@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives.alone import AloneTransport
-from farandole.collectives.device_transport import DeviceTransport, StagedTransport
-from farandole.collectives.nccl_transport import NcclGroups, own_nccl_problem
-from farandole.collectives.ring import RingTransport
 from farandole.errors import ConfigError
-from farandole.optim.buckets import Arrivals
-from farandole.state.state_digest import digest_of
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
-from farandole.worker.step_loop import reseed
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
+from farandole.training.collectives.nccl_transport import NcclGroups, own_nccl_problem
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.optim.buckets import Arrivals
+from farandole.training.state.state_digest import digest_of
+from farandole.training.worker.step_loop import reseed
 from tests.checks.running import explain, problems
 from tests.integration.test_elastic_job import SAMPLES, EndlessJob, beyond, job
 from tests.scripts.process_group_on_a_device import CHECKS

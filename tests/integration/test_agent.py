@@ -16,14 +16,11 @@ from typing import TypeVar
 
 import pytest
 
-from farandole.agent.agent import Agent, AgentConfig
-from farandole.agent.coordinator_session import CoordinatorSession
-from farandole.events import ConnectionRefused, CoordinatorLost, StoppedWorkerKilled
-from farandole.launch.output import OutputOptions, OutputSink
-from farandole.membership import Address, GenerationId, Peer, Placement
-from farandole.wire.authentication import derive_data_key, new_token
-from farandole.wire.channel import AGENT_MESSAGES, Channel, accept
-from farandole.wire.messages import (
+from farandole.base.events import ConnectionRefused, CoordinatorLost, StoppedWorkerKilled
+from farandole.base.membership import Address, GenerationId, Peer, Placement
+from farandole.base.wire.authentication import derive_data_key, new_token
+from farandole.base.wire.channel import AGENT_MESSAGES, Channel, accept
+from farandole.base.wire.messages import (
     Abort,
     AgentHello,
     AgentMessage,
@@ -47,6 +44,9 @@ from farandole.wire.messages import (
     Synced,
     WorkerExited,
 )
+from farandole.job.agent.agent import Agent, AgentConfig
+from farandole.job.agent.coordinator_session import CoordinatorSession
+from farandole.job.launch.output import OutputOptions, OutputSink
 from tests.support.jobs import SCRIPTS, processes_with
 from tests.support.listening import listening
 from tests.support.waiting import DEADLINE_S, EventLog, run

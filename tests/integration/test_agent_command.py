@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.joining import token_of_job
+from farandole.job.launch.joining import token_of_job
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from tests.support.jobs import check_job, farandole, farandole_run, processes_with

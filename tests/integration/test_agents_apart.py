@@ -13,15 +13,13 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from farandole.agent.agent import HeartbeatSocket
-from farandole.config import JobConfig
-from farandole.coordinator.server import Coordinator
-from farandole.events import AgentJoined, AgentWasLost, HostDrained
-from farandole.liveness.heartbeats import HeartbeatSeal
-from farandole.membership import Address
-from farandole.wire.authentication import Role, new_token
-from farandole.wire.channel import TO_AGENT, Channel, connect
-from farandole.wire.messages import (
+from farandole.base.config import JobConfig
+from farandole.base.events import AgentJoined, AgentWasLost, HostDrained
+from farandole.base.liveness.heartbeats import HeartbeatSeal
+from farandole.base.membership import Address
+from farandole.base.wire.authentication import Role, new_token
+from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,
     AgentHello,
@@ -36,6 +34,8 @@ from farandole.wire.messages import (
     Welcome,
     WorkerPrinted,
 )
+from farandole.job.agent.agent import HeartbeatSocket
+from farandole.job.coordinator.server import Coordinator
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole.horovod import alias_path
+from farandole.integrations.horovod import alias_path
 
 pytestmark = pytest.mark.long
 
@@ -146,7 +146,7 @@ def test_farandoles_own_distributions_hold_the_alias_but_no_module_horovod(tmp_p
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {"farandole"}
     assert "horovodrun" not in scripts  # that command would take the place of Horovod's
     files = {str(path.relative_to(ALIAS)) for path in ALIAS.rglob("*.py")}
-    assert {f"farandole/horovod/alias/horovod/{file}" for file in files} <= set(names)
+    assert {f"farandole/integrations/horovod/alias/horovod/{file}" for file in files} <= set(names)
     with tarfile.open(sdist) as archive:
         inner = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"src/farandole/horovod/alias/horovod/{file}" for file in files} <= inner
+    assert {f"src/farandole/integrations/horovod/alias/horovod/{file}" for file in files} <= inner

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives.shared_memory_tensors import shareable_zeros
-from farandole.collectives.transport import Reduction
+from farandole.training.collectives.shared_memory_tensors import shareable_zeros
+from farandole.training.collectives.transport import Reduction
 from tests.support.rings import ring
 
 

@@ -28,11 +28,12 @@ def test_help_comes_at_once(words: list[str]) -> None:
 
 def test_help_loads_nothing_heavy_and_a_job_no_torch() -> None:
     code = (
-        "import sys; from farandole.launch.arguments import parse_run; from farandole.launch import cli\n"
+        "import sys; from farandole.job.launch.arguments import parse_run; from farandole.job.launch import cli\n"
         "parse_run(['-np', '2', 'sh'])\n"
-        "from farandole.launch.torchrun_command import parse_torchrun; parse_torchrun(['--no-python', 'sh'])\n"
+        "from farandole.integrations.torchrun.torchrun_command import parse_torchrun\n"
+        "parse_torchrun(['--no-python', 'sh'])\n"
         f"print([name for name in {HEAVY} if name in sys.modules])\n"
-        "import farandole.launch.job_runner, farandole.launch.report\n"
+        "import farandole.job.launch.job_runner, farandole.job.launch.report\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from farandole.collectives import connection_pair
-from farandole.collectives.connection_pair import Broken, ConnectionPair
 from farandole.errors import CollectiveMismatch
+from farandole.training.collectives import connection_pair
+from farandole.training.collectives.connection_pair import Broken, ConnectionPair
 
 
 class Neighbours:

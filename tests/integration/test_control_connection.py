@@ -8,16 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator.command_server import EVENTS_KEPT
-from farandole.coordinator.server import Coordinator
-from farandole.errors import AuthenticationError
-from farandole.events import ConnectionRefused, HostUndrained
-from farandole.launch import control_client
-from farandole.launch.control_client import Client, NoAnswer
-from farandole.wire.authentication import new_token
-from farandole.wire.channel import TO_CLIENT, Channel, connect
-from farandole.wire.control import (
+from farandole.base.config import JobConfig
+from farandole.base.events import ConnectionRefused, HostUndrained
+from farandole.base.wire.authentication import new_token
+from farandole.base.wire.channel import TO_CLIENT, Channel, connect
+from farandole.base.wire.control import (
     AskScale,
     AskStatus,
     ClientHello,
@@ -27,7 +22,12 @@ from farandole.wire.control import (
     Subscribe,
     ToClient,
 )
-from farandole.wire.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
+from farandole.base.wire.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
+from farandole.errors import AuthenticationError
+from farandole.job.coordinator.command_server import EVENTS_KEPT
+from farandole.job.coordinator.server import Coordinator
+from farandole.job.launch import control_client
+from farandole.job.launch.control_client import Client, NoAnswer
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()

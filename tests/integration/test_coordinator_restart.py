@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator.coordinator_process import EPOCHS_OF_A_LAUNCHER
-from farandole.coordinator.journal import Journal, JournalFiles, decoded, files_in_memory
-from farandole.coordinator.launcher_link import CoordinatorSetup
-from farandole.events import CoordinatorRestarted, Event
-from farandole.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
+from farandole.base.config import JobConfig
+from farandole.base.events import CoordinatorRestarted, Event
+from farandole.job.coordinator.coordinator_process import EPOCHS_OF_A_LAUNCHER
+from farandole.job.coordinator.journal import Journal, JournalFiles, decoded, files_in_memory
+from farandole.job.coordinator.launcher_link import CoordinatorSetup
+from farandole.job.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training, factories_below
@@ -160,9 +160,10 @@ def test_a_factory_of_coordinators_that_is_killed_or_stopped_costs_the_start_of_
 def test_a_coordinator_that_dies_at_once_ends_the_job_with_the_reason(is_forked: bool, reason: str) -> None:
     """As where the machine has no memory for it."""
     program = (
-        "import os, sys; from farandole.coordinator import coordinator_factory as c; c.sys.executable = '/bin/false'; "
+        "import os, sys; from farandole.job.coordinator import coordinator_factory as c; "
+        "c.sys.executable = '/bin/false'; "
         f"c.run_coordinator = lambda *_: os._exit(1); c._thread_count = lambda: {1 if is_forked else 2}; "
-        "from farandole.launch.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from farandole.job.launch.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     words = ["run", "-np", "1", sys.executable, "-c", "pass"]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=LONG_S)

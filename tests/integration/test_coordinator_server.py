@@ -11,16 +11,14 @@ from typing import TypeVar
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator.server import Coordinator, Outcome
-from farandole.errors import ConfigError
-from farandole.events import AgentJoined, AgentWasLost, ConnectionRefused, CoordinatorStalled
-from farandole.machine import now_s
-from farandole.wire import channel
-from farandole.wire.authentication import new_token
-from farandole.wire.channel import TO_AGENT, Channel, connect, frame
-from farandole.wire.listening import Strangers
-from farandole.wire.messages import (
+from farandole.base.config import JobConfig
+from farandole.base.events import AgentJoined, AgentWasLost, ConnectionRefused, CoordinatorStalled
+from farandole.base.machine import now_s
+from farandole.base.wire import channel
+from farandole.base.wire.authentication import new_token
+from farandole.base.wire.channel import TO_AGENT, Channel, connect, frame
+from farandole.base.wire.listening import Strangers
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     FromWorker,
@@ -32,6 +30,8 @@ from farandole.wire.messages import (
     ToAgent,
     WorkerExited,
 )
+from farandole.errors import ConfigError
+from farandole.job.coordinator.server import Coordinator, Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import farandole as fd
-from farandole.machine import affinity_cores
+from farandole.base.machine import affinity_cores
 from tests.support.jobs import farandole_run
 from tests.support.joined import AGENT
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from farandole.env import WorkerEnv, environment_of
-from farandole.wire import channel
-from farandole.wire.messages import Abort, Message, Prepare
+from farandole.base.env import WorkerEnv, environment_of
+from farandole.base.wire import channel
+from farandole.base.wire.messages import Abort, Message, Prepare
 from tests.support.waiting import DEADLINE_S
 
 PROGRAM = """
 import threading
-from farandole.env import read_worker_env
-from farandole.membership import DataAddress
-from farandole.worker.worker_recovery import AbortRegistry
-from farandole.worker.link import Link
+from farandole.base.env import read_worker_env
+from farandole.base.membership import DataAddress
+from farandole.training.worker.worker_recovery import AbortRegistry
+from farandole.training.worker.link import Link
 
 class Blocked:
     def abort(self, reason):

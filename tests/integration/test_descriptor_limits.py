@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from farandole.agent.host_resources import descriptors_needed
-from farandole.launch.joining import token_of_job
+from farandole.job.agent.host_resources import descriptors_needed
+from farandole.job.launch.joining import token_of_job
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import FARANDOLE_RUN, RunningJob, all_training
 from tests.support import jobs

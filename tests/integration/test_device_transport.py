@@ -11,15 +11,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from farandole.collectives import device_transport
-from farandole.collectives.connection_pair import DTYPES
-from farandole.collectives.device_transport import DeviceTransport, StagedTransport
-from farandole.collectives.ring import RingTransport
-from farandole.collectives.ring_store import ExchangedStore
-from farandole.collectives.torch_group import Construction
-from farandole.collectives.transport import Reduction
-from farandole.collectives.transport_choice import host_transport
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded, PeerLost
+from farandole.training.collectives import device_transport
+from farandole.training.collectives.connection_pair import DTYPES
+from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.torch_group import Construction
+from farandole.training.collectives.transport import Reduction
+from farandole.training.collectives.transport_choice import host_transport
 from tests.support import rings
 from tests.support.rings import GlooDevices, listeners
 

@@ -14,8 +14,8 @@ from threading import Event
 
 import pytest
 
-from farandole.engines.discovery import DiscoveryFailed, ScriptDiscovery
-from farandole.engines.host_list import HostSlots
+from farandole.job.engines.discovery import DiscoveryFailed, ScriptDiscovery
+from farandole.job.engines.host_list import HostSlots
 from tests.support.jobs import processes_with
 from tests.support.waiting import DEADLINE_S, run
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from farandole.ledger.proving import Folder, prove
-from farandole.state.state_digest import STRIKES
+from farandole.training.ledger.proving import Folder, prove
+from farandole.training.state.state_digest import STRIKES
 from tests.support.jobs import SCRIPTS, farandole_run
 
 JOB = str(SCRIPTS / "divergence_job.py")

@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives.connection_pair import Broken, ConnectionPair, PeerCalled
-from farandole.collectives.encrypted_socket import EncryptedSocket
-from farandole.collectives.point_to_point import Endpoint, PointToPoint
-from farandole.collectives.ring_builder import DataListener, RingBuilder
-from farandole.config import JobConfig
-from farandole.coordinator.server import Coordinator
+from farandole.base.config import JobConfig
+from farandole.base.events import ConnectionRefused
+from farandole.base.machine import now_s
+from farandole.base.membership import GenerationId
+from farandole.base.wire.authentication import Role, new_token
 from farandole.errors import AuthenticationError, CollectiveMismatch, PeerLost, ProtocolError
-from farandole.events import ConnectionRefused
-from farandole.launch.control_client import Client
-from farandole.machine import now_s
-from farandole.membership import GenerationId
+from farandole.job.coordinator.server import Coordinator
+from farandole.job.launch.control_client import Client
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
-from farandole.wire.authentication import Role, new_token
+from farandole.training.collectives.connection_pair import Broken, ConnectionPair, PeerCalled
+from farandole.training.collectives.encrypted_socket import EncryptedSocket
+from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
+from farandole.training.collectives.ring_builder import DataListener, RingBuilder
 from tests.support.certificates import made, of_this_process
 from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job, farandole
 from tests.support.rings import KEY, build, listeners, make_start

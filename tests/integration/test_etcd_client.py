@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from farandole.launch import etcd_client
-from farandole.launch.etcd_client import (
+from farandole.integrations.etcd import etcd_client
+from farandole.integrations.etcd.etcd_client import (
     EtcdAccess,
     EtcdClient,
     EtcdRefused,

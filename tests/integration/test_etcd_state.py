@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator.journal import Journal
+from farandole.base.config import JobConfig
+from farandole.base.wire.authentication import new_token
 from farandole.errors import ConfigError
-from farandole.launch import etcd_state
-from farandole.launch.etcd_state import EtcdState
-from farandole.launch.job_state import StateUnavailable
-from farandole.wire.authentication import new_token
+from farandole.integrations.etcd import etcd_state
+from farandole.integrations.etcd.etcd_state import EtcdState
+from farandole.job.coordinator.journal import Journal
+from farandole.job.launch.job_state import StateUnavailable
 from tests.support.etcd_double import EtcdDouble
 
 COMMAND, CONFIG, TOKEN = ("python", "train.py"), JobConfig(3), new_token()

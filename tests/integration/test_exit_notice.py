@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from farandole.agent.worker_server import ExitWatcher
-from farandole.liveness import exit_notice
-from farandole.liveness.status_reporting import MUTEX_AT, StatusPage
+from farandole.base.liveness import exit_notice
+from farandole.base.liveness.status_reporting import MUTEX_AT, StatusPage
+from farandole.job.agent.worker_server import ExitWatcher
 from tests.support.jobs import SCRIPTS, farandole_run
 
 pytestmark = pytest.mark.skipif(
@@ -27,7 +27,7 @@ HURT_JOB = SCRIPTS / "hurt_job.py"
 
 OPEN_PAGE = """
 import os, signal, sys, threading, ctypes
-from farandole.liveness import status_reporting
+from farandole.base.liveness import status_reporting
 status_reporting.open_status_page(sys.argv[1], gives_exit_notice=True)
 """
 
@@ -108,7 +108,7 @@ def test_a_hint_from_a_process_that_lives_is_found_out() -> None:
 
 def test_a_thread_that_opens_a_page_says_nothing() -> None:
     page = StatusPage()
-    code = "import sys, threading\nfrom farandole.liveness import status_reporting\n"
+    code = "import sys, threading\nfrom farandole.base.liveness import status_reporting\n"
     code += "open_page, notice = status_reporting.open_status_page, {'gives_exit_notice': True}\n"
     code += "t = threading.Thread(target=open_page, args=(sys.argv[1],), kwargs=notice)\n"
     code += "t.start(); t.join()"

@@ -8,18 +8,18 @@ import sys
 
 import pytest
 
-from farandole.agent.agent import Agent, AgentConfig
-from farandole.config import JobConfig
-from farandole.coordinator.server import Coordinator
-from farandole.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
-from farandole.engines.fleet import Fleet
-from farandole.engines.host_list import HostSlots
-from farandole.engines.local_engine import LocalEngine
+from farandole.base.config import JobConfig
+from farandole.base.events import AgentJoined, AgentNotStarted, Event, HostDrained, HostUndrained
+from farandole.base.membership import Address
+from farandole.base.wire.authentication import new_token
 from farandole.errors import ConfigError
-from farandole.events import AgentJoined, AgentNotStarted, Event, HostDrained, HostUndrained
-from farandole.launch.output import OutputOptions, OutputSink
-from farandole.membership import Address
-from farandole.wire.authentication import new_token
+from farandole.job.agent.agent import Agent, AgentConfig
+from farandole.job.coordinator.server import Coordinator
+from farandole.job.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
+from farandole.job.engines.fleet import Fleet
+from farandole.job.engines.host_list import HostSlots
+from farandole.job.engines.local_engine import LocalEngine
+from farandole.job.launch.output import OutputOptions, OutputSink
 from tests.support.waiting import EventLog, run
 
 BACKOFF = (0.01, 0.04)

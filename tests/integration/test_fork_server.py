@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from farandole.agent.fork_server import ForkServer
-from farandole.agent.guard import Guard
-from farandole.agent.process import WorkerProcess, reap_group
-from farandole.agent.spawner import Spawner, make_spawner
-from farandole.events import Event, ForkServerLost, ForkServerReady
+from farandole.base.events import Event, ForkServerLost, ForkServerReady
+from farandole.job.agent.fork_server import ForkServer
+from farandole.job.agent.guard import Guard
+from farandole.job.agent.process import WorkerProcess, reap_group
+from farandole.job.agent.spawner import Spawner, make_spawner
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob, all_training
 from tests.support.jobs import ELASTIC_JOB, SCRIPTS, check_job, processes_with

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.ledger.check import check
-from farandole.ledger.proving import Folder
 from farandole.testing.running_job import FARANDOLE_RUN
+from farandole.training.ledger.check import check
+from farandole.training.ledger.proving import Folder
 from tests.support.jobs import processes_with
 
 pytestmark = pytest.mark.long

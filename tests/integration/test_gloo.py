@@ -9,23 +9,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from farandole.collectives import gloo_transport
-from farandole.collectives.connection_pair import dtype_code
-from farandole.collectives.gloo_transport import GlooTransport, shut_down_connections, use_gloo
-from farandole.collectives.kept_group import KeptGroup
-from farandole.collectives.ring import Header, RingTransport, TransportOperation
-from farandole.collectives.transport import Reduction, Transport
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
-from farandole.testing.proof import Proof
-from farandole.testing.running_job import all_training
-from tests.support import rings
-from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job
+from farandole.training.collectives.connection_pair import dtype_code
+from farandole.training.collectives.kept_group import KeptGroup
+from farandole.training.collectives.ring import Header, RingTransport, TransportOperation
+from farandole.training.collectives.transport import Reduction, Transport
+from tests.support import gloo_transport, rings
+from tests.support.gloo_transport import GlooTransport, shut_down_connections, use_gloo
 from tests.support.rings import DEADLINE_S, listeners, needs_reconfigure
 
 NUMEL = 1_000_000
@@ -244,31 +238,3 @@ def test_a_rank_that_is_lost_while_members_are_exchanged_ends_that_for_the_other
         assert sum_of(third) == [2.0, 2.0]
         close(first, third)
         pair[0].close()
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("is_lasting", [False, pytest.param(True, marks=needs_reconfigure)])
-def test_a_job_over_gloo_survives_a_kill_and_takes_a_worker_that_joins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lasting: bool
-) -> None:
-    monkeypatch.setenv("FARANDOLE_RECONFIGURE", str(int(is_lasting)))
-    stop = tmp_path / "stop"
-    words = ["--epochs", "1000000", "--stop", str(stop)]
-    flags = ["-np", "3", "--transport", "gloo", "--verbose"]
-    with RunningJob(flags, ELASTIC_JOB, words, tmp_path, tmp_path / "output") as running:
-        latest = running.wait_until(all_training(3), 60)
-        for rank in (1, 0):  # the second one is rank 0, which numbers the groups
-            generation = latest[0]["generation"]
-            running.kill(latest[rank]["pid"])
-            latest = running.wait_until(replaced(generation), 60)
-        stop.touch()
-        assert running.wait(60) == 0, (tmp_path / "output").read_text()
-    check_job(Proof(tmp_path), samples=600, workers_at_end=3)
-    output = (tmp_path / "output").read_text()
-    assert "torch's Gloo" in output
-    assert ("torch's Gloo, one process group for all generations" in output) is is_lasting
-
-
-def replaced(generation: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
-    """The survivors have trained alone, and now train with the replacement."""
-    return lambda latest: all_training(3)(latest) and latest[0]["generation"] > generation + 1

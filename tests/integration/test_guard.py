@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.agent import guard_process
-from farandole.agent.guard import Guard
+from farandole.job.agent import guard_process
+from farandole.job.agent.guard import Guard
 from tests.support.jobs import processes_with
 
 DEADLINE_S = 10.0
@@ -24,7 +24,7 @@ DEADLINE_S = 10.0
 AGENT = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from farandole.agent.guard import Guard
+from farandole.job.agent.guard import Guard
 guard = Guard(Path(sys.argv[1]))
 guard.start()
 code = "import os, signal; child = os.fork(); child and print(os.getpid(), child, flush=True); signal.pause()"
@@ -43,7 +43,7 @@ signal.pause()
 # An agent without workers that is killed while it ends: when it begins to remove its folder. Says the guard's pid.
 ENDING_AGENT = """
 import asyncio, os, shutil, signal, sys, tempfile
-from farandole.agent.agent import WorkerProcesses
+from farandole.job.agent.agent import WorkerProcesses
 tempfile.tempdir = sys.argv[1]
 
 class Spawner:

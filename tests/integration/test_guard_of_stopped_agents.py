@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.agent.guard import Guard
+from farandole.job.agent.guard import Guard
 
 LIMIT_S, DEADLINE_S = 0.5, 10.0
 

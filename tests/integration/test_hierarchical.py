@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives.shared_memory_tensors import shareable_zeros
-from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
+from farandole.training.collectives.shared_memory_tensors import shareable_zeros
+from farandole.training.collectives.transport import Transport
 from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job
 from tests.support.rings import DEADLINE_S, Ring, build, listeners
 

@@ -14,15 +14,12 @@ from typing import TypeVar, cast
 
 import pytest
 
-from farandole.agent.agent import EndOfService, Service
-from farandole.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
-from farandole.errors import AuthenticationError, ConfigError, ProtocolError
-from farandole.events import AgentRejoins, AgentServes, AgentWaits
-from farandole.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
-from farandole.membership import Address
-from farandole.wire.authentication import ListenerHandshake, Purpose, Role, new_token
-from farandole.wire.channel import AGENT_MESSAGES, LENGTH, Channel, accept
-from farandole.wire.messages import (
+from farandole.base.events import AgentRejoins, AgentServes, AgentWaits
+from farandole.base.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
+from farandole.base.membership import Address
+from farandole.base.wire.authentication import ListenerHandshake, Purpose, Role, new_token
+from farandole.base.wire.channel import AGENT_MESSAGES, LENGTH, Channel, accept
+from farandole.base.wire.messages import (
     AgentHello,
     AgentLeaving,
     AgentMessage,
@@ -41,6 +38,9 @@ from farandole.wire.messages import (
     WorkerPrinted,
     WorkerSilent,
 )
+from farandole.errors import AuthenticationError, ConfigError, ProtocolError
+from farandole.job.agent.agent import EndOfService, Service
+from farandole.job.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from tests.support.jobs import processes_with
 from tests.support.listening import listening
 from tests.support.waiting import DEADLINE_S, EventLog, run

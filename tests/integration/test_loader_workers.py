@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 import farandole as fd
-from farandole.data.eval_loader import EvalLoader
-from farandole.data.loader import DataLoader
-from farandole.data.stream_loader import StreamLoader
-from farandole.state import step
+from farandole.training.data.eval_loader import EvalLoader
+from farandole.training.data.loader import DataLoader
+from farandole.training.data.stream_loader import StreamLoader
+from farandole.training.state import step
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -412,7 +412,7 @@ def test_loader_workers_may_be_spawned_instead_of_forked() -> None:
 
 
 SCRIPT = """
-from farandole.data.loader import DataLoader
+from farandole.training.data.loader import DataLoader
 loader = DataLoader(range(1000), 10, num_workers=2)
 feed = iter(loader)
 next(feed)

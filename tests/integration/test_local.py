@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator.server import Outcome
+from farandole.base.config import JobConfig
+from farandole.base.events import GenerationStarted
 from farandole.errors import ConfigError
-from farandole.events import GenerationStarted
-from farandole.launch.job_runner import JobSetup, run_job
-from farandole.launch.output import OutputOptions
+from farandole.job.coordinator.server import Outcome
+from farandole.job.launch.job_runner import JobSetup, run_job
+from farandole.job.launch.output import OutputOptions
 from tests.support.jobs import SCRIPTS, processes_with
 from tests.support.waiting import EventLog, run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.coordinator.coordinator_factory import COORDINATOR_NAME
+from farandole.job.coordinator.coordinator_factory import COORDINATOR_NAME
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training

@@ -81,7 +81,7 @@ def test_a_forked_child_closes_the_sockets_that_it_must_not_keep(tmp_path: Path)
         textwrap.dedent(
             """
             import os, signal, socket, sys
-            from farandole.machine import close_at_fork
+            from farandole.base.machine import close_at_fork
 
             sock = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
             file = sock.makefile("rb")  # keeps the descriptor open over sock.close()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.agent import fork_server_process
-from farandole.agent.guard import Guard
-from farandole.collectives.alone import AloneTransport
-from farandole.launch.output import write_all
+from farandole.job.agent import fork_server_process
+from farandole.job.agent.guard import Guard
+from farandole.job.launch.output import write_all
+from farandole.training.collectives.alone import AloneTransport
 from tests.integration.test_p2p import p2p_group
 from tests.support.thread_world import ThreadWorld
 

@@ -8,14 +8,14 @@ import threading
 import pytest
 import torch
 
-from farandole.collectives.connection_pair import DTYPES
-from farandole.collectives.p2p_transport import P2PTransport
-from farandole.collectives.point_to_point import CHANNEL, PointToPoint
-from farandole.collectives.transport import Reduction
+from farandole.base.membership import GenerationId
+from farandole.base.wire.authentication import PROOF_BYTES, Introduction
+from farandole.base.wire.channel import frame
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
-from farandole.membership import GenerationId
-from farandole.wire.authentication import PROOF_BYTES, Introduction
-from farandole.wire.channel import frame
+from farandole.training.collectives.connection_pair import DTYPES
+from farandole.training.collectives.p2p_transport import P2PTransport
+from farandole.training.collectives.point_to_point import CHANNEL, PointToPoint
+from farandole.training.collectives.transport import Reduction
 from tests.support.rings import CHALLENGE_BYTES, P2P_GENERATION, hello, in_threads, p2p_group
 
 SUBJECT = b"s" * 16

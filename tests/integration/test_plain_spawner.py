@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.agent.spawner import PlainSpawner
+from farandole.job.agent.spawner import PlainSpawner
 from tests.support.jobs import processes_with
 from tests.support.waiting import run
 

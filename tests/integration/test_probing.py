@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.collectives.ring_builder import DataListener
-from farandole.machine import now_s
-from farandole.membership import DataAddress, Peer
-from farandole.wire.messages import Probed
-from farandole.worker.link import ATTEMPTS, Connections, LinkProbe, find_answering
+from farandole.base.machine import now_s
+from farandole.base.membership import DataAddress, Peer
+from farandole.base.wire.messages import Probed
+from farandole.training.collectives.ring_builder import DataListener
+from farandole.training.worker.link import ATTEMPTS, Connections, LinkProbe, find_answering
 from tests.support.waiting import DEADLINE_S
 
 

@@ -8,17 +8,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator import server
-from farandole.coordinator.job import new_job
-from farandole.coordinator.journal import CoordinatorState
-from farandole.coordinator.server import Coordinator, Outcome
-from farandole.errors import AuthenticationError
-from farandole.events import ConnectionRefused, JobRebuilt
-from farandole.membership import DataAddress, GenerationId
-from farandole.wire.authentication import new_token
-from farandole.wire.channel import TO_AGENT, Channel, connect
-from farandole.wire.messages import (
+from farandole.base.config import JobConfig
+from farandole.base.events import ConnectionRefused, JobRebuilt
+from farandole.base.membership import DataAddress, GenerationId
+from farandole.base.wire.authentication import new_token
+from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     Resumed,
@@ -30,6 +25,11 @@ from farandole.wire.messages import (
     Welcome,
     WorkersTold,
 )
+from farandole.errors import AuthenticationError
+from farandole.job.coordinator import server
+from farandole.job.coordinator.job import new_job
+from farandole.job.coordinator.journal import CoordinatorState
+from farandole.job.coordinator.server import Coordinator, Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN, JOB_ID, EPOCH = new_token(), "job", 3_000_000

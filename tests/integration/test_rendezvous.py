@@ -12,11 +12,11 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from farandole.env import FixedEnv
+from farandole.base.env import FixedEnv
+from farandole.base.machine import now_s
+from farandole.base.membership import DataAddress
 from farandole.errors import ConfigError, JobEnded
-from farandole.machine import now_s
-from farandole.membership import DataAddress
-from farandole.worker.fixed_job import Rendezvous
+from farandole.training.worker.fixed_job import Rendezvous
 from tests.support.jobs import SCRIPTS
 
 HERE = DataAddress("127.0.0.1", 1)

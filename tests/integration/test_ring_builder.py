@@ -16,11 +16,11 @@ import msgspec
 import pytest
 import torch
 
-from farandole.collectives.ring_builder import DataListener, RingBuilder
-from farandole.collectives.transport import Transport
+from farandole.base.membership import GenerationId
+from farandole.base.wire.authentication import Introduction
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError
-from farandole.membership import GenerationId
-from farandole.wire.authentication import Introduction
+from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.transport import Transport
 from tests.support.rings import DEADLINE_S, build, hello, in_threads, listeners, make_start, outcomes_in_threads
 
 SHORT_S = 0.3

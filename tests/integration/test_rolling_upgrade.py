@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole.coordinator.coordinator_factory import COORDINATOR_NAME, FACTORY_NAME
-from farandole.coordinator.journal import FORMAT
+from farandole.base.wire.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from farandole.job.coordinator.coordinator_factory import COORDINATOR_NAME, FACTORY_NAME
+from farandole.job.coordinator.journal import FORMAT
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
-from farandole.wire.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tests.support.jobs import check_job
 from tests.support.moving_job import MovingJob
 
@@ -55,16 +55,16 @@ def newer_release(folder: Path) -> Path:
     source, newest = release(folder), PROTOCOL_VERSION
     change(source, "__init__.py", (VERSION, '__version__ = "9.0"'))
     both = (f"{PROTOCOLS}{newest}, {OLDEST_PROTOCOL_VERSION}", f"{PROTOCOLS}{newest + 1}, {newest}")
-    change(source, "wire/messages.py", both)
+    change(source, "base/wire/messages.py", both)
     change(
         source,
-        "coordinator/journal.py",
+        "job/coordinator/journal.py",
         (f"FORMAT = {FORMAT}", f"FORMAT = {FORMAT + 1}"),
         ("MIGRATIONS: Mapping[int, Callable[[Any], Any]] = {}", MIGRATIONS),
         ("    attempt: int\n", "    cleared_for: int\n"),
     )
     renamed = (("attempt=self._attempt", "cleared_for=self._attempt"), ("state.attempt", "state.cleared_for"))
-    change(source, "coordinator/server.py", *renamed)
+    change(source, "job/coordinator/server.py", *renamed)
     return source
 
 

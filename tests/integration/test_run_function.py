@@ -23,7 +23,7 @@ import pytest
 
 import farandole as fd
 from farandole.errors import ConfigError
-from farandole.launch.run_function import FunctionFailed
+from farandole.job.launch.run_function import FunctionFailed
 from tests.support.certificates import made
 from tests.support.jobs import processes_with
 
@@ -59,7 +59,7 @@ def test_connections_are_encrypted_if_requested(tmp_path: Path, monkeypatch: pyt
     assert fd.run(lambda: os.environ["FARANDOLE_TLS"], num_proc=2, tls=folder) == [folder] * 2
     with pytest.raises(ConfigError, match="the folder cannot be read"):
         fd.run(rank, tls=tmp_path / "missing")
-    monkeypatch.setenv("FARANDOLE_TRANSPORT", "gloo")
+    monkeypatch.setenv("FARANDOLE_TRANSPORT", "nccl")
     with pytest.raises(ConfigError, match="cannot be encrypted"):
         fd.run(rank, tls=folder)
 
@@ -294,7 +294,7 @@ def test_a_result_above_the_limit_is_an_error_of_the_worker() -> None:
 
 
 def test_a_call_above_the_limit_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.launch.run_function.LARGEST_BYTES", 1000)
+    monkeypatch.setattr("farandole.job.launch.run_function.LARGEST_BYTES", 1000)
     with pytest.raises(TypeError, match="at most 1000 can be sent to the workers; load large data inside"):
         fd.run(len, (bytes(1001),))
 
@@ -442,8 +442,8 @@ def test_two_jobs_at_the_same_time() -> None:
 
 INTERRUPTED = """
 import os, pathlib, signal, sys, threading
-from farandole.config import JobConfig
-from farandole.launch.run_function import run_function
+from farandole.base.config import JobConfig
+from farandole.job.launch.run_function import run_function
 
 folder = pathlib.Path(sys.argv[1])
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from farandole.collectives.shard_sums import with_shards
-from farandole.collectives.shard_tree import Division, divide, divide_evenly, leaves
-from farandole.collectives.shared_memory_tensors import shareable_zeros
-from farandole.collectives.transport import Transport
 from farandole.errors import CollectiveMismatch, ConfigError, RecoverableError
+from farandole.training.collectives.shard_sums import with_shards
+from farandole.training.collectives.shard_tree import Division, divide, divide_evenly, leaves
+from farandole.training.collectives.shared_memory_tensors import shareable_zeros
+from farandole.training.collectives.transport import Transport
 from tests.support.rings import ring
 
 pytestmark = pytest.mark.core

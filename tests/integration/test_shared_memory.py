@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.collectives.ring import RingTransport
-from farandole.collectives.shared_memory_exchange import Wanted
-from farandole.collectives.shared_memory_tensors import shareable_zeros
-from farandole.collectives.shared_memory_transport import SharedMemoryTransport
-from farandole.collectives.transport_choice import Way, choose
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.collectives.shared_memory_exchange import Wanted
+from farandole.training.collectives.shared_memory_tensors import shareable_zeros
+from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
+from farandole.training.collectives.transport_choice import Way, choose
 from tests.support.rings import build, in_threads, listeners, ring
 
 

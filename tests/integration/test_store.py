@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from farandole.machine import now_s
+from farandole.base.machine import now_s
 from tests.support.store_process import StoreProcess
 
 LONG = timedelta(seconds=60)

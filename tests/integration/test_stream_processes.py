@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.utils.data import get_worker_info
 
-from farandole.data.stream_loader import StreamLoader
-from farandole.state import step
+from farandole.training.data.stream_loader import StreamLoader
+from farandole.training.state import step
 
 pytestmark = pytest.mark.timeout(60)
 

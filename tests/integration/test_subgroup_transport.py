@@ -17,14 +17,14 @@ import msgspec
 import pytest
 import torch
 
-from farandole.collectives.connection_pair import DTYPES
-from farandole.collectives.p2p_transport import P2PTransport
-from farandole.collectives.point_to_point import PointToPoint
-from farandole.collectives.shared_memory_exchange import Wanted
-from farandole.collectives.shared_memory_transport import ControlBlockRefs, OwnControlBlocks
-from farandole.collectives.subgroup_transport import SubgroupTransport, connect_members
-from farandole.collectives.transport import Reduction
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost, RecoverableError, StepError
+from farandole.training.collectives.connection_pair import DTYPES
+from farandole.training.collectives.p2p_transport import P2PTransport
+from farandole.training.collectives.point_to_point import PointToPoint
+from farandole.training.collectives.shared_memory_exchange import Wanted
+from farandole.training.collectives.shared_memory_transport import ControlBlockRefs, OwnControlBlocks
+from farandole.training.collectives.subgroup_transport import SubgroupTransport, connect_members
+from farandole.training.collectives.transport import Reduction
 from tests.support.rings import in_threads, outcomes_in_threads, p2p_group
 
 SUBJECT = b"s" * 16

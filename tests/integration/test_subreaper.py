@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.agent.process import adopting_orphans, can_adopt_orphans
+from farandole.job.agent.process import adopting_orphans, can_adopt_orphans
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot do that")
 

@@ -11,15 +11,12 @@ from typing import TypeVar
 import pytest
 from msgspec.structs import replace
 
-from farandole.config import JobConfig
-from farandole.coordinator import server
-from farandole.coordinator.journal import CoordinatorState
-from farandole.coordinator.server import Coordinator, Outcome
-from farandole.events import AgentWasLost, ConnectionRefused
-from farandole.membership import Address
-from farandole.wire.authentication import new_token
-from farandole.wire.channel import TO_AGENT, Channel, connect
-from farandole.wire.messages import (
+from farandole.base.config import JobConfig
+from farandole.base.events import AgentWasLost, ConnectionRefused
+from farandole.base.membership import Address
+from farandole.base.wire.authentication import new_token
+from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
     CoordinatorHeartbeat,
@@ -35,6 +32,9 @@ from farandole.wire.messages import (
     Welcome,
     WorkerExited,
 )
+from farandole.job.coordinator import server
+from farandole.job.coordinator.journal import CoordinatorState
+from farandole.job.coordinator.server import Coordinator, Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN, JOB_ID, PATIENCE_S = new_token(), "job", 100.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.machine import now_s
+from farandole.base.machine import now_s
 from tests.support.jobs import SCRIPTS, RunningJob, farandole, farandole_run
 from tests.support.joined import AgentProcess
 
@@ -218,10 +218,12 @@ def test_our_group_that_only_one_rank_opens_ends_the_job_at_once() -> None:
 @pytest.mark.long
 def test_import_torch_loads_little_and_only_the_installed_package_is_asked() -> None:
     (entry,) = [each for each in entry_points(group="torch.backends") if each.name == "farandole"]
-    assert entry.value == "farandole.process_group.autoload:load"
+    assert entry.value == "farandole.integrations.torchrun.process_group.autoload:load"
     code = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith(('farandole', 'msgspec'))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "['farandole', 'farandole.process_group', 'farandole.process_group.autoload']"
+    folder = "farandole.integrations.torchrun.process_group"
+    parents = ["farandole", "farandole.integrations", "farandole.integrations.torchrun"]
+    assert done.stdout.strip() == str([*parents, folder, f"{folder}.autoload"])
     off = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=off, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"

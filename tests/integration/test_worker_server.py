@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farandole.agent import worker_server
-from farandole.agent.worker_server import WorkerServer
-from farandole.membership import DataAddress
-from farandole.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
-from farandole.wire.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
+from farandole.base.membership import DataAddress
+from farandole.base.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.base.wire.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
+from farandole.job.agent import worker_server
+from farandole.job.agent.worker_server import WorkerServer
 from tests.support.waiting import DEADLINE_S, run
 
 

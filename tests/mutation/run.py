@@ -1,7 +1,7 @@
 """Plant one-line faults in the library and see which of them the unit and property tests notice: `make mutate`, or
 
     python -m tests.mutation.run --seed 1 --mutants 60 [--files 'worker/*.py' ...]
-    python -m tests.mutation.run --files worker/link.py --lines 100-130         all mutants of these lines
+    python -m tests.mutation.run --files training/worker/link.py --lines 100-130         all mutants of these lines
 
 No file is changed: a process for each mutant imports the changed module, and runs the tests that call the function of
 the mutant, until one of them fails. The first run records which functions each test calls, which takes minutes; later
@@ -34,8 +34,12 @@ from tests.mutation.called import ROOT, SOURCE, CallRecorder, TimedTest, read_re
 from tests.mutation.mutants import Mutant, find_mutants
 
 CORE = (
-    *("coordinator/*.py", "worker/*.py", "state/*.py"),
-    *("data/sample_order.py", "data/sample_order.py", "optim/step_reduction.py", "ledger/check.py"),
+    *("job/coordinator/*.py", "training/worker/*.py", "training/state/*.py"),
+    *(
+        "training/data/sample_order.py",
+        "training/optim/step_reduction.py",
+        "training/ledger/check.py",
+    ),
 )
 RECORDS = ROOT / ".mutation"
 _TESTS = ("tests/unit", "tests/property")

@@ -15,8 +15,8 @@ import torch
 from hypothesis import event, given, settings, strategies as st
 
 import farandole as fd
-from farandole.data.balance import Balance
-from farandole.data.division_by_speed import (
+from farandole.training.data.balance import Balance
+from farandole.training.data.division_by_speed import (
     LEAST_SHARE,
     MOST_SHARE,
     Counts,
@@ -25,9 +25,15 @@ from farandole.data.division_by_speed import (
     even_counts,
     slowest,
 )
-from farandole.data.sample_order import BatchLayout, IndexStream, batches, global_batch_range, make_global_batch
-from farandole.state import step
-from farandole.state.step import Batch
+from farandole.training.data.sample_order import (
+    BatchLayout,
+    IndexStream,
+    batches,
+    global_batch_range,
+    make_global_batch,
+)
+from farandole.training.state import step
+from farandole.training.state.step import Batch
 from tests.property.test_gradient_weights import Sequences, loss_of, net
 from tests.support.read_ahead import read_ahead
 from tests.support.thread_workers import run_workers

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from farandole.errors import PeerLost
-from farandole.worker.worker_recovery import BodyCalls
+from farandole.training.worker.worker_recovery import BodyCalls
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 CALLS = 4  # of one loop body

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from farandole.data.elastic_loader import NoLoaderHooks
-from farandole.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
-from farandole.data.loader import DataLoader
-from farandole.data.sample_order import (
+from farandole.errors import DataError, StepError
+from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
+from farandole.training.data.loader import DataLoader
+from farandole.training.data.sample_order import (
     BatchLayout,
     IndexStream,
     Order,
@@ -29,8 +30,7 @@ from farandole.data.sample_order import (
     make_global_batch,
     micro_batches,
 )
-from farandole.errors import DataError, StepError
-from farandole.state import step
+from farandole.training.state import step
 from tests.support.read_ahead import read_ahead
 
 EPOCHS = 2

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from farandole.base.membership import GenerationId
+from farandole.base.wire.authentication import SUBJECT_LIMIT, Introduction, decode_introduction
+from farandole.base.wire.channel import AGENT_MESSAGES, WORKER_MESSAGES, decode
 from farandole.errors import ProtocolError
-from farandole.membership import GenerationId
-from farandole.wire.authentication import SUBJECT_LIMIT, Introduction, decode_introduction
-from farandole.wire.channel import AGENT_MESSAGES, WORKER_MESSAGES, decode
 from tests.fuzz.decoders import Decoding, bounded_memory
 from tests.fuzz.ports import Ports
 from tests.fuzz.run import MOST_MEMORY

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import farandole as fd
-from farandole.state import step
+from farandole.training.state import step
 from tests.support.thread_workers import run_workers
 
 INPUTS = 3

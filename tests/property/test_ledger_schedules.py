@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from hypothesis import given, settings, strategies as st
 
-from farandole.ledger.check import check
-from farandole.ledger.records import Intent, compact, expand
+from farandole.training.ledger.check import check
+from farandole.training.ledger.records import Intent, compact, expand
 from tests.support.ledgers import WrittenJob
 
 EVENTS = ("train", "train", "train", "die before", "die after, alone", "die behind", "change", "break", "restart")

@@ -10,23 +10,10 @@ from functools import cache, partial
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator import (
-    AgentConnected,
-    AgentLost,
-    AgentReported,
-    HostsOffered,
-    StepsStalled,
-    StopRequested,
-    Tick,
-    decide,
-    new_job,
-)
-from farandole.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
-from farandole.coordinator.shutdown import STOPPED_EXIT_CODE
-from farandole.events import HostDrained, HostUndrained, LinksDistrusted, WorkerLost
-from farandole.membership import DataAddress, Origin
-from farandole.wire.messages import (
+from farandole.base.config import JobConfig
+from farandole.base.events import HostDrained, HostUndrained, LinksDistrusted, WorkerLost
+from farandole.base.membership import DataAddress, Origin
+from farandole.base.wire.messages import (
     AgentLeaving,
     AgentMessage,
     Elastic,
@@ -45,6 +32,19 @@ from farandole.wire.messages import (
     WorkerExited,
     WorkerMessage,
 )
+from farandole.job.coordinator import (
+    AgentConnected,
+    AgentLost,
+    AgentReported,
+    HostsOffered,
+    StepsStalled,
+    StopRequested,
+    Tick,
+    decide,
+    new_job,
+)
+from farandole.job.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
+from farandole.job.coordinator.shutdown import STOPPED_EXIT_CODE
 from tests.support.membership_invariants import MembershipInvariants
 from tests.support.simulated_job import Habits, SimulatedJob
 

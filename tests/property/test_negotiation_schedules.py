@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import msgspec
 from hypothesis import given, settings, strategies as st
 
-from farandole.collectives.named.stages import AllJoined, Execute, Fail, Key, Kind, Request
-from farandole.collectives.transport import Reduction
+from farandole.training.collectives.stages import AllJoined, Execute, Fail, Key, Kind, Request
+from farandole.training.collectives.transport import Reduction
 from tests.support.negotiating import Ranks, allreduce, group, request
 
 many = settings(deadline=None, max_examples=250)  # a busy machine is not a failure

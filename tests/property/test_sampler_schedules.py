@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.data.sampler import ElasticSampler
-from farandole.membership import GenerationId, Placement
+from farandole.base.membership import GenerationId, Placement
+from farandole.integrations.horovod.sampler import ElasticSampler
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
 
 NOBODY = GenerationId(run_id=1, coordinator_epoch=1, number=0, nonce="alone")
 no_deadline = settings(deadline=None)

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from farandole.collectives.shard_tree import divide
-from farandole.state.shard_audit import Audit, AuditRule, Finding, Inquiry
+from farandole.training.collectives.shard_tree import divide
+from farandole.training.state.shard_audit import Audit, AuditRule, Finding, Inquiry
 
 SCHEDULES = int(os.environ.get("AUDIT_SCHEDULES", "5000"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from farandole.sharding.shard_plan import Held, awaited, choose, missing, rows, shards_within_hosts
+from farandole.integrations.sharding.shard_plan import Held, awaited, choose, missing, rows, shards_within_hosts
 
 commits = st.builds(
     lambda number, count, index: Held(number, index % count, count),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from farandole.data.prefetch import Prefetch
-from farandole.data.stream_loader import StreamLoader
-from farandole.state import step
+from farandole.training.data.prefetch import Prefetch
+from farandole.training.data.stream_loader import StreamLoader
+from farandole.training.state import step
 
 no_deadline = settings(deadline=None)
 lengths = st.lists(st.integers(0, 12), min_size=1, max_size=5)

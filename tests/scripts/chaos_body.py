@@ -32,7 +32,7 @@ def train(options: argparse.Namespace, orders: Orders) -> None:
 
     sys.path.insert(0, str(ROOT))
     import farandole as fd
-    from farandole.liveness.status_reporting import report_progress
+    from farandole.base.liveness.status_reporting import report_progress
     from farandole.testing.quick_start import without_compiler
     from farandole.testing.step_records import Records
     from tests.gallery.catalogue import BODIES, FOLDER

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import farandole as fd
 from farandole.errors import GroupOutdated, RecoverableError
-from farandole.process_group import FarandoleGroup, failure
+from farandole.integrations.torchrun.process_group import FarandoleGroup, failure
 from farandole.testing.quick_start import without_compiler
 
 without_compiler()

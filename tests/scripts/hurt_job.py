@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.liveness import exit_notice, status_reporting
-from farandole.liveness.status_reporting import MUTEX_AT
+from farandole.base.liveness import exit_notice, status_reporting
+from farandole.base.liveness.status_reporting import MUTEX_AT
 from farandole.testing.quick_start import without_compiler
 from farandole.testing.step_records import Records
 

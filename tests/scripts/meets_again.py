@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import farandole as fd
-from farandole.collectives import world
+from farandole.training.collectives import world
 
 heard = []
 for factor in (1, 10):

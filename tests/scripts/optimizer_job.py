@@ -19,20 +19,20 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import farandole as fd
-from farandole.collectives.named.adasum import tree
-from farandole.collectives.named.compression import Compression
-from farandole.collectives.named.negotiation import Adasum, Sum
-from farandole.collectives.named.objects import (
+from farandole.errors import HorovodInternalError, StepError
+from farandole.integrations.horovod.named.adasum import tree
+from farandole.integrations.horovod.named.negotiation import Adasum, Sum
+from farandole.integrations.horovod.named.objects import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from farandole.collectives.named.process_sets import add_process_set, remove_process_set
-from farandole.errors import HorovodInternalError, StepError
-from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.optim.sync_batch_norm import SyncBatchNorm
-from farandole.state import loop_hooks, step as open_step
+from farandole.integrations.horovod.named.process_sets import add_process_set, remove_process_set
+from farandole.integrations.horovod.sync_batch_norm import SyncBatchNorm
+from farandole.training.optim.compression import Compression
+from farandole.training.optim.distributed_optimizer import DistributedOptimizer
+from farandole.training.state import loop_hooks, step as open_step
 
 
 def net(seed: int = 1) -> torch.nn.Sequential:

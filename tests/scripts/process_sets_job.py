@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import farandole as fd
-from farandole.collectives.named.process_sets import process_set_ids_and_ranks
+from farandole.integrations.horovod.named.process_sets import process_set_ids_and_ranks
 
 
 def main() -> None:

@@ -8,13 +8,13 @@ import sys
 
 import ray
 
-from farandole.engines.ray_engine import RaySettings
-from farandole.launch.arguments import FARANDOLE_RUN, parse_run
-from farandole.launch.job_files import EventFile
-from farandole.launch.job_runner import JobSetup, in_turn, run_job
-from farandole.launch.output import output_options
-from farandole.launch.ray_function import own_address, ray_engine, room_for_workers
-from farandole.launch.report import Loudness, Report
+from farandole.integrations.ray.ray_engine import RaySettings
+from farandole.integrations.ray.ray_function import own_address, ray_engine, room_for_workers
+from farandole.job.launch.arguments import FARANDOLE_RUN, parse_run
+from farandole.job.launch.job_files import EventFile
+from farandole.job.launch.job_runner import JobSetup, in_turn, run_job
+from farandole.job.launch.output import output_options
+from farandole.job.launch.report import Loudness, Report
 
 
 def main() -> int:

@@ -17,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from farandole.collectives.ring_builder import DataListener, RingBuilder
+from farandole.base.membership import DataAddress
 from farandole.errors import RecoverableError
-from farandole.membership import DataAddress
+from farandole.training.collectives.ring_builder import DataListener, RingBuilder
 from tests.support.rings import DEADLINE_S, make_start
 
 

@@ -12,13 +12,13 @@ import sys
 
 from pyspark.sql import SparkSession
 
-from farandole.engines.host_list import HostSlots
-from farandole.engines.spark_engine import SparkEngine
-from farandole.launch.arguments import FARANDOLE_RUN, parse_run
-from farandole.launch.job_files import EventFile
-from farandole.launch.job_runner import JobSetup, in_turn, run_job
-from farandole.launch.output import output_options
-from farandole.launch.report import Loudness, Report
+from farandole.integrations.spark.spark_engine import SparkEngine
+from farandole.job.engines.host_list import HostSlots
+from farandole.job.launch.arguments import FARANDOLE_RUN, parse_run
+from farandole.job.launch.job_files import EventFile
+from farandole.job.launch.job_runner import JobSetup, in_turn, run_job
+from farandole.job.launch.output import output_options
+from farandole.job.launch.report import Loudness, Report
 
 
 def main() -> int:

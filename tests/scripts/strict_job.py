@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import farandole as fd
-from farandole.state import step
 from farandole.testing.quick_start import without_compiler
 from farandole.testing.step_records import Records
+from farandole.training.state import step
 
 SAMPLES, GLOBAL_BATCH, CLASSES = 88, 24, 5
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import farandole as fd
 from farandole.errors import GroupOutdated, RecoverableError
-from farandole.process_group import FarandoleGroup
+from farandole.integrations.torchrun.process_group import FarandoleGroup
 from farandole.testing.quick_start import without_compiler
 
 without_compiler()

@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-from farandole.env import read_worker_env
-from farandole.membership import DataAddress
-from farandole.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
-from farandole.wire.messages import (
+from farandole.base.env import read_worker_env
+from farandole.base.membership import DataAddress
+from farandole.base.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Elastic,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.certificates_command import make_certificates
-from farandole.wire.encryption import Certificates
+from farandole.base.wire.encryption import Certificates
+from farandole.job.launch.certificates_command import make_certificates
 
 
 def made(folder: Path, days: int = 10) -> str:

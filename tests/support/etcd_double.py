@@ -1,4 +1,4 @@
-"""A double of etcd's JSON gateway, as far as launch/etcd_client.py uses it: what a real etcd does rarely, on demand."""
+"""A double of etcd's JSON gateway, as far as etcd_client.py uses it: what a real etcd does rarely, on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 from types import TracebackType
 from typing import Any
 
-from farandole.launch.etcd_client import EtcdAccess
+from farandole.integrations.etcd.etcd_client import EtcdAccess
 from tests.support.local_server import LocalServer
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from farandole.agent.session_records import SessionRecords
-from farandole.coordinator import Action, AgentLost, AgentReported, Input, Job, Tick, new_job
-from farandole.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed
-from farandole.wire.messages import PROTOCOL_VERSION, AgentHello, AgentMessage, Spawn, SpawnFailed, ToAgent
+from farandole.base.wire.messages import PROTOCOL_VERSION, AgentHello, AgentMessage, Spawn, SpawnFailed, ToAgent
+from farandole.job.agent.session_records import SessionRecords
+from farandole.job.coordinator import Action, AgentLost, AgentReported, Input, Job, Tick, new_job
+from farandole.job.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed
 from tests.support.simulated_job import SimulatedJob
 
 TELLING_S, PATIENCE_S = 10.0, 60.0

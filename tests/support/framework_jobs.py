@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from farandole.ledger.check import check
-from farandole.ledger.proving import Folder
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
+from farandole.training.ledger.check import check
+from farandole.training.ledger.proving import Folder
 from tests.scripts.framework_model import EPOCHS, SAMPLES, STEPS_PER_EPOCH, train_plainly
 from tests.support.jobs import SCRIPTS, RunningJob
 

@@ -65,20 +65,20 @@ def main() -> None:
 
 
 def _import_all() -> None:
-    from farandole.agent.fork_server_process import PRELOADED
+    from farandole.job.agent.fork_server_process import PRELOADED
 
     launcher = (
         "asyncio",
-        "farandole.launch.job_runner",
-        "farandole.coordinator.coordinator_factory",
-        "farandole.launch.control_commands",
-        "farandole.launch.stacks_command",
-        "farandole.horovod",
+        "farandole.job.launch.job_runner",
+        "farandole.job.coordinator.coordinator_factory",
+        "farandole.job.launch.control_commands",
+        "farandole.job.launch.stacks_command",
+        "farandole.integrations.horovod",
     )
     for name in (*PRELOADED, *launcher, "torch.optim.swa_utils", "torch.nn.parallel", "torch.utils.data"):
         module = importlib.import_module(name)
         if name in PRELOADED and name.startswith("farandole"):
-            for each in module.__all__:
+            for each in getattr(module, "__all__", ()):
                 with contextlib.suppress(ImportError):
                     getattr(module, each)
 
@@ -196,11 +196,12 @@ def _be_launcher(asked: Mapping[str, Any], output: int, error: int) -> NoReturn:
 
 
 def _launch(program: str, arguments: Sequence[str], nursery: socket.socket) -> int:
-    from farandole.agent import agent
-    from farandole.agent.fork_server import ForkServer
-    from farandole.agent.process import adopting_orphans
-    from farandole.agent.spawner import make_spawner
-    from farandole.launch import cli, horovodrun
+    from farandole.integrations.horovod import horovodrun
+    from farandole.job.agent import agent
+    from farandole.job.agent.fork_server import ForkServer
+    from farandole.job.agent.process import adopting_orphans
+    from farandole.job.agent.spawner import make_spawner
+    from farandole.job.launch import cli
 
     sys.argv = [program, *arguments]
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -260,7 +261,7 @@ def _nurse(connection: socket.socket, launcher: int) -> NoReturn:
 
 def _be_fork_server(place: Mapping[str, Any], descriptor: int) -> int:
     """Comes back in a worker that has come to its end, by SystemExit."""
-    from farandole.agent import fork_server_process
+    from farandole.job.agent import fork_server_process
 
     os.setsid()
     number = int(place["words"][0])

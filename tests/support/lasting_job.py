@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from farandole.launch.job_files import running
+from farandole.job.launch.job_files import running
 from tests.support import jobs
 from tests.support.jobs import ELASTIC_JOB, farandole
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farandole.data.sample_order import even_slice
-from farandole.ledger.check import Line
-from farandole.ledger.records import (
+from farandole.training.data.sample_order import even_slice
+from farandole.training.ledger.check import Line
+from farandole.training.ledger.records import (
     FORMAT,
     WHOLE,
     Applied,

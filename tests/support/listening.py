@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from farandole.wire.listening import FailureBudget, Listener
-from farandole.wire.sockets import listening_sockets
+from farandole.base.wire.listening import FailureBudget, Listener
+from farandole.base.wire.sockets import listening_sockets
 
 
 def listening(on_connection: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> Listener:

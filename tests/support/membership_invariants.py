@@ -8,21 +8,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from farandole.config import JobConfig
-from farandole.coordinator import (
-    Action,
-    AgentConnected,
-    AgentLost,
-    AgentReported,
-    EndJob,
-    HostsOffered,
-    Input,
-    Log,
-    ScaleRequested,
-    SendAgent,
-    UndrainRequested,
-)
-from farandole.events import (
+from farandole.base.config import JobConfig
+from farandole.base.events import (
     AllWorkersRestart,
     HostBlacklisted,
     HostDrained,
@@ -31,7 +18,7 @@ from farandole.events import (
     JobEnds,
     StateLost,
 )
-from farandole.wire.messages import (
+from farandole.base.wire.messages import (
     Abort,
     Dismissed,
     Elastic,
@@ -53,6 +40,19 @@ from farandole.wire.messages import (
     Synced,
     WorkerDying,
     WorkerExited,
+)
+from farandole.job.coordinator import (
+    Action,
+    AgentConnected,
+    AgentLost,
+    AgentReported,
+    EndJob,
+    HostsOffered,
+    Input,
+    Log,
+    ScaleRequested,
+    SendAgent,
+    UndrainRequested,
 )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from farandole.coordinator.coordinator_factory import COORDINATOR_NAME, FACTORY_NAME
+from farandole.job.coordinator.coordinator_factory import COORDINATOR_NAME, FACTORY_NAME
 from farandole.testing import running_job
 from farandole.testing.lab import Host, Lab
 from tests.support.jobs import ELASTIC_JOB

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.negotiation import NamedSettings
-from farandole.collectives.named.stages import GLOBAL_SET, Key, Kind, Request
-from farandole.collectives.named.tensor_queue import Handle, Submission
-from farandole.collectives.transport import Reduction
-from farandole.membership import Placement
+from farandole.base.membership import Placement
+from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.named.negotiation import NamedSettings
+from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
+from farandole.training.collectives.stages import GLOBAL_SET, Key, Kind, Request
+from farandole.training.collectives.transport import Reduction
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 ResultT = TypeVar("ResultT")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from farandole.collectives.named.negotiation import Negotiation
-from farandole.collectives.named.stages import (
+from farandole.integrations.horovod.named.negotiation import Negotiation
+from farandole.training.collectives.stages import (
     GLOBAL_SET,
     AllJoined,
     Execute,
@@ -20,7 +20,7 @@ from farandole.collectives.named.stages import (
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.transport import Reduction
+from farandole.training.collectives.transport import Reduction
 
 
 def allreduce(name: str = "x", **more: object) -> Request:

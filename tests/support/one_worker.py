@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import torch
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
+from farandole.base.membership import DataAddress, GenerationId, Peer, Placement, Progress
+from farandole.base.wire.messages import Prepare, Remark, Start
 from farandole.errors import GenerationEnded, JobEnded
-from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress
-from farandole.state.loop_hooks import HostUpdateResult
-from farandole.state.sync import Standing
-from farandole.wire.messages import Prepare, Remark, Start
-from farandole.worker.worker_recovery import CallRound
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.state.loop_hooks import HostUpdateResult
+from farandole.training.state.sync import Standing
+from farandole.training.worker.worker_recovery import CallRound
 
 
 def as_a_newcomer(payload: bytes) -> bytes:

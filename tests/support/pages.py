@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "farandole"
 
 NOT_RUN = {
-    "src/farandole/frameworks/": "importing the framework takes seconds: tests/integration/test_framework_examples.py",
+    "src/farandole/integrations/frameworks/": "slow to import: tests/integration/test_framework_examples.py",
     "src/farandole/testing/lab/": "it needs root: tests/integration/test_lab.py",
-    "src/farandole/spark/": "it needs Parquet files and pyarrow: tests/engines/test_spark.py",
+    "src/farandole/integrations/spark/": "it needs Parquet files and pyarrow: tests/engines/test_spark.py",
 }
 """Reasons not to run examples of docstrings, by the beginnings of their places."""
 

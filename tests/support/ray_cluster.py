@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from farandole.agent.network_addresses import own_addresses
-from farandole.engines.ray_engine import name_of
-from farandole.horovod import alias_path
+from farandole.integrations.horovod import alias_path
+from farandole.integrations.ray.ray_engine import name_of
+from farandole.job.agent.network_addresses import own_addresses
 
 RAY = Path(sys.executable).with_name("ray")
 START_S = 120.0

@@ -13,23 +13,23 @@ import msgspec
 import pytest
 import torch
 
-from farandole.collectives.device_transport import DeviceTransport, StagedTransport
-from farandole.collectives.gloo_transport import GlooGroup, connect_gloo
-from farandole.collectives.hierarchical_transport import share_memory_within_hosts
-from farandole.collectives.host_layout import layout
-from farandole.collectives.kept_group import KeptGroup
-from farandole.collectives.nccl_transport import NcclGroups
-from farandole.collectives.point_to_point import Endpoint, PointToPoint
-from farandole.collectives.ring import OnBroken, RingTransport
-from farandole.collectives.ring_builder import DataListener, RingBuilder
-from farandole.collectives.shared_memory_transport import share_memory
-from farandole.collectives.transport import Reduction, Transport
-from farandole.collectives.transport_choice import choose
-from farandole.membership import Address, GenerationId, Peer, Placement
-from farandole.process_group.torch_versions import can_reconfigure
-from farandole.wire.authentication import DialerHandshake, Introduction, Purpose
-from farandole.wire.encryption import Certificates
-from farandole.wire.messages import Start
+from farandole.base.membership import Address, GenerationId, Peer, Placement
+from farandole.base.wire.authentication import DialerHandshake, Introduction, Purpose
+from farandole.base.wire.encryption import Certificates
+from farandole.base.wire.messages import Start
+from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
+from farandole.training.collectives.hierarchical_transport import share_memory_within_hosts
+from farandole.training.collectives.host_layout import layout
+from farandole.training.collectives.kept_group import KeptGroup
+from farandole.training.collectives.nccl_transport import NcclGroups
+from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
+from farandole.training.collectives.ring import OnBroken, RingTransport
+from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.shared_memory_transport import share_memory
+from farandole.training.collectives.torch_versions import can_reconfigure
+from farandole.training.collectives.transport import Reduction, Transport
+from farandole.training.collectives.transport_choice import choose
+from tests.support.gloo_transport import GlooGroup, connect_gloo, use_gloo
 
 DEADLINE_S = 20.0
 KEY = secrets.token_bytes(32)
@@ -168,7 +168,9 @@ def build(
             return hierarchical
         if choice in ("device", "cuda", "nccl"):
             return with_devices(built, choice)
-        return choose(built, hosts, choice, among, kept=kept[rank] if kept else None)[0]
+        if choice == "gloo":
+            return use_gloo(built, kept[rank] if kept else None) if isinstance(built, RingTransport) else built
+        return choose(built, hosts, choice, among)[0]
 
     return Ring(in_threads(size, connect), hints)
 

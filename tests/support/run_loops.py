@@ -1,4 +1,4 @@
-"""What optimizers see of a run loop, in tests of an optimizer alone (state/loop_hooks.py)."""
+"""What optimizers see of a run loop, in tests of an optimizer alone (training/state/loop_hooks.py)."""
 
 from __future__ import annotations
 

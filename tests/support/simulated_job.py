@@ -12,8 +12,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from farandole.config import JobConfig
-from farandole.coordinator import (
+from farandole.base.config import JobConfig
+from farandole.base.events import Event
+from farandole.base.membership import Origin
+from farandole.base.wire.control import Accepted, AskDrain, AskUndrain
+from farandole.base.wire.messages import (
+    AgentLeaving,
+    AgentMessage,
+    Dismissed,
+    ForwardToWorkers,
+    FromWorker,
+    Kill,
+    LinkBroken,
+    Spawn,
+    SpawnFailed,
+    StartWorkers,
+    ToAgent,
+    WorkerDying,
+    WorkerExited,
+    WorkerMessage,
+)
+from farandole.job.coordinator import (
     Action,
     AgentConnected,
     AgentLost,
@@ -32,26 +51,7 @@ from farandole.coordinator import (
     new_job,
     next_deadline,
 )
-from farandole.coordinator.control_requests import judge
-from farandole.events import Event
-from farandole.membership import Origin
-from farandole.wire.control import Accepted, AskDrain, AskUndrain
-from farandole.wire.messages import (
-    AgentLeaving,
-    AgentMessage,
-    Dismissed,
-    ForwardToWorkers,
-    FromWorker,
-    Kill,
-    LinkBroken,
-    Spawn,
-    SpawnFailed,
-    StartWorkers,
-    ToAgent,
-    WorkerDying,
-    WorkerExited,
-    WorkerMessage,
-)
+from farandole.job.coordinator.control_requests import judge
 from tests.support.membership_invariants import MembershipInvariants
 from tests.support.simulated_generation import SimulatedGeneration, TrainingInvariants
 from tests.support.simulated_worker import SimulatedWorker

@@ -1,11 +1,11 @@
-"""A worker as seen by the coordinator: its answers to orders, and their times. Mirrors farandole.worker."""
+"""A worker as seen by the coordinator: its answers to orders, and their times. Mirrors farandole.training.worker."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farandole.membership import DataAddress
-from farandole.wire.messages import (
+from farandole.base.membership import DataAddress
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Elastic,

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from types import TracebackType
 
-from farandole.coordinator.store_server import StoreServer
-from farandole.events import Event
+from farandole.base.events import Event
+from farandole.job.coordinator.store_server import StoreServer
 
 
 class StoreProcess:

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from farandole.collectives import world
-from farandole.collectives.world import World
-from farandole.membership import GenerationId, Placement
-from farandole.process_group import works
-from farandole.state import step
+from farandole.base.membership import GenerationId, Placement
+from farandole.integrations.torchrun.process_group import works
+from farandole.training.collectives import world
+from farandole.training.collectives.world import World
+from farandole.training.state import step
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 ResultT = TypeVar("ResultT")

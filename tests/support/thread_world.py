@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from farandole.collectives.connection_pair import combiner, flat_view
-from farandole.collectives.transport import Reduction
 from farandole.errors import GenerationEnded, PeerLost
+from farandole.training.collectives.connection_pair import combiner, flat_view
+from farandole.training.collectives.transport import Reduction
 
 ResultT = TypeVar("ResultT")
 
@@ -105,7 +105,7 @@ class ThreadWorld:
 
 
 class ThreadTransport:
-    """A rank of a ThreadWorld; a Transport (collectives/transport.py)."""
+    """A rank of a ThreadWorld; a Transport (training/collectives/transport.py)."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world

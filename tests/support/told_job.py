@@ -8,24 +8,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from farandole.config import JobConfig
-from farandole.coordinator import (
-    Action,
-    AgentConnected,
-    AgentReported,
-    EndJob,
-    HostsOffered,
-    Input,
-    Log,
-    SendAgent,
-    Tick,
-    decide,
-    new_job,
-    next_deadline,
-)
-from farandole.events import Event
-from farandole.membership import DataAddress, Origin, Shortfall
-from farandole.wire.messages import (
+from farandole.base.config import JobConfig
+from farandole.base.events import Event
+from farandole.base.membership import DataAddress, Origin, Shortfall
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Elastic,
     Failed,
@@ -43,6 +29,20 @@ from farandole.wire.messages import (
     ToAgent,
     WorkerExited,
     WorkerMessage,
+)
+from farandole.job.coordinator import (
+    Action,
+    AgentConnected,
+    AgentReported,
+    EndJob,
+    HostsOffered,
+    Input,
+    Log,
+    SendAgent,
+    Tick,
+    decide,
+    new_job,
+    next_deadline,
 )
 from tests.support.membership_invariants import MembershipInvariants
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.config import JobConfig
+from farandole.base.config import JobConfig
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.machine import affinity_cores, usable_cores
+from farandole.base.machine import affinity_cores, usable_cores
 
 # What /proc/self/cgroup and mountinfo say, {} standing for where groups are mounted, and files of groups below that.
 SECOND_IN_A_CONTAINER = ("0::/", "30 23 0:26 / {}/unified rw,nosuid - cgroup2 cgroup rw,nsdelegate")

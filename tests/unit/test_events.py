@@ -8,8 +8,8 @@ import sys
 
 import msgspec
 
-from farandole import events
-from farandole.wire.control import EventRecord
+from farandole.base import events
+from farandole.base.wire.control import EventRecord
 
 SAMPLES = [
     events.AgentJoined("a", "node1", 1),

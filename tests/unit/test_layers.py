@@ -1,75 +1,91 @@
-"""Who may import whom, read from the source: the direction of docs/architecture.md."""
+"""Who may import whom, read from the source: the storeys of docs/architecture.md, and the direction within each."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from farandole import registry
+
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
-BASE = "base"  # the files directly under farandole/, and these folders
-BASE_FOLDERS = {"env", "events", "liveness", "wire"}
-MAY_IMPORT = {
-    BASE: set(),
-    "collectives": set(),
-    "state": {"collectives"},
-    "process_group": {"collectives"},
-    "optim": {"collectives", "process_group", "state"},
-    "data": {"collectives", "state"},
-    "ledger": set(),
-    "ray": {"launch"},
-    "spark": {"launch"},
-    "parallel": set(),
-    "checkpoint": {"collectives", "state"},
-    "sharding": {"collectives", "process_group", "state"},
-    "worker": {"collectives", "process_group", "state", "optim", "data", "ledger", "checkpoint"},
-    "elastic": {"collectives", "process_group", "state", "optim", "data", "worker"},
-    "in_place": {"collectives", "process_group", "state", "optim", "data", "worker"},
-    "frameworks": {"collectives", "state", "optim", "data", "worker", "elastic"},
-    "coordinator": set(),
-    "agent": set(),
-    "engines": {"agent"},
-    "demo": {"launch", "ledger", "testing"},  # a test that people watch
-    "page": set(),
-    "launch": {"agent", "coordinator", "demo", "engines", "horovod", "ledger", "checkpoint", "page"},
-    "horovod": {  # other names
-        "collectives",
-        "state",
-        "optim",
-        "data",
-        "worker",
-        "elastic",
-        "coordinator",
-        "engines",
-        "launch",
-    },
+STOREYS: dict[str, set[str]] = {
+    "base": set(),
+    "job": {"base"},
+    "training": {"base"},
+    "integrations": {"base", "job", "training"},
 }
-WITHOUT_TORCH = {BASE, "agent", "coordinator", "engines", "launch", "ledger", "page", "ray", "spark"}
+"""Job and training never meet, and neither imports an integration."""
+BASE_FILES = {"errors.py", "registry.py"}  # public, or about all storeys; every other file beside the storeys is a door
+MAY_IMPORT: dict[str, set[str]] = {
+    "job/agent": set(),
+    "job/coordinator": set(),
+    "job/engines": {"agent"},
+    "job/launch": {"agent", "coordinator", "engines"},
+    "training/checkpoint": {"collectives", "state"},
+    "training/collectives": set(),
+    "training/data": {"collectives", "state"},
+    "training/ledger": set(),
+    "training/optim": {"collectives", "state"},
+    "training/state": {"collectives"},
+    "training/worker": {"collectives", "state", "optim", "data", "ledger", "checkpoint"},
+    "integrations/data_parallel": set(),
+    "integrations/ddp": {"torchrun"},
+    "integrations/demo": set(),
+    "integrations/etcd": set(),
+    "integrations/frameworks": {"horovod"},
+    "integrations/horovod": {"ddp", "ray", "spark"},
+    "integrations/kubernetes": set(),
+    "integrations/page": set(),
+    "integrations/ray": set(),
+    "integrations/sharding": {"horovod", "torchrun"},
+    "integrations/slurm": set(),
+    "integrations/spark": set(),
+    "integrations/torchrun": {"ddp"},
+}
+"""Packages of the same storey. An integration that needs another one is to become one that does not."""
+BACK_EDGES = {
+    "job/launch/arguments.py": {"integrations/horovod"},
+    "job/launch/run_parser.py": {"integrations/horovod"},
+    "training/optim/distributed_optimizer.py": {"integrations/horovod"},
+    "training/optim/options.py": {"integrations/horovod"},
+    "training/state/metadata.py": {"integrations/horovod"},
+    "training/state/torch_state.py": {"integrations/horovod"},
+    "training/worker/context.py": {"integrations/horovod", "integrations/torchrun"},
+    "training/worker/fixed_job.py": {"integrations/horovod"},
+    "training/worker/world_builder.py": {"integrations/horovod"},
+}
+"""Files that import an integration, which becomes a registration; the list can only shrink."""
+WITHOUT_TORCH = {
+    "base",
+    "job",
+    "training/ledger",
+    *(f"integrations/{name}" for name in ("etcd", "kubernetes", "page", "ray", "slurm", "spark")),
+}
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
-# The folder, and the file that runs in each `import torch`, for which that folder takes too long to import.
 READERS_OF_THE_DATE = {
-    "agent/agent.py",  # the age of a file that a worker has just written
-    "agent/preemption.py",  # cloud providers say by the date when a machine is taken away
-    "checkpoint/checkpoint_writer.py",
-    "collectives/named/timeline.py",
-    "launch/control_client.py",
-    "launch/control_commands.py",
-    "launch/job_files.py",
-    "launch/job_runner.py",
-    "launch/job_timeline.py",  # of a file that other processes show beside other traces
-    "launch/output.py",
-    "launch/torchrun_output.py",
-    "page/job_feed.py",
-    "page/page_server.py",
-    "worker/host_update_listeners.py",  # an argument of Horovod's callbacks
+    "job/agent/agent.py",  # the age of a file that a worker has just written
+    "job/agent/preemption.py",  # cloud providers say by the date when a machine is taken away
+    "training/checkpoint/checkpoint_writer.py",
+    "integrations/horovod/named/timeline.py",
+    "job/launch/control_client.py",
+    "job/launch/control_commands.py",
+    "job/launch/job_files.py",
+    "job/launch/job_runner.py",
+    "job/launch/job_timeline.py",  # of a file that other processes show beside other traces
+    "job/launch/output.py",
+    "integrations/torchrun/torchrun_output.py",
+    "integrations/page/job_feed.py",
+    "integrations/page/page_server.py",
+    "integrations/horovod/host_update_listeners.py",  # an argument of Horovod's callbacks
 }
 """For display, unless a reason is given: the date of a machine may step, and those of two machines differ."""
-READERS_OF_THE_ENVIRONMENT = ("env", "process_group/autoload.py")
+READERS_OF_THE_ENVIRONMENT = ("base/env", "integrations/torchrun/process_group/autoload.py")
 
 
 def imports(source: str) -> Iterator[str]:
@@ -100,25 +116,30 @@ def names_used(source: str) -> set[str]:
     return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-def layer_of(path: Path, root: Path = ROOT) -> str:
-    relative = path.relative_to(root)
-    first = relative.parts[0]
-    return first if len(relative.parts) > 1 and first not in BASE_FOLDERS else BASE
+def place_of(parts: Sequence[str]) -> tuple[str, str]:
+    """The storey of a file or module, by its path below farandole/, and its package there. Doors have no storey."""
+    first = parts[0]
+    if first in STOREYS:
+        return first, parts[1] if len(parts) > 1 else ""
+    return ("base", "") if f"{first.removesuffix('.py')}.py" in BASE_FILES else ("door", "")
 
 
 def violations(path: Path, root: Path = ROOT) -> list[str]:
     """What a file imports that it must not."""
-    source = path.read_text()
-    layer, found = layer_of(path, root), []
+    source, relative = path.read_text(), path.relative_to(root)
+    storey, package = place_of(relative.parts)
+    found = []
     is_pure = re.search(r"\bPure\b", ast.get_docstring(ast.parse(source)) or "") is not None
     for name in imports(source):
         parts = name.split(".")
-        if parts[0] == "farandole" and len(parts) > 1:
-            other = parts[1] if (root / parts[1]).is_dir() and parts[1] not in BASE_FOLDERS else BASE
-            if other not in {layer, BASE} and other not in MAY_IMPORT[layer]:
-                found.append(f"{layer} imports {name}")
-        if parts[0] == "torch" and layer in WITHOUT_TORCH:
-            found.append(f"{layer} imports torch")
+        if parts[0] == "farandole" and len(parts) > 1 and storey != "door":
+            other, other_package = place_of(parts[1:])
+            if not may_import(storey, package, other, other_package, name):
+                edge = f"{other}/{other_package}"
+                if edge not in BACK_EDGES.get(relative.as_posix(), ()):
+                    found.append(f"{storey}/{package} imports {name}")
+        if parts[0] == "torch" and (storey in WITHOUT_TORCH or f"{storey}/{package}" in WITHOUT_TORCH):
+            found.append(f"{storey}/{package} imports torch")
         if parts[0] in IMPURE and is_pure:
             found.append(f"a pure file imports {name}")
     may_read = any(path.is_relative_to(root / each) for each in READERS_OF_THE_ENVIRONMENT)
@@ -129,10 +150,19 @@ def violations(path: Path, root: Path = ROOT) -> list[str]:
     return found
 
 
+def may_import(storey: str, package: str, other: str, other_package: str, name: str) -> bool:
+    if other == "door":  # the public names, which integrations use as any script does
+        return name == "farandole.__version__" or (storey == "integrations" and "testing" not in name.split("."))
+    if storey == other and storey != "base":
+        return other_package in {package, ""} or other_package in MAY_IMPORT[f"{storey}/{package}"]
+    return other == storey or other in STOREYS[storey]
+
+
 def sources() -> list[Path]:
-    """All but what is for tests, and the door of `python -m farandole`."""
-    files = sorted(ROOT.rglob("*.py"))
-    return [path for path in files if layer_of(path) != "testing" and path.name != "__main__.py"]
+    """All but what is for tests, the demo, which is one that people watch, and the door of `python -m farandole`."""
+    files = [path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py"))]
+    outside = {("testing",), ("integrations", "demo"), ("__main__.py",)}
+    return [ROOT / path for path in files if path.parts[:1] not in outside and path.parts[:2] not in outside]
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -147,12 +177,27 @@ def test_the_date_of_a_machine_is_for_display() -> None:
     assert [path.name for path in ours if "time" in imports(path.read_text())] == []
 
 
-def test_the_table_of_the_architecture_page_is_this_one() -> None:
-    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
-    rows = {
-        name: set(re.findall(r"`(\w+)`", others)) for name, others in re.findall(r"^\| `(\w+)` \|(.*)\|$", page, re.M)
-    }
-    assert rows == {name: others for name, others in MAY_IMPORT.items() if name != BASE}
+def test_the_tables_of_the_architecture_pages_are_these() -> None:
+    docs = ROOT.parents[1] / "docs"
+    tables = "".join(page.read_text() for page in [docs / "architecture.md", *sorted((docs / "storeys").glob("*.md"))])
+    known = {**STOREYS, **MAY_IMPORT}
+    rows = re.findall(r"^\| `([\w/]+)` \|([^|]*)\|", tables, re.M)
+    assert {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows if name in known} == known
+
+
+def test_each_back_edge_that_is_listed_exists() -> None:
+    """Whoever cuts one takes it from the list."""
+    for file, edges in BACK_EDGES.items():
+        places = [place_of(name.split(".")[1:]) for name in imports((ROOT / file).read_text()) if "farandole." in name]
+        assert edges <= {f"{storey}/{package}" for storey, package in places}, file
+
+
+@pytest.mark.parametrize(
+    "place",
+    [*registry.FACTORIES.values(), *(p for each in registry.COMMANDS.values() for p in (each.function, each.parser))],
+)
+def test_what_is_registered_exists(place: str) -> None:
+    assert callable(registry.part(place))
 
 
 def test_there_are_files_to_check() -> None:
@@ -162,36 +207,67 @@ def test_there_are_files_to_check() -> None:
 @pytest.mark.parametrize(
     ("place", "source", "found"),
     [
-        ("coordinator/a.py", "import torch", "coordinator imports torch"),
-        ("coordinator/a.py", "from farandole.worker import link", "coordinator imports farandole.worker.link"),
-        ("worker/a.py", "from farandole.coordinator.job import Job", "worker imports farandole.coordinator.job.Job"),
-        ("state/a.py", "def f():\n    from farandole.data import loader", "state imports farandole.data.loader"),
-        ("launch/a.py", "from farandole.testing import records", "launch imports farandole.testing.records"),
-        ("data/a.py", '"""Order. Pure."""\nimport threading', "a pure file imports threading"),
-        ("data/a.py", '"""Pure: no clock."""\nimport socket', "a pure file imports socket"),
-        ("data/a.py", "import os\nx = os.environ", "reads os.environ"),
-        ("launch/a.py", "import os\nx = os.getenv('A')", "reads os.environ"),
-        ("data/a.py", "from os import environ as e", "reads os.environ"),
-        ("env.py", "import os\nx = os.environ", "reads os.environ"),
-        ("env/a.py", "from farandole.worker import link", "base imports farandole.worker.link"),
-        ("data/a.py", "import time", "reads the time"),
-        ("a.py", "import torch", "base imports torch"),
+        ("job/coordinator/a.py", "import torch", "job/coordinator imports torch"),
+        (
+            "job/coordinator/a.py",
+            "from farandole.training.worker import link",
+            "job/coordinator imports farandole.training.worker.link",
+        ),
+        (
+            "job/coordinator/a.py",
+            "from farandole.job.launch import cli",
+            "job/coordinator imports farandole.job.launch.cli",
+        ),
+        (
+            "training/worker/a.py",
+            "from farandole.job.coordinator.job import Job",
+            "training/worker imports farandole.job.coordinator.job.Job",
+        ),
+        (
+            "training/state/a.py",
+            "def f():\n    from farandole.training.data import loader",
+            "training/state imports farandole.training.data.loader",
+        ),
+        (
+            "training/state/a.py",
+            "from farandole.integrations.ddp import module",
+            "training/state imports farandole.integrations.ddp.module",
+        ),
+        (
+            "integrations/slurm/a.py",
+            "from farandole.integrations.ray import ray_engine",
+            "integrations/slurm imports farandole.integrations.ray.ray_engine",
+        ),
+        ("training/state/a.py", "from farandole import elastic", "training/state imports farandole.elastic"),
+        ("job/launch/a.py", "from farandole.testing import proof", "job/launch imports farandole.testing.proof"),
+        ("training/data/a.py", '"""Order. Pure."""\nimport threading', "a pure file imports threading"),
+        ("training/data/a.py", '"""Pure: no clock."""\nimport socket', "a pure file imports socket"),
+        ("training/data/a.py", "import os\nx = os.environ", "reads os.environ"),
+        ("job/launch/a.py", "import os\nx = os.getenv('A')", "reads os.environ"),
+        ("training/data/a.py", "from os import environ as e", "reads os.environ"),
+        ("base/env.py", "import os\nx = os.environ", "reads os.environ"),
+        (
+            "base/env/a.py",
+            "from farandole.training.worker import link",
+            "base/env imports farandole.training.worker.link",
+        ),
+        ("training/data/a.py", "import time", "reads the time"),
+        ("errors.py", "import torch", "base/ imports torch"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, place: str, source: str, found: str) -> None:
-    for folder in MAY_IMPORT.keys() | BASE_FOLDERS | {"testing"}:
-        (tmp_path / folder).mkdir()
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / place).write_text(source)
     assert found in violations(tmp_path / place, tmp_path)
 
 
 def test_the_folder_env_reads_the_environment_and_everyone_may_import_it(tmp_path: Path) -> None:
-    for folder in ("env", "coordinator"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "env" / "a.py").write_text("import os\nx = os.environ")
-    (tmp_path / "coordinator" / "a.py").write_text("from farandole.env.a import x")
-    assert violations(tmp_path / "env" / "a.py", tmp_path) == []
-    assert violations(tmp_path / "coordinator" / "a.py", tmp_path) == []
+    for folder in ("base/env", "job/coordinator"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "base" / "env" / "a.py").write_text("import os\nx = os.environ")
+    (tmp_path / "job" / "coordinator" / "a.py").write_text("from farandole.base.env.a import x")
+    assert violations(tmp_path / "base" / "env" / "a.py", tmp_path) == []
+    assert violations(tmp_path / "job" / "coordinator" / "a.py", tmp_path) == []
 
 
 def test_imports_for_type_checkers_are_no_imports() -> None:

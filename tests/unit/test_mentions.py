@@ -14,7 +14,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "farandole"
-PAGES = ("architecture.md", "when-a-worker-dies.md", "glossary.md")
+STOREYS = ("base", "job", "training", "integrations")
+PAGES = ("architecture.md", "when-a-worker-dies.md", "glossary.md", *(f"storeys/{name}.md" for name in STOREYS))
 
 FILE = re.compile(r"(?<![\w./-])(?:\w+/)*\w+\.py\b")
 FOLDER = re.compile(r"`((?:[\w-]+/)+)`")
@@ -94,7 +95,7 @@ def test_every_file_folder_and_function_that_a_page_mentions_exists(page: str) -
 def test_a_file_that_is_gone_is_found(tmp_path: Path) -> None:
     source = tmp_path / "a.py"
     source.write_text(
-        '"""As gone.py does; see coordinator/decide.py."""\nx = 1  # data/decide.py\n"""By decide.py."""\n'
+        '"""As gone.py does; see job/coordinator/decide.py."""\nx = 1  # data/decide.py\n"""By decide.py."""\n'
     )
     assert [mention for text in texts(source) for mention in missing_in(text)] == ["data/decide.py", "gone.py"]
 

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 import yaml
 
-from farandole.launch.arguments import split_command
-from farandole.launch.run_parser import value_counts
+from farandole.base.command_parser import value_counts
+from farandole.job.launch.arguments import split_command
 from tests.support.pages import ROOT, Block, blocks_of_docstrings, blocks_of_pages, pages
 
 LANGUAGES = {
@@ -189,7 +189,7 @@ def test_the_page_of_the_commands_has_every_command_and_option() -> None:
 
 
 def test_the_page_of_the_events_has_every_event() -> None:
-    names = re.findall(r"^class (\w+)\(Event\)", (ROOT / "src/farandole/events.py").read_text(), re.MULTILINE)
+    names = re.findall(r"^class (\w+)\(Event\)", (ROOT / "src/farandole/base/events.py").read_text(), re.MULTILINE)
     text = from_code().events_text()
     assert [name for name in names if f"| `{name}` |" not in text] == []
     assert re.findall(r"^\| `(\w+)` \| \w+ \|  \|", text, re.MULTILINE) == [], "events without a meaning"

@@ -9,7 +9,7 @@ import pytest
 import torch  # noqa: F401 - before autoload.py, which it loads itself
 
 import farandole
-from farandole.process_group import autoload
+from farandole.integrations.torchrun.process_group import autoload
 
 
 @pytest.mark.parametrize(("platform", "words"), [("darwin", "macOS"), ("win32", "WSL 2"), ("freebsd14", "freebsd14")])

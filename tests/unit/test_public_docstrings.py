@@ -161,7 +161,9 @@ def is_error(public: Public) -> bool:
 
 
 def without_errors(public: Public) -> bool:
-    return public.name in WITHOUT_ERRORS or public.module == "farandole.worker.capabilities" or is_error(public)
+    return (
+        public.name in WITHOUT_ERRORS or public.module == "farandole.training.worker.capabilities" or is_error(public)
+    )
 
 
 @pytest.mark.parametrize(("module", "name"), [*PUBLIC, *ERRORS])

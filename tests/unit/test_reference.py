@@ -6,10 +6,10 @@ import argparse
 import re
 from pathlib import Path
 
-from farandole.env import HorovodSettings
-from farandole.launch.agent_command import agent_parser
-from farandole.launch.horovod_settings import SETTINGS
-from farandole.launch.run_parser import run_parser
+from farandole.base.env import HorovodSettings
+from farandole.integrations.horovod.horovod_settings import SETTINGS
+from farandole.job.launch.agent_command import agent_parser
+from farandole.job.launch.run_parser import run_parser
 
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE = (DOCS / "reference.md").read_text()

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from farandole.coordinator.coordinator_factory import COORDINATOR_NAME, FACTORY_NAME
+from farandole.job.coordinator.coordinator_factory import COORDINATOR_NAME, FACTORY_NAME
 
 _POLL_S = 0.002
 _STOP_S = 20.0
 
 FARANDOLE_RUN = (sys.executable, "-m", "farandole", "run")
-_CODE = "import sys; from farandole.launch.horovodrun import main; sys.exit(main())"
+_CODE = "import sys; from farandole.integrations.horovod.horovodrun import main; sys.exit(main())"
 HOROVODRUN = (sys.executable, "-c", _CODE)  # the command belongs to a separate distribution
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import farandole as fd
-from farandole.state import step
+from farandole.training.state import step
 
 
 class Records:

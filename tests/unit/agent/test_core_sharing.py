@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.agent.host_resources import threads_of_each, workers_at_most
-from farandole.config import JobConfig
+from farandole.base.config import JobConfig
+from farandole.job.agent.host_resources import threads_of_each, workers_at_most
 
 
 @pytest.mark.parametrize(

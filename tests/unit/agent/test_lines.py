@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from farandole.agent.process import LONGEST_LINE_BYTES, REDRAW_S, LineSplitter
+from farandole.job.agent.process import LONGEST_LINE_BYTES, REDRAW_S, LineSplitter
 
 CHUNKS = st.lists(st.binary(max_size=20).map(lambda data: data.replace(b"\r", b"")))
 

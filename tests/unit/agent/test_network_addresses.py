@@ -7,8 +7,8 @@ import ipaddress
 import psutil
 import pytest
 
-from farandole.agent.network_addresses import address_towards, addresses_for, own_addresses
 from farandole.errors import ConfigError
+from farandole.job.agent.network_addresses import address_towards, addresses_for, own_addresses
 
 
 def loopback_interface() -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.agent.preemption import Metadata, MetadataUnavailable, Notice, cloud_of_machine, watch_for_notices
-from farandole.config import Preemption, parse_preemption
+from farandole.base.config import Preemption, parse_preemption
+from farandole.base.events import PreemptionAnnounced, PreemptionUnwatched, PreemptionWatched
 from farandole.errors import ConfigError
-from farandole.events import PreemptionAnnounced, PreemptionUnwatched, PreemptionWatched
+from farandole.job.agent.preemption import Metadata, MetadataUnavailable, Notice, cloud_of_machine, watch_for_notices
 from tests.support.metadata_services import MetadataService, aws, azure, azure_event, gcp
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
@@ -20,7 +20,7 @@ from tests.support.waiting import DEADLINE_S, EventLog, run
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service is asked more often than a cloud would like."""
     for name in ("_AwsInterruption", "_AwsRebalance", "_GcpValue", "_AzureEvents"):
-        monkeypatch.setattr(f"farandole.agent.preemption.{name}.every_s", 0.02)
+        monkeypatch.setattr(f"farandole.job.agent.preemption.{name}.every_s", 0.02)
 
 
 async def first_notice(cloud: str, service: MetadataService, change: Callable[[], None], log: EventLog) -> Notice:
@@ -108,7 +108,7 @@ def test_a_service_in_trouble_is_reported_once_and_asked_until_it_answers(
     cloud: str, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_ANSWER_S", "_AZURE_FIRST_S"):
-        monkeypatch.setattr(f"farandole.agent.preemption.{name}", 0.2)
+        monkeypatch.setattr(f"farandole.job.agent.preemption.{name}", 0.2)
     service, log = {"aws": aws, "gcp": gcp, "azure": azure}[cloud](), EventLog()
     service.trouble = trouble
     notice_of = {

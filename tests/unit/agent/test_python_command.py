@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.agent.fork_server import PythonCommand, python_command
-from farandole.agent.spawner import forkable
+from farandole.job.agent.fork_server import PythonCommand, python_command
+from farandole.job.agent.spawner import forkable
 
 
 @pytest.mark.parametrize(

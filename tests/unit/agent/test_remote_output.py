@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from farandole.agent.remote_agent import UNSENT_LIMIT, ForwardedOutput, RemoteOutput
-from farandole.wire.channel import AGENT_FRAME_LIMIT, AGENT_MESSAGES, decode, encode
-from farandole.wire.messages import Message, WorkerPrinted, WorkerRanked, WorkerSilent
+from farandole.base.wire.channel import AGENT_FRAME_LIMIT, AGENT_MESSAGES, decode, encode
+from farandole.base.wire.messages import Message, WorkerPrinted, WorkerRanked, WorkerSilent
+from farandole.job.agent.remote_agent import UNSENT_LIMIT, ForwardedOutput, RemoteOutput
 from tests.support.waiting import run
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.agent.session_records import SessionRecords
-from farandole.membership import DataAddress, GenerationId, Peer, Placement
-from farandole.wire.messages import (
+from farandole.base.membership import DataAddress, GenerationId, Peer, Placement
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     AgentLeaving,
@@ -30,6 +29,7 @@ from farandole.wire.messages import (
     WorkerExited,
     WorkersTold,
 )
+from farandole.job.agent.session_records import SessionRecords
 
 HERE = DataAddress("127.0.0.1", 7)
 ID = GenerationId(1, 1, 4, "job-4")

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from farandole.agent.process import is_stopped
-from farandole.agent.stack_dumps import Dump, StackDumps
-from farandole.liveness.status_reporting import StatusPage
+from farandole.base.liveness.status_reporting import StatusPage
+from farandole.job.agent.process import is_stopped
+from farandole.job.agent.stack_dumps import Dump, StackDumps
 from tests.support.waiting import run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
 
 CODE = """
 import ctypes, os, sys, threading
-from farandole.liveness.status_reporting import open_status_page
+from farandole.base.liveness.status_reporting import open_status_page
 open_status_page(sys.argv[1], gives_exit_notice=False)
 def in_another_thread():
     threading.Event().wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.agent.process import StoppedWatch
+from farandole.job.agent.process import StoppedWatch
 
 
 def test_a_worker_stopped_at_every_look_is_named_once_the_limit_is_reached() -> None:

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from farandole.agent.worker_telemetry import USAGE_EVERY_S, TelemetryMeter
-from farandole.liveness import logged_numbers, status_reporting
-from farandole.liveness.logged_numbers import LoggedNumbers
-from farandole.liveness.status_reporting import OwnStatusPage, StatusPage
-from farandole.membership import Phase, WorkerTelemetry
+from farandole.base.liveness import logged_numbers, status_reporting
+from farandole.base.liveness.logged_numbers import LoggedNumbers
+from farandole.base.liveness.status_reporting import OwnStatusPage, StatusPage
+from farandole.base.membership import Phase, WorkerTelemetry
+from farandole.job.agent.worker_telemetry import USAGE_EVERY_S, TelemetryMeter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from farandole import elastic
-from farandole.checkpoint.checkpoint_writer import CheckpointWriter, Written
-from farandole.checkpoint.file_format import read_files
-from farandole.checkpoint.folder import CheckpointFolder, Found
-from farandole.checkpoint.restore import read_newest, restore
-from farandole.checkpoint.snapshot import Staging, live
+from farandole.base.checkpoints.folder import CheckpointFolder, Found
+from farandole.base.membership import Progress
 from farandole.errors import ConfigError
-from farandole.membership import Progress
-from farandole.state import step
+from farandole.training.checkpoint.checkpoint_writer import CheckpointWriter, Written
+from farandole.training.checkpoint.file_format import read_files
+from farandole.training.checkpoint.restore import read_newest, restore
+from farandole.training.checkpoint.snapshot import Staging, live
+from farandole.training.state import step
 
 pytestmark = pytest.mark.core
 

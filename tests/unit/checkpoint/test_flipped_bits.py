@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.checkpoint.file_format import STATE, TENSORS, write_files
-from farandole.checkpoint.folder import MANIFEST, CheckpointFolder
-from farandole.checkpoint.manifest import FORMAT, Manifest
-from farandole.checkpoint.restore import read_newest
-from farandole.checkpoint.snapshot import to_json
+from farandole.base.checkpoints.folder import MANIFEST, CheckpointFolder
+from farandole.base.checkpoints.manifest import FORMAT, Manifest
+from farandole.training.checkpoint.file_format import STATE, TENSORS, write_files
+from farandole.training.checkpoint.restore import read_newest
+from farandole.training.checkpoint.snapshot import to_json
 
 pytestmark = pytest.mark.core
 

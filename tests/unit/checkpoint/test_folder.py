@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, write_file
-from farandole.checkpoint.manifest import FORMAT, Manifest
+from farandole.base.checkpoints.folder import MANIFEST, CheckpointFolder, write_file
+from farandole.base.checkpoints.manifest import FORMAT, Manifest
 
 
 def publish(folder: CheckpointFolder, step: int, run_id: int = 1) -> Path:

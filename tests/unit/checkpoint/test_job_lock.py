@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.checkpoint.folder import JobLock, has_lost_it, lock
-from farandole.checkpoint.store import LocalStore
+from farandole.base.checkpoints.folder import JobLock, has_lost_it, lock
+from farandole.base.checkpoints.store import LocalStore
 from farandole.errors import ConfigError
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from farandole.checkpoint.snapshot import from_json, to_json
 from farandole.errors import ConfigError
+from farandole.training.checkpoint.snapshot import from_json, to_json
 
 pytestmark = pytest.mark.core
 

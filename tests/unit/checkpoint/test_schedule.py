@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.checkpoint.schedule import Due, Every, parse_every
+from farandole.base.checkpoints.schedule import Due, Every, parse_every
 from farandole.errors import ConfigError
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, begin_job, write_file
-from farandole.checkpoint.manifest import FORMAT, Manifest
-from farandole.checkpoint.store import LocalStore, Store, normalized, open_store
-from farandole.env import CheckpointEnv
+from farandole.base.checkpoints.folder import MANIFEST, CheckpointFolder, begin_job, write_file
+from farandole.base.checkpoints.manifest import FORMAT, Manifest
+from farandole.base.checkpoints.store import LocalStore, Store, normalized, open_store
+from farandole.base.env import CheckpointEnv
 from farandole.errors import ConfigError
 from tests.objects.flat_objects import FlatObjects
 
@@ -146,7 +146,7 @@ def test_places_mean_the_same_from_elsewhere(tmp_path: Path, monkeypatch: pytest
 
 
 def test_write_all_goes_on_where_a_write_stopped() -> None:
-    from farandole.checkpoint.store import write_all
+    from farandole.base.checkpoints.store import write_all
 
     class Slow(io.BytesIO):
         def write(self, data: Any) -> int:

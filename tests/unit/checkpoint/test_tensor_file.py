@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.checkpoint.file_format import read_tensors, write_tensors
-from farandole.checkpoint.manifest import FileSum
-from farandole.checkpoint.store import LocalStore
+from farandole.base.checkpoints.manifest import FileSum
+from farandole.base.checkpoints.store import LocalStore
 from farandole.errors import ConfigError
+from farandole.training.checkpoint.file_format import read_tensors, write_tensors
 
 pytestmark = pytest.mark.core
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from farandole.collectives.chunks import Algorithm, choose_algorithm
+from farandole.training.collectives.chunks import Algorithm, choose_algorithm
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64, 1000])

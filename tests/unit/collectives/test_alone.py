@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives.alone import AloneTransport
 from farandole.errors import GenerationEnded
+from farandole.training.collectives.alone import AloneTransport
 
 pytestmark = pytest.mark.core
 

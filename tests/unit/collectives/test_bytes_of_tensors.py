@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives.connection_pair import as_bytes, byte_view, bytes_of, flat_view
+from farandole.training.collectives.connection_pair import as_bytes, byte_view, bytes_of, flat_view
 
 pytestmark = pytest.mark.core
 

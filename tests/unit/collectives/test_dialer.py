@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.collectives.dialer import hosts_to_try
-from farandole.membership import DataAddress
+from farandole.base.membership import DataAddress
+from farandole.training.collectives.dialer import hosts_to_try
 
 HERE = ("10.0.0.1", "172.17.0.1", "fd00::1")
 

@@ -9,8 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from farandole.collectives.gloo_transport import find_connections, find_listening_address, shut_down_connections
-from farandole.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.ring_store import ExchangedStore
+from tests.support.gloo_transport import (
+    find_connections,
+    find_listening_address,
+    shut_down_connections,
+)
 
 pytestmark = pytest.mark.core
 

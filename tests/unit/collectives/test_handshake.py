@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.errors import AuthenticationError, ProtocolError
-from farandole.membership import GenerationId
-from farandole.wire.authentication import (
+from farandole.base.membership import GenerationId
+from farandole.base.wire.authentication import (
     SUBJECT_LIMIT,
     DialerHandshake,
     Introduction,
@@ -17,6 +16,7 @@ from farandole.wire.authentication import (
     Role,
     decode_introduction,
 )
+from farandole.errors import AuthenticationError, ProtocolError
 
 KEY, NONCE = b"k" * 32, b"a" * 32
 INTRODUCTION = Introduction(GenerationId(1, 1, 7, "x"), "w1", "w2")

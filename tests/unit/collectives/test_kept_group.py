@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.collectives.kept_group import (
+from farandole.training.collectives.kept_group import (
     KeptGroup,
     Members,
     Offer,
@@ -17,7 +17,7 @@ from farandole.collectives.kept_group import (
     agreed_members,
     make_reconfigurable,
 )
-from farandole.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.ring_store import ExchangedStore
 from tests.support.rings import needs_reconfigure
 
 pytestmark = pytest.mark.core

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives.nccl_transport import nccl_problem, own_nccl_problem
+from farandole.training.collectives.nccl_transport import nccl_problem, own_nccl_problem
 
 
 @pytest.mark.parametrize(

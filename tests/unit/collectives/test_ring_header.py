@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from farandole.collectives.connection_pair import dtype_code
-from farandole.collectives.ring import HEADER_BYTES, Header, TransportOperation, describe_packed, sequence_of
-from farandole.collectives.transport import Reduction
+from farandole.training.collectives.connection_pair import dtype_code
+from farandole.training.collectives.ring import HEADER_BYTES, Header, TransportOperation, describe_packed, sequence_of
+from farandole.training.collectives.transport import Reduction
 
 
 def test_a_header_describes_itself_before_and_after_its_way() -> None:

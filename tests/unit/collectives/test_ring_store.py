@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.ring_store import ExchangedStore
 
 
 @pytest.fixture

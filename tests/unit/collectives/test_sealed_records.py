@@ -10,11 +10,11 @@ from contextlib import suppress
 
 import pytest
 
-from farandole.collectives import sealed_records
-from farandole.collectives.encrypted_socket import PIECE, EncryptedSocket
-from farandole.collectives.sealed_records import SealedRecords, new_key
-from farandole.wire.authentication import Role
-from farandole.wire.encryption import EncryptionFailed
+from farandole.base.wire.authentication import Role
+from farandole.base.wire.encryption import EncryptionFailed
+from farandole.training.collectives import sealed_records
+from farandole.training.collectives.encrypted_socket import PIECE, EncryptedSocket
+from farandole.training.collectives.sealed_records import SealedRecords, new_key
 from tests.support.certificates import of_this_process
 
 pytestmark = pytest.mark.core

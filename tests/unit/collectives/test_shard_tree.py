@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from farandole.collectives.shard_tree import (
+from farandole.training.collectives.shard_tree import (
     Division,
     Node,
     are_siblings,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives.alone import AloneTransport
-from farandole.collectives.device_transport import StagedTransport, shared_devices
-from farandole.collectives.transport_choice import Devices, Way, decide, own_devices, staging_reason, uses_nccl
 from farandole.errors import ConfigError
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.collectives.device_transport import StagedTransport, shared_devices
+from farandole.training.collectives.transport_choice import Devices, Way, decide, own_devices, staging_reason, uses_nccl
 
 pytestmark = pytest.mark.core
 
@@ -22,9 +22,6 @@ pytestmark = pytest.mark.core
         ("aa", "shm", Way.SHARED_MEMORY),
         ("aa", "hierarchical", Way.SHARED_MEMORY),
         ("aa", "tcp", Way.TCP),
-        ("aa", "gloo", Way.GLOO),
-        ("aab", "gloo", Way.GLOO),
-        ("a", "gloo", Way.ALONE),
         ("ab", "auto", Way.TCP),
         ("ab", "hierarchical", Way.TCP),
         ("aab", "auto", Way.HIERARCHICAL),
@@ -66,7 +63,7 @@ FINE, ONE, NONE = Devices(2, ""), Devices(1, ""), Devices(0, "torch finds no CUD
 )
 def test_nccl_is_for_worlds_with_a_device_for_each_worker(hosts: str, devices: list[Devices], is_used: bool) -> None:
     assert uses_nccl(hosts, devices, "auto") is is_used
-    for choice in ("tcp", "shm", "hierarchical", "gloo"):
+    for choice in ("tcp", "shm", "hierarchical"):
         assert not uses_nccl(hosts, devices, choice)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.config import MOST_AGENTS, MOST_SLOTS, MOST_WORKERS, JobConfig
-from farandole.coordinator.admission import why_not_admitted
+from farandole.base.config import MOST_AGENTS, MOST_SLOTS, MOST_WORKERS, JobConfig
+from farandole.base.wire.messages import PROTOCOL_VERSION, AgentHello
 from farandole.errors import ConfigError
-from farandole.wire.messages import PROTOCOL_VERSION, AgentHello
+from farandole.job.coordinator.admission import why_not_admitted
 
 
 def offer(slots: int = 1, agent: str = "a", host: str = "a") -> AgentHello:

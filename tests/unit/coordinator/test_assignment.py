@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator.capacity import placements, ring_neighbours
-from farandole.membership import DataAddress, Placement
-from farandole.wire.messages import Spawn
+from farandole.base.membership import DataAddress, Placement
+from farandole.base.wire.messages import Spawn
+from farandole.job.coordinator.capacity import placements, ring_neighbours
 from tests.support.told_job import ToldJob
 
 

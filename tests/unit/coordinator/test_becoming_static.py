@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.control_requests import judge, status_of
-from farandole.events import AllWorkersRestart, JobBecameStatic
-from farandole.wire.control import AskScale, Declined
-from farandole.wire.messages import Kill
+from farandole.base.events import AllWorkersRestart, JobBecameStatic
+from farandole.base.wire.control import AskScale, Declined
+from farandole.base.wire.messages import Kill
+from farandole.job.coordinator.control_requests import judge, status_of
 from tests.support.told_job import ToldJob
 
 REASON = "train.py:41: a second training loader"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator import AgentLost, AgentReported, ScaleRequested
-from farandole.events import SlotsMissing, WorkerLost
-from farandole.membership import DataAddress
-from farandole.wire.messages import (
+from farandole.base.events import SlotsMissing, WorkerLost
+from farandole.base.membership import DataAddress
+from farandole.base.wire.messages import (
     AgentHello,
     FromWorker,
     Heartbeat,
@@ -18,6 +17,7 @@ from farandole.wire.messages import (
     Synced,
     WorkerExited,
 )
+from farandole.job.coordinator import AgentLost, AgentReported, ScaleRequested
 from tests.support.told_job import ToldJob
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import StopRequested, new_job
-from farandole.events import CheckpointFailed, CheckpointSaved, StateLost
-from farandole.membership import Origin, Progress
-from farandole.wire.messages import CheckpointEnded, ForwardToWorkers, MayPublish, PublishAnswer, Stop
+from farandole.base.events import CheckpointFailed, CheckpointSaved, StateLost
+from farandole.base.membership import Origin, Progress
+from farandole.base.wire.messages import CheckpointEnded, ForwardToWorkers, MayPublish, PublishAnswer, Stop
+from farandole.job.coordinator import StopRequested, new_job
 from tests.support.told_job import ToldJob
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator import DrainRequested, ScaleRequested, UndrainRequested
-from farandole.coordinator.control_requests import judge, status_of
-from farandole.events import HostUndrained
-from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined, is_drained, is_scaled
-from farandole.wire.messages import Dismissed
+from farandole.base.events import HostUndrained
+from farandole.base.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined, is_drained, is_scaled
+from farandole.base.wire.messages import Dismissed
+from farandole.job.coordinator import DrainRequested, ScaleRequested, UndrainRequested
+from farandole.job.coordinator.control_requests import judge, status_of
 from tests.support.told_job import ToldJob
 
 

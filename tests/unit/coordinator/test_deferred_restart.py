@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentReported
-from farandole.wire.messages import Leaving, WorkerDying
+from farandole.base.wire.messages import Leaving, WorkerDying
+from farandole.job.coordinator import AgentReported
 from tests.support.told_job import ToldJob
 
 

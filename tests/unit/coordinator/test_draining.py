@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentLost, AgentReported, capacity
-from farandole.coordinator.job import Transition
-from farandole.events import HostDrained, WorkerEnded
-from farandole.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill, Left, Prepare
+from farandole.base.events import HostDrained, WorkerEnded
+from farandole.base.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill, Left, Prepare
+from farandole.job.coordinator import AgentLost, AgentReported, capacity
+from farandole.job.coordinator.job import Transition
 from tests.support.told_job import ToldJob
 
 

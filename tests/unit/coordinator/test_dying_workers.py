@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentReported, ScaleRequested
-from farandole.events import TrainingCutShort, WorkerLost
-from farandole.wire.messages import Failed, WorkerDying
+from farandole.base.events import TrainingCutShort, WorkerLost
+from farandole.base.wire.messages import Failed, WorkerDying
+from farandole.job.coordinator import AgentReported, ScaleRequested
 from tests.support.told_job import ToldJob
 
 

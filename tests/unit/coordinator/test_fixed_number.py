@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.control_requests import judge
-from farandole.events import NumberOfWorkersFixed, NumberOfWorkersFreed
-from farandole.wire.control import AskScale, Declined
-from farandole.wire.messages import WorkersFixed
+from farandole.base.events import NumberOfWorkersFixed, NumberOfWorkersFreed
+from farandole.base.wire.control import AskScale, Declined
+from farandole.base.wire.messages import WorkersFixed
+from farandole.job.coordinator.control_requests import judge
 from tests.support.told_job import ToldJob
 
 FIXED = WorkersFixed(3, "train.py:9: gradients flow through a gathered tensor")

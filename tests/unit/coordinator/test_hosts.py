@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from farandole.events import HostAdded, HostRemoved
-from farandole.membership import Placement
-from farandole.wire.messages import Dismissed, ForwardToWorkers, Kill, Leaving, Prepare, Spawn, StartWorkers
+from farandole.base.events import HostAdded, HostRemoved
+from farandole.base.membership import Placement
+from farandole.base.wire.messages import Dismissed, ForwardToWorkers, Kill, Leaving, Prepare, Spawn, StartWorkers
 from tests.support.told_job import ToldJob
 
 

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 
-from farandole.coordinator import AgentConnected, AgentReported, ScaleRequested, decide
-from farandole.coordinator.job import listed
-from farandole.coordinator.server import rest_s
-from farandole.events import RegroupBegan, WorkerLost, WorkerSpawned
-from farandole.wire.messages import Failed, FromWorker, Ready, WorkerDying, WorkerExited
+from farandole.base.events import RegroupBegan, WorkerLost, WorkerSpawned
+from farandole.base.wire.messages import Failed, FromWorker, Ready, WorkerDying, WorkerExited
+from farandole.job.coordinator import AgentConnected, AgentReported, ScaleRequested, decide
+from farandole.job.coordinator.job import listed
+from farandole.job.coordinator.server import rest_s
 from tests.support.told_job import ToldJob
 
 

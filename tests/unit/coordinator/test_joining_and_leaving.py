@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator import ScaleRequested
-from farandole.events import ScaleRefused, WorkerEnded
-from farandole.wire.messages import Kill, Leaving
+from farandole.base.events import ScaleRefused, WorkerEnded
+from farandole.base.wire.messages import Kill, Leaving
+from farandole.job.coordinator import ScaleRequested
 from tests.support.told_job import ToldJob
 
 

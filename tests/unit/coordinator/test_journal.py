@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from farandole.coordinator import journal
-from farandole.coordinator.job import Job
-from farandole.coordinator.journal import (
+from farandole.base.membership import Address
+from farandole.base.wire.message_log import MessageLog
+from farandole.job.coordinator import journal
+from farandole.job.coordinator.job import Job
+from farandole.job.coordinator.journal import (
     AgentSession,
     CoordinatorState,
     Journal,
@@ -22,9 +24,7 @@ from farandole.coordinator.journal import (
     decoded,
     files_in_memory,
 )
-from farandole.coordinator.launcher_link import KeptFrames
-from farandole.membership import Address
-from farandole.wire.message_log import MessageLog
+from farandole.job.coordinator.launcher_link import KeptFrames
 from tests.support.told_job import ToldJob
 
 JOB = "a-job"

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from farandole.coordinator.launcher_link import FramesHandled, Link
+from farandole.job.coordinator.launcher_link import FramesHandled, Link
 from tests.support.waiting import DEADLINE_S, run
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentLost
-from farandole.events import StateLost
-from farandole.membership import Origin
-from farandole.wire.messages import StartWorkers
+from farandole.base.events import StateLost
+from farandole.base.membership import Origin
+from farandole.base.wire.messages import StartWorkers
+from farandole.job.coordinator import AgentLost
 from tests.support.told_job import ToldJob
 
 

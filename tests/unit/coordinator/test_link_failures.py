@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator.failure_detection import cover_but_one_holder, smallest_cover
-from farandole.events import TransportChosen
-from farandole.wire.messages import Connected, Kill, LinkBroken
+from farandole.base.events import TransportChosen
+from farandole.base.wire.messages import Connected, Kill, LinkBroken
+from farandole.job.coordinator.failure_detection import cover_but_one_holder, smallest_cover
 from tests.support.told_job import ToldJob
 
 

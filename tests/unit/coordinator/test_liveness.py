@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.coordinator.failure_detection import JobClock, Silence
+from farandole.job.coordinator.failure_detection import JobClock, Silence
 
 
 class HandClock:

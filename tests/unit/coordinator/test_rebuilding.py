@@ -7,14 +7,10 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator.decide import decide
-from farandole.coordinator.inputs import AgentReported, Tick
-from farandole.coordinator.job import Action, Job, Log, SendAgent, new_job
-from farandole.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed
-from farandole.events import JobEnds, JobRebuilt
-from farandole.membership import DataAddress, GenerationId
-from farandole.wire.messages import (
+from farandole.base.config import JobConfig
+from farandole.base.events import JobEnds, JobRebuilt
+from farandole.base.membership import DataAddress, GenerationId
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     AgentHello,
@@ -28,6 +24,10 @@ from farandole.wire.messages import (
     ToldWorker,
     WorkersTold,
 )
+from farandole.job.coordinator.decide import decide
+from farandole.job.coordinator.inputs import AgentReported, Tick
+from farandole.job.coordinator.job import Action, Job, Log, SendAgent, new_job
+from farandole.job.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed
 
 CONFIG = JobConfig(3, deferred_restart_s=0.0)
 FIRST, SECOND = (GenerationId(1, 1, number, f"job-{number}") for number in (4, 5))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.coordinator import AgentLost, AgentReported, StepsSeen
-from farandole.events import Recovered
-from farandole.membership import Origin
-from farandole.wire.messages import WorkerDying, WorkerExited
+from farandole.base.events import Recovered
+from farandole.base.membership import Origin
+from farandole.base.wire.messages import WorkerDying, WorkerExited
+from farandole.job.coordinator import AgentLost, AgentReported, StepsSeen
 from tests.support.told_job import ToldJob
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator import StopRequested
-from farandole.events import ExitsAwaited, TrainingCutShort
-from farandole.membership import Shortfall
-from farandole.wire.messages import JobOver, Kill, Leaving
+from farandole.base.events import ExitsAwaited, TrainingCutShort
+from farandole.base.membership import Shortfall
+from farandole.base.wire.messages import JobOver, Kill, Leaving
+from farandole.job.coordinator import StopRequested
 from tests.support.told_job import ToldJob
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from farandole.coordinator.capacity import HEALTHY_S, backoff_s
-from farandole.events import SlotBackoff, WorkerSpawned
+from farandole.base.events import SlotBackoff, WorkerSpawned
+from farandole.job.coordinator.capacity import HEALTHY_S, backoff_s
 from tests.support.told_job import ToldJob
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator import AgentLost, ScaleRequested
+from farandole.base.config import JobConfig
+from farandole.base.events import SparesMissing, SpareWaits
+from farandole.base.wire.messages import Kill, Leaving
 from farandole.errors import ConfigError
-from farandole.events import SparesMissing, SpareWaits
-from farandole.wire.messages import Kill, Leaving
+from farandole.job.coordinator import AgentLost, ScaleRequested
 from tests.support.told_job import ToldJob
 
 

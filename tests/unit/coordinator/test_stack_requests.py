@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from farandole.coordinator.stack_requests import StackRequests
-from farandole.wire.channel import Channel
-from farandole.wire.control import ClientMessage, StacksOfWorker
-from farandole.wire.messages import Message, StacksWritten
+from farandole.base.wire.channel import Channel
+from farandole.base.wire.control import ClientMessage, StacksOfWorker
+from farandole.base.wire.messages import Message, StacksWritten
+from farandole.job.coordinator.stack_requests import StackRequests
 from tests.support.waiting import run
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from farandole.coordinator import AgentReported
-from farandole.events import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
-from farandole.wire.messages import Kill, LinkBroken, Spawn, WorkerMet
+from farandole.base.events import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
+from farandole.base.wire.messages import Kill, LinkBroken, Spawn, WorkerMet
+from farandole.job.coordinator import AgentReported
 from tests.support.told_job import ToldJob
 
 

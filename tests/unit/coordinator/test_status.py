@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from farandole.coordinator.control_requests import FOR_EVER, JobSummary, status_of, summary_of
-from farandole.launch.control_commands import format_status
-from farandole.membership import WorkerTelemetry
-from farandole.wire.control import HostStatus, PastEvent, Status
+from farandole.base.membership import WorkerTelemetry
+from farandole.base.wire.control import HostStatus, PastEvent, Status
+from farandole.job.coordinator.control_requests import FOR_EVER, JobSummary, status_of, summary_of
+from farandole.job.launch.control_commands import format_status
 from tests.support.told_job import ToldJob
 
 

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from farandole.coordinator import store_server
-from farandole.coordinator.store_server import MAGIC, Query, StoreServer
+from farandole.base.events import ConnectionRefused
+from farandole.base.wire.listening import Strangers
+from farandole.base.wire.peer_user import _is_supported
 from farandole.errors import ConfigError
-from farandole.events import ConnectionRefused
-from farandole.wire.listening import Strangers
-from farandole.wire.peer_user import _is_supported
+from farandole.job.coordinator import store_server
+from farandole.job.coordinator.store_server import MAGIC, Query, StoreServer
 from tests.support.waiting import EventLog, run
 
 HELLO = bytes([Query.VALIDATE]) + struct.pack("<I", MAGIC)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.wire.messages import ForwardToWorkers, Prepare
+from farandole.base.wire.messages import ForwardToWorkers, Prepare
 from tests.support.told_job import ToldJob
 
 

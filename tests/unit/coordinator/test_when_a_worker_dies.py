@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.coordinator import AgentLost
-from farandole.events import GenerationStarted, WorkerLost
-from farandole.wire.messages import Abort, ForwardToWorkers, Kill
+from farandole.base.events import GenerationStarted, WorkerLost
+from farandole.base.wire.messages import Abort, ForwardToWorkers, Kill
+from farandole.job.coordinator import AgentLost
 from tests.support.told_job import ToldJob
 
 

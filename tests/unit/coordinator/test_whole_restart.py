@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator import AgentLost, AgentReported, StopRequested
+from farandole.base.config import JobConfig
+from farandole.base.events import AllWorkersRestart, WorkerFailed
+from farandole.base.wire.messages import Elastic, Kill, RecordedError, Spawn, SpawnFailed, WorkerExited
 from farandole.errors import ConfigError
-from farandole.events import AllWorkersRestart, WorkerFailed
-from farandole.wire.messages import Elastic, Kill, RecordedError, Spawn, SpawnFailed, WorkerExited
+from farandole.job.coordinator import AgentLost, AgentReported, StopRequested
 from tests.support.told_job import ToldJob
 
 

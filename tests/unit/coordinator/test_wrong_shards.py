@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.events import HostDrained, ShardWrong
-from farandole.wire.messages import Kill, ShardDiffered
+from farandole.base.events import HostDrained, ShardWrong
+from farandole.base.wire.messages import Kill, ShardDiffered
 from tests.support.told_job import ToldJob
 
 WRONG = ShardDiffered(1, step=17, shard=3, ranks=(1,), witnesses=(0, 2))

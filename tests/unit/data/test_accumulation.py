@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import DataError, StepError
-from farandole.membership import GenerationId, Placement
-from farandole.state import step
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.state import step
 
 pytestmark = pytest.mark.core
 
@@ -99,7 +99,7 @@ def test_without_micro_batch_size_a_body_without_a_step_is_an_error() -> None:
 
 
 def test_a_body_that_never_steps_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.data.elastic_loader._MOST_PADDING", 5)
+    monkeypatch.setattr("farandole.training.data.elastic_loader._MOST_PADDING", 5)
     model, _, state = make(global_batch_size=12, micro_batch_size=12)
     batches = iter(state.loader)
     for _ in range(6):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.state import step
+from farandole.training.state import step
 
 Item = tuple[int, float, float, float]
 
@@ -99,7 +99,7 @@ class Plain(torch.utils.data.Dataset[Item]):
 
 def test_items_that_draw_nothing_are_made_once_and_cost_no_seeding(monkeypatch: pytest.MonkeyPatch) -> None:
     seeded: list[int] = []
-    monkeypatch.setattr("farandole.data.augmentation.seed_item", lambda *key: seeded.append(key[-1]))
+    monkeypatch.setattr("farandole.training.data.augmentation.seed_item", lambda *key: seeded.append(key[-1]))
     dataset = Plain()
     fetch(dataset=dataset, epochs=2)
     assert sorted(dataset.made) == sorted([*range(40), *range(40)])

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from farandole.data import balance as balance_module
-from farandole.data.balance import Balance, OwnTime
-from farandole.data.division_by_speed import (
+from farandole.base.liveness import status_reporting
+from farandole.base.liveness.status_reporting import WaitingForPeers
+from farandole.errors import ConfigError
+from farandole.training.data import balance as balance_module
+from farandole.training.data.balance import Balance, OwnTime
+from farandole.training.data.division_by_speed import (
     STRAGGLER_STEPS,
     CostWindow,
     SpeedDivision,
@@ -20,13 +23,10 @@ from farandole.data.division_by_speed import (
     halfway,
     mean_speed_cost,
 )
-from farandole.data.loader import DataLoader
-from farandole.data.sample_order import BatchLayout, make_global_batch
-from farandole.data.stream_loader import StreamLoader
-from farandole.errors import ConfigError
-from farandole.liveness import status_reporting
-from farandole.liveness.status_reporting import WaitingForPeers
-from farandole.state import step
+from farandole.training.data.loader import DataLoader
+from farandole.training.data.sample_order import BatchLayout, make_global_batch
+from farandole.training.data.stream_loader import StreamLoader
+from farandole.training.state import step
 
 DATA = TensorDataset(torch.arange(100))
 LAYOUT = BatchLayout(1000, 40, is_balanced=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.state import step
+from farandole.training.state import step
 
 pytestmark = pytest.mark.core
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import IterableDataset
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.data.eval_loader import EvalLoader
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import DataError, NotInitialized, StepError
-from farandole.membership import GenerationId, Placement
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.data.eval_loader import EvalLoader
 
 pytestmark = pytest.mark.core
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.data import augmentation
-from farandole.data.augmentation import DrawWatch, generators_kept
+from farandole.training.data import augmentation
+from farandole.training.data.augmentation import DrawWatch, generators_kept
 
 pytestmark = pytest.mark.core
 

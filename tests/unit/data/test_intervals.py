@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from hypothesis import given, strategies as st
 
-from farandole.data import intervals
+from farandole.training.data import intervals
 
 SIZE = 30
 sets = st.frozensets(st.integers(0, SIZE - 1))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from farandole.data.listed_batches import ListedBatches, of_lists
-from farandole.data.sample_order import BatchLayout, batches, make_global_batch
 from farandole.errors import ConfigError
+from farandole.training.data.listed_batches import ListedBatches, of_lists
+from farandole.training.data.sample_order import BatchLayout, batches, make_global_batch
 
 
 def lists_of(workers: int, sizes: list[int]) -> list[list[list[int]]]:

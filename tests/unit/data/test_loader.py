@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from farandole.data.elastic_loader import NoLoaderHooks
-from farandole.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
-from farandole.data.loader import DataLoader
-from farandole.data.sample_order import Order, Shuffled
+from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError, StepError
-from farandole.membership import Shortfall
-from farandole.state import step
-from farandole.state.step import StepStatus
-from farandole.state.torch_state import TorchState
+from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
+from farandole.training.data.loader import DataLoader
+from farandole.training.data.sample_order import Order, Shuffled
+from farandole.training.state import step
+from farandole.training.state.step import StepStatus
+from farandole.training.state.torch_state import TorchState
 
 pytestmark = pytest.mark.core
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.data.grouped_order import (
+from farandole.errors import ConfigError, DataError
+from farandole.training.data.grouped_order import (
     Bucketed,
     ManyPermutations,
     ShardLocal,
@@ -17,9 +18,8 @@ from farandole.data.grouped_order import (
     alias_table,
     derived_seed,
 )
-from farandole.data.loader import DataLoader
-from farandole.data.sample_order import BatchLayout, Order, Permutation, Sequential, Shuffled
-from farandole.errors import ConfigError, DataError
+from farandole.training.data.loader import DataLoader
+from farandole.training.data.sample_order import BatchLayout, Order, Permutation, Sequential, Shuffled
 
 pytestmark = pytest.mark.core
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.data.sample_order import (
+from farandole.errors import DataError
+from farandole.training.data.sample_order import (
     BatchLayout,
     batches,
     delivered,
@@ -13,7 +14,6 @@ from farandole.data.sample_order import (
     make_global_batch,
     micro_batches,
 )
-from farandole.errors import DataError
 
 
 def test_the_last_global_batch_of_an_epoch_is_short() -> None:

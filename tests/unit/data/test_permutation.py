@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from farandole.data.sample_order import FORMAT_VERSION, Permutation
 from farandole.errors import DataError
+from farandole.training.data.sample_order import FORMAT_VERSION, Permutation
 
 # (size, seed, epoch): the first samples of the order, in format version 1.
 GOLDEN = {

@@ -15,11 +15,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.data.sampler import ElasticSampler
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import DataError, NotInitialized
-from farandole.membership import GenerationId, Placement
+from farandole.integrations.horovod.sampler import ElasticSampler
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
 
 pytestmark = pytest.mark.core
 

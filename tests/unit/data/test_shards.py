@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from farandole.data.loader import DataLoader
-from farandole.data.sample_order import BatchLayout, batches, delivered, make_global_batch
-from farandole.data.stream_loader import StreamLoader
 from farandole.errors import ConfigError, DataError
-from farandole.state import step
-from farandole.state.shard_audit import AuditRule
+from farandole.training.data.loader import DataLoader
+from farandole.training.data.sample_order import BatchLayout, batches, delivered, make_global_batch
+from farandole.training.data.stream_loader import StreamLoader
+from farandole.training.state import step
+from farandole.training.state.shard_audit import AuditRule
 
 DATA = TensorDataset(torch.arange(100))
 

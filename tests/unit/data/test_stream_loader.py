@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from farandole.data.elastic_loader import NoLoaderHooks
-from farandole.data.stream_loader import StreamLoader
+from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError, StepError
-from farandole.membership import Shortfall
-from farandole.state import step
+from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.data.stream_loader import StreamLoader
+from farandole.training.state import step
 
 pytestmark = pytest.mark.core
 

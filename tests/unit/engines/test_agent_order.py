@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from farandole.engines.engine_interface import AgentOrder
-from farandole.launch.agent_command import agent_parser
-from farandole.membership import Address
+from farandole.base.membership import Address
+from farandole.job.engines.engine_interface import AgentOrder
+from farandole.job.launch.agent_command import agent_parser
 
 
 def test_an_agent_that_an_engine_starts_watches_the_notices_of_its_own_machine() -> None:

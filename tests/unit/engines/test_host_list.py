@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.engines.host_list import HostSlots, is_this_machine, parse_hostfile, parse_hosts
 from farandole.errors import ConfigError
+from farandole.job.engines.host_list import HostSlots, is_this_machine, parse_hostfile, parse_hosts
 
 
 def test_hosts_keep_their_order_and_have_one_slot_unless_they_say_more() -> None:

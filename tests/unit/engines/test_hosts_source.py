@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from farandole.config import JobConfig
-from farandole.engines.discovery import ANSWERS_IN_A_ROW, HostsOver, HostsSource
-from farandole.engines.host_list import HostSlots
-from farandole.events import Event, HostDiscoveryFailed
+from farandole.base.config import JobConfig
+from farandole.base.events import Event, HostDiscoveryFailed
+from farandole.job.engines.discovery import ANSWERS_IN_A_ROW, HostsOver, HostsSource
+from farandole.job.engines.host_list import HostSlots
 from tests.support.waiting import run
 
 HERE = (HostSlots("localhost", 2),)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from farandole.launch.agent_command import agent_parser
-from farandole.launch.cli import main
-from farandole.launch.run_parser import run_parser
+from farandole.job.launch.agent_command import agent_parser
+from farandole.job.launch.cli import main
+from farandole.job.launch.run_parser import run_parser
 
 VARIANTS = [
     (),

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from farandole.engines.engine_interface import HostReports
-from farandole.engines.kubernetes_pods import PodBook, PodEnd, agent_of_pod, judge_pod
-from farandole.launch.cli import main
+from farandole.integrations.kubernetes.kubernetes_pods import PodBook, PodEnd, agent_of_pod, judge_pod
+from farandole.job.engines.engine_interface import HostReports
+from farandole.job.launch.cli import main
 
 
 def pod(name: str = "a", uid: str = "1", policy: str = "Never", deleted: bool = False, **status: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from farandole.engines.host_list import HostSlots
-from farandole.engines.ray_engine import RaySettings, hosts_of, name_of, slots_of
+from farandole.integrations.ray.ray_engine import RaySettings, hosts_of, name_of, slots_of
+from farandole.job.engines.host_list import HostSlots
 
 
 def node(number: int, is_alive: bool = True, **resources: float) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.engines.slurm_allocation import allocation_of, expand_nodes, own_name, own_slots
-from farandole.env import read_slurm_variables
+from farandole.base.env import read_slurm_variables
 from farandole.errors import ConfigError
+from farandole.integrations.slurm.slurm_allocation import allocation_of, expand_nodes, own_name, own_slots
 
 
 def slots(given: int | None = None, nodes: str = "n[1-3]", **variables: str) -> dict[str, int]:

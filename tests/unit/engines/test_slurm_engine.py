@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from farandole.engines.discovery import DiscoveryFailed, HostsOver
-from farandole.engines.engine_interface import AgentOrder, StartFailed
-from farandole.engines.host_list import HostSlots
-from farandole.engines.slurm_allocation import SlurmAllocation
-from farandole.engines.slurm_engine import SlurmEngine, exit_of_srun
-from farandole.env import slurm_client_environment
-from farandole.events import HostDrained, StopAsked
-from farandole.membership import Address
+from farandole.base.env import slurm_client_environment
+from farandole.base.events import HostDrained, StopAsked
+from farandole.base.membership import Address
+from farandole.integrations.slurm.slurm_allocation import SlurmAllocation
+from farandole.integrations.slurm.slurm_engine import SlurmEngine, exit_of_srun
+from farandole.job.engines.discovery import DiscoveryFailed, HostsOver
+from farandole.job.engines.engine_interface import AgentOrder, StartFailed
+from farandole.job.engines.host_list import HostSlots
 
 TOKEN = b"0123456789abcdef" * 4
 ORDER = AgentOrder("n2", 2, (Address("10.0.0.1", 2000),), TOKEN)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.engines.engine_interface import AgentOrder
-from farandole.engines.host_list import SshSettings
-from farandole.engines.ssh_engine import SshEngine, exit_of_ssh, ssh_command
-from farandole.membership import Address
+from farandole.base.membership import Address
+from farandole.job.engines.engine_interface import AgentOrder
+from farandole.job.engines.host_list import SshSettings
+from farandole.job.engines.ssh_engine import SshEngine, exit_of_ssh, ssh_command
 
 TOKEN = b"0123456789abcdef" * 4
 ORDER = AgentOrder("b", 2, (Address("10.0.0.1", 29400), Address("10.1.0.1", 29400)), TOKEN, folder="/data/my job")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from farandole import env
+from farandole.base import env
 from farandole.errors import ConfigError
 
 

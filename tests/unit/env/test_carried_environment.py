@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole import env
+from farandole.base import env
 
 
 def test_a_user_s_settings_are_carried() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole import env
+from farandole.base import env
+from farandole.base.membership import Placement
 from farandole.errors import ConfigError
-from farandole.membership import Placement
 
 
 def test_workers_are_told_their_place_as_by_horovod() -> None:

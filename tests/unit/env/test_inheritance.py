@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole import env
+from farandole.base import env
+from farandole.base.membership import Address, Placement
 from farandole.errors import ConfigError
-from farandole.membership import Address, Placement
 
 
 def worker_variables(worker: str, secret: str, slot: int) -> dict[str, str]:

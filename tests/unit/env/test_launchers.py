@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole import env
+from farandole.base import env
 from farandole.errors import ConfigError
 
 TORCHRUN = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.env import prepare_for_nccl
+from farandole.base.env import prepare_for_nccl
 
 
 def test_a_failed_communicator_does_not_end_the_process() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.frameworks.feed import Feed
-from farandole.membership import Shortfall
-from farandole.state import step
+from farandole.base.membership import Shortfall
+from farandole.integrations.frameworks.feed import Feed
+from farandole.training.state import step
 
 SAMPLES, GLOBAL_BATCH_SIZE, EPOCHS, STEPS = 10, 4, 2, 6
 DATA = torch.utils.data.TensorDataset(torch.arange(float(SAMPLES)).unsqueeze(1))

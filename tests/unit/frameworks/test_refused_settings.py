@@ -11,7 +11,7 @@ import torch
 
 import farandole as fd
 from farandole.errors import ConfigError, NotInitialized
-from farandole.frameworks.feed import Feed
+from farandole.integrations.frameworks.feed import Feed
 
 DATA = torch.utils.data.TensorDataset(torch.zeros(10, 2), torch.zeros(10))
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.collectives import world
-from farandole.horovod import alias_path
+from farandole.integrations.horovod import alias_path
+from farandole.training.collectives import world
 
 
 @pytest.fixture(autouse=True)

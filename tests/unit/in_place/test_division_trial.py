@@ -9,8 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farandole.collectives.alone import AloneTransport
-from farandole.in_place.division_trial import DivisionTrial, Found, Sizes, differing_state, rows_of
+from farandole.integrations.torchrun.in_place.division_trial import (
+    DivisionTrial,
+    Found,
+    Sizes,
+    differing_state,
+    rows_of,
+)
+from farandole.training.collectives.alone import AloneTransport
 from tests.support.losses import Loss, State, mean, total, weighted
 
 FEW, CLASSES, NOW = 4, 3, 2

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from farandole.in_place.loop_shape import line_that_counts, loop_variables
+from farandole.integrations.torchrun.in_place.loop_shape import line_that_counts, loop_variables
 
 
 def batches(count: int = 3) -> Iterator[str]:

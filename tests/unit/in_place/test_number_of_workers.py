@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from farandole.in_place import number_of_workers
-from farandole.in_place.number_of_workers import NumberOfWorkers
+from farandole.integrations.torchrun.in_place import number_of_workers
+from farandole.integrations.torchrun.in_place.number_of_workers import NumberOfWorkers
 
 
 class World:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives import world
-from farandole.collectives.transport import Reduction
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import PeerLost
-from farandole.in_place.script_collectives import EchoTransport, SurvivingTransport
-from farandole.membership import GenerationId, Placement
-from farandole.worker.worker_recovery import BodyCalls
+from farandole.integrations.torchrun.in_place.script_collectives import EchoTransport, SurvivingTransport
+from farandole.training.collectives import world
+from farandole.training.collectives.transport import Reduction
+from farandole.training.worker.worker_recovery import BodyCalls
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-from farandole.in_place import script_evaluations
-from farandole.in_place.script_evaluations import Evaluations
+from farandole.integrations.torchrun.in_place import script_evaluations
+from farandole.integrations.torchrun.in_place.script_evaluations import Evaluations
 
 TABLE = TensorDataset(torch.arange(24))
 

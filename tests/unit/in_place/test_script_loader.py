@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.in_place.script_loader import ScriptLoader
-from farandole.in_place.script_samplers import listed
-from farandole.membership import GenerationId, Placement
-from farandole.state import step
+from farandole.base.membership import GenerationId, Placement
+from farandole.integrations.torchrun.in_place.script_loader import ScriptLoader
+from farandole.integrations.torchrun.in_place.script_samplers import listed
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.state import step
 
 
 def make(samples: int, batch_size: int, rank: int, workers: int, **arguments: Any) -> DataLoader[Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
-from farandole.in_place.script_objects import Noted, Registry, kept_count, line_of_script
+from farandole.integrations.torchrun.in_place.script_objects import Noted, Registry, kept_count, line_of_script
 
 
 def test_an_object_is_noted_as_long_as_it_exists_with_the_line_that_constructed_it() -> None:

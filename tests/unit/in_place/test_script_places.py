@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.in_place.script_search import Holder
-from farandole.in_place.script_state import ScriptState
+from farandole.integrations.torchrun.in_place.script_search import Holder
+from farandole.integrations.torchrun.in_place.script_state import ScriptState
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "count": lambda: itertools.count(3, 2),

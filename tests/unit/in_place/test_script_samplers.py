@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from farandole.errors import ConfigError
-from farandole.in_place.script_samplers import (
+from farandole.integrations.torchrun.in_place.script_samplers import (
     advance,
     listed,
     may_be_divided,

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.in_place.script_frames import frames_of_script, set_locals, shift_counts
-from farandole.in_place.script_search import Holder, hooks_of
-from farandole.in_place.script_state import ScriptState
+from farandole.integrations.torchrun.in_place.script_frames import frames_of_script, set_locals, shift_counts
+from farandole.integrations.torchrun.in_place.script_search import Holder, hooks_of
+from farandole.integrations.torchrun.in_place.script_state import ScriptState
 
 
 class Trainer:

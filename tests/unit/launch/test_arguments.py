@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farandole import __version__
-from farandole.config import JobConfig, Preemption
-from farandole.engines.host_list import HostSlots, PodSelection, SshSettings
-from farandole.env import CheckpointEnv
-from farandole.launch.arguments import parse_run, split_command
-from farandole.launch.cli import main
+from farandole.base.config import JobConfig, Preemption
+from farandole.base.env import CheckpointEnv
+from farandole.job.engines.host_list import HostSlots, PodSelection, SshSettings
+from farandole.job.launch.arguments import parse_run, split_command
+from farandole.job.launch.cli import main
 
 WORDS = st.lists(st.one_of(st.sampled_from(["-np", "--min-np", "--", "--help", "-v", "3", "-"]), st.text(max_size=8)))
 OPTIONS = st.lists(
@@ -271,7 +271,7 @@ def test_a_strict_job_has_as_many_shards_as_workers_may_train(monkeypatch: pytes
         ("--shards 2", "--shards 2 is below the largest number of workers, 3.*--max-np 2"),
         ("--max-np 8 --shards 4", "below the largest number of workers, 8"),
         ("--strict --horovod", "--strict and --horovod contradict each other"),
-        ("--shards 6 --transport gloo", "--shards 6 and --transport gloo contradict each other"),
+        ("--shards 6 --transport nccl", "--shards 6 and --transport nccl contradict each other"),
     ],
 )
 def test_a_job_that_cannot_be_strict_is_refused(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from farandole.base.wire.encryption import Certificates
 from farandole.errors import ConfigError
-from farandole.launch.certificates_command import certificates_command as command, make_certificates
-from farandole.wire.encryption import Certificates
+from farandole.job.launch.certificates_command import certificates_command as command, make_certificates
 from tests.support.certificates import made
 
 

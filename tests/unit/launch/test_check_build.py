@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.cli import main
-from farandole.launch.run_parser import format_build
+from farandole.job.launch.build_description import format_build
+from farandole.job.launch.cli import main
 
 ALL = {"torch": "9.9", "cuda": True, "rocm": False, "gloo": True, "nccl": True, "mpi": False}
 
@@ -19,8 +19,8 @@ def test_what_is_there_has_a_cross() -> None:
     assert "[X] Farandole's own shared memory, on one host (CPU, CUDA tensors)" in lines
     assert "[X] Farandole's own TCP ring (CPU, CUDA tensors)" in lines
     operations = lines.index("Available Tensor Operations:")
-    assert lines[operations + 3 : operations + 8] == ["[X] NCCL", "[ ] DDL", "[ ] CCL", "[ ] MPI", "[X] Gloo"]
-    title = "Backends of the installed torch.distributed (NCCL is used for CUDA tensors, Gloo with --transport gloo):"
+    assert lines[operations + 3 : operations + 8] == ["[X] NCCL", "[ ] DDL", "[ ] CCL", "[ ] MPI", "[ ] Gloo"]
+    title = "Backends of the installed torch.distributed (NCCL is used for CUDA tensors):"
     backends = lines.index(title)
     assert lines[backends + 1 : backends + 4] == ["[X] Gloo", "[X] NCCL", "[ ] MPI"]
     assert lines[-2:] == ["[X] mpirun (/usr/bin/mpirun)", "[ ] srun"]

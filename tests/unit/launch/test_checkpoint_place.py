@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from farandole.checkpoint.folder import MANIFEST, CheckpointFolder, write_file
-from farandole.checkpoint.manifest import FORMAT, Manifest
-from farandole.env import CheckpointEnv, read_checkpoint_env
+from farandole.base.checkpoints.folder import MANIFEST, CheckpointFolder, write_file
+from farandole.base.checkpoints.manifest import FORMAT, Manifest
+from farandole.base.env import CheckpointEnv, read_checkpoint_env
+from farandole.base.events import GenerationStarted, StateLost
+from farandole.base.membership import Origin
 from farandole.errors import ConfigError
-from farandole.events import GenerationStarted, StateLost
-from farandole.launch.checkpoint_place import beginning
-from farandole.membership import Origin
+from farandole.job.launch.checkpoint_place import beginning
 
 
 def publish(folder: Path, step: int, run_id: int, generation: int) -> Path:

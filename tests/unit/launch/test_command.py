@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.launch.command import checked, python_script
+from farandole.job.launch.command import checked, python_script
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.cli import _main_parser
-from farandole.launch.completion_command import all_commands
-from farandole.launch.completion_scripts import Value, bash_script, describe, fish_script, zsh_script
+from farandole.job.launch.cli import _main_parser
+from farandole.job.launch.completion_command import all_commands
+from farandole.job.launch.completion_scripts import Value, bash_script, describe, fish_script, zsh_script
 from tests.support.terminal import OnTerminal
 
 LONG_S = 30.0

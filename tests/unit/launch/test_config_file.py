@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.launch.arguments import parse_run, read_config_file
+from farandole.job.launch.arguments import parse_run, read_config_file
 
 EVERYTHING = """
 controller: gloo

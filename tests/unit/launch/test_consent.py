@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch import consent
-from farandole.launch.cli import main
-from farandole.launch.consent import NoConsent, require_consent
+from farandole.job.launch import consent
+from farandole.job.launch.cli import main
+from farandole.job.launch.consent import NoConsent, require_consent
 
 
 class Terminal(io.StringIO):

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.cli import _has_lost_reader, main
-from farandole.launch.control_parser import COMMANDS, control_parser
+from farandole import registry
+from farandole.job.launch.cli import _has_lost_reader, main
+from farandole.job.launch.control_parser import COMMANDS as CONTROL, control_parser
 
 REFERENCE = (Path(__file__).parents[3] / "docs" / "reference.md").read_text()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", CONTROL)
 def test_every_command_and_option_is_in_the_reference(command: str) -> None:
     assert f"`farandole {command}" in REFERENCE
     for action in control_parser(command)._actions:
@@ -24,7 +25,8 @@ def test_every_command_and_option_is_in_the_reference(command: str) -> None:
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     main([])
     text = capsys.readouterr().out
-    assert all(f"farandole {command} --help" in text for command in COMMANDS)
+    assert "farandole COMMAND --help" in text
+    assert all(f"\n  {command} " in text for command in ("run", *CONTROL, *registry.COMMANDS))
 
 
 @pytest.mark.parametrize("words", [["scale"], ["scale", "many"], ["drain"], ["status", "x"], ["scale", "2", "--x"]])

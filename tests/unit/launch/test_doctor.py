@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch import machine_check
-from farandole.launch.doctor_command import doctor_command, format_examined, reaches, same_versions
-from farandole.launch.machine_check import Examined, Finding
-from farandole.membership import Address
+from farandole.base.membership import Address
+from farandole.job.launch import machine_check
+from farandole.job.launch.doctor_command import doctor_command, format_examined, reaches, same_versions
+from farandole.job.launch.machine_check import Examined, Finding
 
 GB = 1 << 30
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from farandole.launch.ending_signals import ending_signals
+from farandole.job.launch.ending_signals import ending_signals
 
 
 async def received(*numbers: signal.Signals) -> list[tuple[str, bool]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.env.etcd_variables import EtcdVariables, take_etcd_variables
+from farandole.base.env.etcd_variables import EtcdVariables, take_etcd_variables
 from farandole.errors import ConfigError
-from farandole.launch.etcd_client import EtcdAccess
+from farandole.integrations.etcd.etcd_client import EtcdAccess
 
 NOTHING = EtcdVariables()
 

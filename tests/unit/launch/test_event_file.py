@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from farandole.base.events import ScaleChanged, WorkerEnded
 from farandole.errors import ConfigError
-from farandole.events import ScaleChanged, WorkerEnded
-from farandole.launch.job_files import EventFile
+from farandole.job.launch.job_files import EventFile
 
 
 def nobody(text: str) -> None:

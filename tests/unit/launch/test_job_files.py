@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farandole.env import read_runtime_folder
+from farandole.base.env import read_runtime_folder
+from farandole.base.membership import Address
 from farandole.errors import ConfigError
-from farandole.launch.job_files import JobFile, announced, born, own_namespace, read_job_file, running, shared
-from farandole.membership import Address
+from farandole.job.launch.job_files import JobFile, announced, born, own_namespace, read_job_file, running, shared
 
 ADDRESS = Address("127.0.0.1", 4711)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farandole.config import JobConfig
-from farandole.coordinator.journal import FORMAT, SOFTWARE, Journal
-from farandole.env import CheckpointEnv
+from farandole.base.config import JobConfig
+from farandole.base.env import CheckpointEnv
 from farandole.errors import ConfigError
-from farandole.launch import job_state
-from farandole.launch.checkpoint_place import beginning
-from farandole.launch.job_state import FolderState
+from farandole.job.coordinator.journal import FORMAT, SOFTWARE, Journal
+from farandole.job.launch import job_state
+from farandole.job.launch.checkpoint_place import beginning
+from farandole.job.launch.job_state import FolderState
 
 COMMAND, CONFIG = ("python", "train.py"), JobConfig(3)
 

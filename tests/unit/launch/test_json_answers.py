@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.cli import main
-from farandole.launch.completion_command import all_commands
+from farandole.job.launch.cli import main
+from farandole.job.launch.completion_command import all_commands
 
 WITHOUT = {
     "run": "it shows what a job prints; --events FILE has the events as JSON, `farandole status --json` the rest",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from farandole.launch.output import BackgroundWriter, write_all
+from farandole.job.launch.output import BackgroundWriter, write_all
 
 DEADLINE_S = 10.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.launch.output import OutputOptions, OutputSink
+from farandole.job.launch.output import OutputOptions, OutputSink
 
 TRACEBACK = [b"Traceback (most recent call last):", b'  File "train.py", line 1', b"ValueError: no good"]
 

@@ -7,11 +7,13 @@ import socket
 
 import pytest
 
-from farandole.env import TorchrunSettings
+from farandole.base.env import TorchrunSettings
 from farandole.errors import ConfigError
-from farandole.launch import page_address
-from farandole.launch.arguments import FARANDOLE_RUN, HOROVODRUN, parse_run
-from farandole.launch.page_address import (
+from farandole.integrations.page.page_command import page_parser
+from farandole.integrations.torchrun.torchrun_parser import parse_torchrun
+from farandole.job.launch import page_address
+from farandole.job.launch.arguments import FARANDOLE_RUN, HOROVODRUN, parse_run
+from farandole.job.launch.page_address import (
     PageAddress,
     PageOptions,
     is_loopback,
@@ -19,8 +21,6 @@ from farandole.launch.page_address import (
     parse_page_address,
     url_of,
 )
-from farandole.launch.page_command import page_parser
-from farandole.launch.torchrun_parser import parse_torchrun
 
 if importlib.util.find_spec("prometheus_client") is None:
     pytest.skip("it needs prometheus_client: pip install 'farandole[page]'", allow_module_level=True)

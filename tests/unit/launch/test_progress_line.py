@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.coordinator.control_requests import JobSummary
-from farandole.events import Recovered
-from farandole.launch.progress_line import Part, ProgressLine, Rate, duration, fitted
+from farandole.base.events import Recovered
+from farandole.job.coordinator.control_requests import JobSummary
+from farandole.job.launch.progress_line import Part, ProgressLine, Rate, duration, fitted
 
 TRAINING = JobSummary("training", step=100, epoch=3, trained=2_000, samples=10_000, members=4, wanted=4)
 

@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from farandole.config import JobConfig
-from farandole.events import (
+from farandole.base.config import JobConfig
+from farandole.base.events import (
     Event,
     GenerationStarted,
     JobEnds,
@@ -22,7 +22,7 @@ from farandole.events import (
     WorkerSpawned,
     WorkerTrainsAlone,
 )
-from farandole.launch.report import Loudness, Report
+from farandole.job.launch.report import Loudness, Report
 
 STARTED = GenerationStarted(1, ("w0", "w1", "w2"), True, 0.0)
 SPAWNED = WorkerSpawned("w3", 1, "localhost", 1, 3)

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from farandole.launch.job_files import JobFile
-from farandole.launch.slurm_command import DONE, NOT_DONE, slurm_command
-from farandole.membership import Address
+from farandole.base.membership import Address
+from farandole.integrations.slurm.slurm_command import DONE, NOT_DONE, slurm_command
+from farandole.job.launch.job_files import JobFile
 
 TOKEN = b"0123456789abcdef" * 4
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from farandole.base.wire.control import StacksOfWorker, Status, WorkerSummary
 from farandole.errors import ConfigError
-from farandole.launch.stacks_command import as_dict, chosen_workers, format_stacks
-from farandole.wire.control import StacksOfWorker, Status, WorkerSummary
+from farandole.job.launch.stacks_command import as_dict, chosen_workers, format_stacks
 
 STACKS = 'Thread 0x1f (most recent call first):\n  File "queues.py", line 3 in get\n\n'
 STACKS += 'Current thread 0x2e (most recent call first):\n  File "train.py", line 9 in step\n'

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.coordinator.journal import Journal, JournalFiles, files_in_memory
-from farandole.events import Event, StateUnwritten, StateWritten
-from farandole.launch import state_copies
-from farandole.launch.job_state import StateUnavailable
-from farandole.launch.state_copies import CopiesFailed, StateCopies
+from farandole.base.events import Event, StateUnwritten, StateWritten
+from farandole.job.coordinator.journal import Journal, JournalFiles, files_in_memory
+from farandole.job.launch import state_copies
+from farandole.job.launch.job_state import StateUnavailable
+from farandole.job.launch.state_copies import CopiesFailed, StateCopies
 
 JOB = "a-job"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.launch.supervised_coordinator import HangWatch, hang_deadline_s
+from farandole.job.launch.supervised_coordinator import HangWatch, hang_deadline_s
 
 
 class Watched:

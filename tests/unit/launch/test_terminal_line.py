@@ -8,8 +8,8 @@ import pty
 
 import pytest
 
-from farandole.launch.progress_line import Part
-from farandole.launch.terminal_line import TerminalLine, colours_after, wants_line
+from farandole.job.launch.progress_line import Part
+from farandole.job.launch.terminal_line import TerminalLine, colours_after, wants_line
 from tests.support.terminal import Screen
 
 PARTS = (Part(1, "epoch 1: 40%"), Part(2, "step 200"), Part(3, "4 workers"))

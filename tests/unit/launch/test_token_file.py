@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.launch.joining import read_token_file, token_of_job
+from farandole.job.launch.joining import read_token_file, token_of_job
 
 
 def test_a_missing_file_is_made_for_this_user_only_and_then_kept(tmp_path: Path) -> None:

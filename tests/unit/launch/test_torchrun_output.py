@@ -6,10 +6,10 @@ import asyncio
 import io
 from pathlib import Path
 
-from farandole.env import TorchrunSettings
-from farandole.events import WorkerFailed, WorkerSpawned
-from farandole.launch.torchrun_output import FailureReport, TorchrunOutput, run_folder
-from farandole.launch.torchrun_parser import parse_torchrun
+from farandole.base.env import TorchrunSettings
+from farandole.base.events import WorkerFailed, WorkerSpawned
+from farandole.integrations.torchrun.torchrun_output import FailureReport, TorchrunOutput, run_folder
+from farandole.integrations.torchrun.torchrun_parser import parse_torchrun
 
 
 def spawned(worker: str, rank: int, attempt: int = 0) -> WorkerSpawned:

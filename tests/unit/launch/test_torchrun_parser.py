@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from farandole.env import TorchrunSettings, read_torchrun_settings
-from farandole.launch.torchrun_command import job_config
-from farandole.launch.torchrun_parser import Streams, TorchrunOptions, count_gpus, parse_torchrun, torchrun_parser
+from farandole.base.env import TorchrunSettings, read_torchrun_settings
+from farandole.integrations.torchrun.torchrun_command import job_config
+from farandole.integrations.torchrun.torchrun_parser import (
+    Streams,
+    TorchrunOptions,
+    count_gpus,
+    parse_torchrun,
+    torchrun_parser,
+)
 
 SCRIPT = __file__
 NO_SETTINGS = TorchrunSettings({})
@@ -102,7 +108,7 @@ def test_a_wrong_pet_variable_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_wrong_value_is_refused_with_torchrun_s_exit_code_and_advice(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("farandole.launch.torchrun_parser.count_gpus", lambda visible: 0)
+    monkeypatch.setattr("farandole.integrations.torchrun.torchrun_parser.count_gpus", lambda visible: 0)
     assert message in refused(capsys, *arguments)
 
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.ledger.check import Line, check
-from farandole.ledger.findings import Findings, as_json, format_findings
-from farandole.ledger.records import HOLED, Intent, Listed, Missed, Opened, Record, Started, compact, expand
+from farandole.training.ledger.check import Line, check
+from farandole.training.ledger.findings import Findings, as_json, format_findings
+from farandole.training.ledger.records import HOLED, Intent, Listed, Missed, Opened, Record, Started, compact, expand
 from tests.support.ledgers import TWO_STREAMS, WrittenJob
 
 STEPS = 4  # of one epoch

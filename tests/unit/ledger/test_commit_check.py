@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.ledger.check import Line
-from farandole.ledger.findings import Findings, format_findings
-from farandole.ledger.proving import prove
-from farandole.ledger.records import FORMAT, WHOLE, Entered, EpochLeft, Opened, Record, Trained, compact, ids_hash
+from farandole.training.ledger.check import Line
+from farandole.training.ledger.findings import Findings, format_findings
+from farandole.training.ledger.proving import prove
+from farandole.training.ledger.records import (
+    FORMAT,
+    WHOLE,
+    Entered,
+    EpochLeft,
+    Opened,
+    Record,
+    Trained,
+    compact,
+    ids_hash,
+)
 
 SAMPLES = 12
 

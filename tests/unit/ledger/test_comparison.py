@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from farandole.ledger.check import Line, check
-from farandole.ledger.findings import Findings, as_json, compare, format_comparison, format_findings
-from farandole.ledger.records import Hashed, Opened, Record, Started, decode, encode
+from farandole.training.ledger.check import Line, check
+from farandole.training.ledger.findings import Findings, as_json, compare, format_comparison, format_findings
+from farandole.training.ledger.records import Hashed, Opened, Record, Started, decode, encode
 
 
 def findings_of(*hashes: tuple[int, str]) -> Findings:

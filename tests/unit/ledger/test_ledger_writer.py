@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.ledger.check import check
-from farandole.ledger.proving import Folder, ledger_files
-from farandole.ledger.records import HOLED, LedgerWriter, Missed, Opened, Record, decode
+from farandole.training.ledger.check import check
+from farandole.training.ledger.proving import Folder, ledger_files
+from farandole.training.ledger.records import HOLED, LedgerWriter, Missed, Opened, Record, decode
 from tests.support.ledgers import WrittenJob
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from farandole.ledger.records import Applied, Intent, Missed, Record, compact, decode, encode, expand, ids_hash
+from farandole.training.ledger.records import Applied, Intent, Missed, Record, compact, decode, encode, expand, ids_hash
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from farandole.ledger.check import check
-from farandole.ledger.findings import Findings
-from farandole.ledger.records import Applied, Differed, Record, Started
+from farandole.training.ledger.check import check
+from farandole.training.ledger.findings import Findings
+from farandole.training.ledger.records import Applied, Differed, Record, Started
 from tests.support.ledgers import WrittenJob
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from farandole.liveness.heartbeats import (
+from farandole.base.liveness.heartbeats import (
     HEARTBEAT_ID_BYTES,
     Heartbeats,
     HeartbeatSeal,
     heartbeat_id_of,
     heartbeat_period_s,
 )
-from farandole.wire.authentication import Role, new_token
+from farandole.base.wire.authentication import Role, new_token
 
 TOKEN, HEARTBEAT_ID = new_token(), b"i" * HEARTBEAT_ID_BYTES
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.liveness import logged_numbers
-from farandole.liveness.logged_numbers import MOST_NAMES, SAMPLE_EVERY_NS, WRITE_EVERY_NS, LoggedNumbers
+from farandole.base.liveness import logged_numbers
+from farandole.base.liveness.logged_numbers import MOST_NAMES, SAMPLE_EVERY_NS, WRITE_EVERY_NS, LoggedNumbers
 
 
 class Clock:

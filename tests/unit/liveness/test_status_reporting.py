@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.liveness import status_reporting
-from farandole.liveness.status_reporting import (
+from farandole.base.liveness import status_reporting
+from farandole.base.liveness.status_reporting import (
     PAGE_BYTES,
     STACKS_AT,
     InPhase,
@@ -19,7 +19,7 @@ from farandole.liveness.status_reporting import (
     StatusPage,
     WaitingForPeers,
 )
-from farandole.membership import Phase, WorkerStatus
+from farandole.base.membership import Phase, WorkerStatus
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages for workers are made with Linux's memfd")
 
@@ -29,8 +29,8 @@ DEADLINE_S = 20.0
 def run(page: StatusPage, code: str) -> str:
     """In a process of its own that has the page: its last line."""
     begin = (
-        "import os, sys, threading\nfrom farandole.liveness import status_reporting\n"
-        "from farandole.membership import Phase\n"
+        "import os, sys, threading\nfrom farandole.base.liveness import status_reporting\n"
+        "from farandole.base.membership import Phase\n"
     )
     begin += "status_reporting.open_status_page(sys.argv[1], gives_exit_notice=False)\n"
     done = subprocess.run(
@@ -190,7 +190,7 @@ os.wait()
 
 
 def test_a_page_that_is_not_there_takes_nothing_from_the_worker() -> None:
-    code = "import sys\nfrom farandole.liveness import status_reporting\n"
+    code = "import sys\nfrom farandole.base.liveness import status_reporting\n"
     code += "status_reporting.open_status_page('/proc/self/fd/99', gives_exit_notice=True)\n"
     code += "print(status_reporting.set_phase(1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)

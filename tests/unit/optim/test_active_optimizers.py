@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from farandole.errors import StepError
-from farandole.optim.step_reduction import ActiveOptimizers
-from farandole.state.step import GlobalBatch
+from farandole.training.optim.step_reduction import ActiveOptimizers
+from farandole.training.state.step import GlobalBatch
 
 pytestmark = pytest.mark.core
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.membership import GenerationId, Placement
-from farandole.optim import options
-from farandole.optim.distributed_optimizer import DistributedOptimizer
+from farandole.base.membership import GenerationId, Placement
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.optim import options
+from farandole.training.optim.distributed_optimizer import DistributedOptimizer
 
 pytestmark = pytest.mark.core
 

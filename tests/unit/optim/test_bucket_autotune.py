@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from farandole.optim.bucket_size import BucketAutotune, fastest
+from farandole.training.optim.bucket_size import BucketAutotune, fastest
 
 pytestmark = pytest.mark.core
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farandole.errors import ConfigError
-from farandole.optim.bucket_size import Surroundings, bucket_sizes, bytes_of, cut
+from farandole.training.optim.bucket_size import Surroundings, bucket_sizes, bytes_of, cut
 
 pytestmark = pytest.mark.core
 

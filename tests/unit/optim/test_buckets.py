@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from farandole.collectives.shared_memory_tensors import can_share_memory
-from farandole.optim.buckets import Buckets, reserve
+from farandole.training.collectives.shared_memory_tensors import can_share_memory
+from farandole.training.optim.buckets import Buckets, reserve
 
 pytestmark = [pytest.mark.core, pytest.mark.skipif(not can_share_memory(), reason="no shared memory on this platform")]
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import ConfigError, GenerationEnded, StepError
-from farandole.membership import GenerationId, Placement
-from farandole.optim.ddp.ddp_path import may_overlap
-from farandole.optim.ddp.module import adopt, path_of
-from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.optim.step_agreement import weight
-from farandole.process_group.c10d_group import FarandoleGroup
-from farandole.process_group.works import Everybody
-from farandole.state import loop_hooks, step
-from farandole.state.step import Batch, GlobalBatch, StepStatus
+from farandole.integrations.ddp.ddp_path import may_overlap
+from farandole.integrations.ddp.module import adopt, path_of
+from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
+from farandole.integrations.torchrun.process_group.works import Everybody
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.optim.distributed_optimizer import DistributedOptimizer
+from farandole.training.optim.step_agreement import weight
+from farandole.training.state import loop_hooks, step
+from farandole.training.state.step import Batch, GlobalBatch, StepStatus
 from tests.support.run_loops import RepeatingRunLoop
 from tests.support.thread_workers import run_workers
 

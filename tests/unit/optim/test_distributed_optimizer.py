@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.collectives.named.compression import Compression
-from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.negotiation import Adasum, Sum
-from farandole.collectives.named.tensor_queue import synchronize
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepError
-from farandole.membership import GenerationId, Placement
-from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.state import loop_hooks, step
-from farandole.state.step import Batch, GlobalBatch
+from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.named.negotiation import Adasum, Sum
+from farandole.integrations.horovod.named.tensor_queue import synchronize
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.optim.compression import Compression
+from farandole.training.optim.distributed_optimizer import DistributedOptimizer
+from farandole.training.state import loop_hooks, step
+from farandole.training.state.step import Batch, GlobalBatch
 from tests.support.run_loops import RepeatingRunLoop
 
 pytestmark = pytest.mark.core

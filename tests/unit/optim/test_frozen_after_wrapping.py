@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.optim.ddp.module import _as_wrapped, note_wrapped
+from farandole.integrations.ddp.module import _as_wrapped, note_wrapped
 
 
 class Wrapped(torch.nn.Module):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farandole.errors import CollectiveMismatch
-from farandole.optim.step_agreement import SIZE, StepHeader, check
+from farandole.training.optim.step_agreement import SIZE, StepHeader, check
 
 pytestmark = pytest.mark.core
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives.named.negotiation import Adasum, Sum
-from farandole.optim.options import Options, check_passes, groups_of, names_of
+from farandole.integrations.horovod.named.negotiation import Adasum, Sum
+from farandole.training.optim.options import Options, check_passes, groups_of, names_of
 
 pytestmark = pytest.mark.core
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import ConfigError, StepError
-from farandole.membership import GenerationId, Placement
-from farandole.state import loop_hooks, step
-from farandole.state.deep_copy import BackgroundCopy
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.state import loop_hooks, step
+from farandole.training.state.deep_copy import BackgroundCopy
 from tests.scripts.optimizer_kinds import Attributes, LookaheadList, Rules, ScheduleFree, sam, whole
 from tests.support.run_loops import RepeatingRunLoop
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
-from farandole.optim.step_agreement import check_devices
+from farandole.training.optim.step_agreement import check_devices
 
 pytestmark = pytest.mark.core
 

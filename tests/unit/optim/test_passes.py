@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.optim.passes import Passes
+from farandole.training.optim.passes import Passes
 
 pytestmark = pytest.mark.core
 

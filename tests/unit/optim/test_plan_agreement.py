@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.optim.bucketed_gradients import difference_of_models
+from farandole.training.optim.bucketed_gradients import difference_of_models
 
 pytestmark = pytest.mark.core
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import StepError
-from farandole.membership import GenerationId, Placement
-from farandole.state import loop_hooks, step
-from farandole.state.packing import pack, unpack
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.state import loop_hooks, step
+from farandole.training.state.packing import pack, unpack
 from tests.support.run_loops import RepeatingRunLoop
 
 pytestmark = pytest.mark.core

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from farandole.optim.buckets import Buckets
-from farandole.optim.small_gradients import SmallGradients
+from farandole.training.optim.buckets import Buckets
+from farandole.training.optim.small_gradients import SmallGradients
 
 pytestmark = pytest.mark.core
 

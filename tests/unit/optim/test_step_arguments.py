@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.membership import GenerationId, Placement
-from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.state import step
-from farandole.state.step import Batch, GlobalBatch
+from farandole.base.membership import GenerationId, Placement
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.optim.distributed_optimizer import DistributedOptimizer
+from farandole.training.state import step
+from farandole.training.state.step import Batch, GlobalBatch
 
 pytestmark = pytest.mark.core
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.transport import Transport
-from farandole.membership import GenerationId, Placement
-from farandole.optim.sync_batch_norm import SyncBatchNorm, _Normalize
+from farandole.base.membership import GenerationId, Placement
+from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.sync_batch_norm import SyncBatchNorm, _Normalize
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.collectives.transport import Transport
 
 pytestmark = pytest.mark.core
 

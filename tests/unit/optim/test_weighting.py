@@ -9,7 +9,7 @@ import torch
 
 import farandole as fd
 from farandole.errors import CollectiveMismatch, StepError
-from farandole.state import step
+from farandole.training.state import step
 from tests.support.thread_workers import run_workers
 
 pytestmark = pytest.mark.core

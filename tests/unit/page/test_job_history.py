@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from farandole.events import (
+from farandole.base.events import (
     ChangePlanned,
     CheckpointFailed,
     CheckpointSaved,
@@ -15,9 +15,9 @@ from farandole.events import (
     RegroupBegan,
     WorkerLost,
 )
-from farandole.membership import WorkerTelemetry
-from farandole.page.job_history import POINTS_KEPT, Curves, JobHistory, epoch_of, means_of_values
-from farandole.wire.control import EventRecord, HostStatus, Status, WorkerSummary
+from farandole.base.membership import WorkerTelemetry
+from farandole.base.wire.control import EventRecord, HostStatus, Status, WorkerSummary
+from farandole.job.launch.job_history import POINTS_KEPT, Curves, JobHistory, epoch_of, means_of_values
 
 
 def status(step: int | None = 7, telemetry: WorkerTelemetry | None = None, workers: int = 2) -> Status:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from farandole import events
-from farandole.events import Event
-from farandole.launch import job_timeline
-from farandole.launch.job_timeline import JobTimeline, append
-from farandole.page.job_history import JobHistory
-from farandole.page.job_trace import trace_of
-from farandole.wire.control import EventRecord
+from farandole.base import events
+from farandole.base.events import Event
+from farandole.base.wire.control import EventRecord
+from farandole.job.launch import job_timeline
+from farandole.job.launch.job_history import JobHistory
+from farandole.job.launch.job_timeline import JobTimeline, append
+from farandole.job.launch.job_trace import trace_of
 
 START_S = 1_700_000_000
 RECOVERED = events.Recovered(

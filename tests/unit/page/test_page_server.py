@@ -20,12 +20,19 @@ pytest.importorskip("prometheus_client", reason="it needs prometheus_client: pip
 
 import aiohttp
 
-import farandole.page
-from farandole.page import page_server
-from farandole.page.job_history import JobHistory
-from farandole.page.page_connections import most_connections
-from farandole.page.page_server import MESSAGES_KEPT, PAGES_AT_ONCE, PageServer, Request, is_local_name, page_token
-from farandole.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined
+import farandole.integrations.page
+from farandole.base.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined
+from farandole.integrations.page import page_server
+from farandole.integrations.page.page_connections import most_connections
+from farandole.integrations.page.page_server import (
+    MESSAGES_KEPT,
+    PAGES_AT_ONCE,
+    PageServer,
+    Request,
+    is_local_name,
+    page_token,
+)
+from farandole.job.launch.job_history import JobHistory
 from tests.support.waiting import run
 from tests.unit.page.test_job_history import status
 
@@ -79,7 +86,7 @@ async def message(stream: aiohttp.StreamReader) -> tuple[str, str, Any]:
 
 
 def test_the_page_is_small_and_complete() -> None:
-    folder = Path(farandole.page.__path__[0]) / "static"
+    folder = Path(farandole.integrations.page.__path__[0]) / "static"
     files = {each.name: each.read_text() for each in folder.iterdir()}
     assert sum(len(text.encode()) for text in files.values()) <= 150_000
     for name, text in files.items():

@@ -15,9 +15,9 @@ pytest.importorskip("prometheus_client", reason="it needs prometheus_client: pip
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from farandole.events import CheckpointSaved, GenerationStarted, WorkerLost
-from farandole.membership import WorkerTelemetry
-from farandole.page.prometheus_metrics import JobMetrics
+from farandole.base.events import CheckpointSaved, GenerationStarted, WorkerLost
+from farandole.base.membership import WorkerTelemetry
+from farandole.integrations.page.prometheus_metrics import JobMetrics
 from tests.unit.page.test_job_history import Telling, recovered, status
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana-dashboard.json"

@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from farandole.events import CheckpointSaved, Event, GenerationStarted
-from farandole.launch.page_address import check_traces
-from farandole.page.recovery_traces import RecoveryTraces
+from farandole.base.events import CheckpointSaved, Event, GenerationStarted
+from farandole.integrations.page.recovery_traces import RecoveryTraces
+from farandole.job.launch.page_address import check_traces
 from tests.support.local_server import LocalServer
 from tests.unit.page.test_job_history import Telling, recovered
 

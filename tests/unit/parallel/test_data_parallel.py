@@ -19,7 +19,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.errors import ConfigError
-from farandole.parallel.data_parallel import DataParallel
+from farandole.integrations.data_parallel.data_parallel import DataParallel
 
 pytestmark = pytest.mark.core
 

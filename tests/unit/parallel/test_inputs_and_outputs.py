@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from farandole.errors import ConfigError
-from farandole.parallel.data_parallel import DataParallel
-from farandole.parallel.dividing import divide
+from farandole.integrations.data_parallel.data_parallel import DataParallel
+from farandole.integrations.data_parallel.dividing import divide
 
 pytestmark = pytest.mark.core
 

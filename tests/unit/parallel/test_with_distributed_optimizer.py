@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.optim.distributed_optimizer import DistributedOptimizer
-from farandole.parallel.data_parallel import DataParallel
-from farandole.state import step
-from farandole.state.step import Batch, GlobalBatch
+from farandole.integrations.data_parallel.data_parallel import DataParallel
+from farandole.training.optim.distributed_optimizer import DistributedOptimizer
+from farandole.training.state import step
+from farandole.training.state.step import Batch, GlobalBatch
 from tests.support.thread_workers import run_workers
 
 pytestmark = pytest.mark.core

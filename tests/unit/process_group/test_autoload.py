@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.membership import GenerationId, Placement
-from farandole.process_group import autoload
-from farandole.process_group.autoload import LoneTraining
+from farandole.base.membership import GenerationId, Placement
+from farandole.integrations.torchrun.process_group import autoload
+from farandole.integrations.torchrun.process_group.autoload import LoneTraining
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
 
 
 def test_a_worker_that_has_met_the_others_unnoticed_is_left_in_peace_and_so_are_other_hooks(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
+from farandole.base.membership import GenerationId, Placement
 from farandole.errors import GroupOutdated, StepError
-from farandole.membership import GenerationId, Placement
-from farandole.process_group import FarandoleGroup
-from farandole.process_group.works import Everybody, Some, alone_in
+from farandole.integrations.torchrun.process_group import FarandoleGroup
+from farandole.integrations.torchrun.process_group.works import Everybody, Some, alone_in
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
 
 pytestmark = pytest.mark.core
 

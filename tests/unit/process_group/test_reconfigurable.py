@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError, GenerationEnded, GroupOutdated, NotInitialized, PeerLost
-from farandole.process_group import FarandoleGroup
-from farandole.process_group.reconfigurable import NamedMembers, TimeLimits, WorldsByHandles
-from farandole.process_group.works import Some
+from farandole.integrations.torchrun.process_group import FarandoleGroup
+from farandole.integrations.torchrun.process_group.reconfigurable import NamedMembers, TimeLimits, WorldsByHandles
+from farandole.integrations.torchrun.process_group.works import Some
 
 SIZE = 3
 LIMIT = timedelta(seconds=30)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from farandole.collectives.alone import AloneTransport
 from farandole.errors import ConfigError
-from farandole.sharding import pieces
-from farandole.sharding.file_sums import damage, own_damage, write_sums
-from farandole.worker import context
+from farandole.integrations.sharding import pieces
+from farandole.integrations.sharding.file_sums import damage, own_damage, write_sums
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.worker import context
 
 
 def saved(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from farandole.errors import ConfigError
-from farandole.sharding.safe_reading import SafePlanner, SafeReader, pack_values, unpack_values
+from farandole.integrations.sharding.safe_reading import SafePlanner, SafeReader, pack_values, unpack_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # DCP remarks that there is one process
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
 from farandole.errors import StepError
-from farandole.state import loop_hooks
-from farandole.state.deep_copy import BackgroundCopy, finish_all, finish_before_loading
+from farandole.training.collectives import world
+from farandole.training.state import loop_hooks
+from farandole.training.state.deep_copy import BackgroundCopy, finish_all, finish_before_loading
 
 pytestmark = pytest.mark.core
 
@@ -194,7 +194,7 @@ def test_hooked_modules_can_be_copied_and_pickled() -> None:
 def test_a_process_may_end_while_a_copy_is_under_way() -> None:
     code = """
 import torch
-from farandole.state.deep_copy import BackgroundCopy
+from farandole.training.state.deep_copy import BackgroundCopy
 BackgroundCopy().begin([(torch.ones(20_000_000), torch.empty(20_000_000)) for _ in range(4)])
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

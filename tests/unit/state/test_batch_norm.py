@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.state.watched_tensors import layers_with_statistics, make_statistics_equal
+from farandole.training.state.watched_tensors import layers_with_statistics, make_statistics_equal
 from tests.support.thread_world import ThreadWorld
 
 pytestmark = pytest.mark.core

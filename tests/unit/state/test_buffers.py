@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.state.watched_tensors import buffers_of
+from farandole.training.state.watched_tensors import buffers_of
 
 pytestmark = pytest.mark.core
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.data.stream_loader import StreamLoader
 from farandole.errors import CollectiveMismatch
-from farandole.state import step
-from farandole.state.content_hash import content_hash
+from farandole.training.data.stream_loader import StreamLoader
+from farandole.training.state import step
+from farandole.training.state.content_hash import content_hash
 from tests.support.thread_workers import run_workers
 
 VALUES: list[Any] = [

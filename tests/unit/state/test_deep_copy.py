@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
-from farandole.state.deep_copy import ValueSnapshot, deep_copy, tensors_in
+from farandole.training.state.deep_copy import ValueSnapshot, deep_copy, tensors_in
 
 pytestmark = pytest.mark.core
 

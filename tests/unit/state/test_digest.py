@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives.connection_pair import as_bytes
-from farandole.state.state_digest import digest, digest_of
+from farandole.training.collectives.connection_pair import as_bytes
+from farandole.training.state.state_digest import digest, digest_of
 
 pytestmark = pytest.mark.core
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
-from farandole.state.module_values import ModuleValues
-from farandole.state.packing import Packed, pack, unpack
-from farandole.state.step_state import StepState
+from farandole.training.state.module_values import ModuleValues
+from farandole.training.state.packing import Packed, pack, unpack
+from farandole.training.state.step_state import StepState
 
 
 class Net(torch.nn.Module):

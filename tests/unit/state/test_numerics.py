@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError, StepError
-from farandole.state import numerics, step
-from farandole.state.numerics import Arithmetic, RepeatedShards, deterministic, own_arithmetic, refuse_others
+from farandole.training.state import numerics, step
+from farandole.training.state.numerics import Arithmetic, RepeatedShards, deterministic, own_arithmetic, refuse_others
 
 
 def heard_from(rank: int, *others: Arithmetic) -> Any:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from farandole.checkpoint.snapshot import from_json, to_json
 from farandole.errors import ConfigError
-from farandole.optim.optimizer_mixin import Undo
-from farandole.state.metadata import OptimizerStateHandler
-from farandole.state.optimizer_state import OptimizerState, _is_permuted, outline, with_inner
-from farandole.state.packing import pack, unpack
+from farandole.training.checkpoint.snapshot import from_json, to_json
+from farandole.training.optim.optimizer_mixin import Undo
+from farandole.training.state.metadata import OptimizerStateHandler
+from farandole.training.state.optimizer_state import OptimizerState, _is_permuted, outline, with_inner
+from farandole.training.state.packing import pack, unpack
 
 pytestmark = pytest.mark.core
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.state import packing
+from farandole.training.state import packing
 
 pytestmark = pytest.mark.core
 

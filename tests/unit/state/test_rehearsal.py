@@ -11,9 +11,9 @@ import torch
 
 import farandole as fd
 from farandole.errors import ConfigError
-from farandole.state import step
-from farandole.state.rehearsal import Rehearsal
-from farandole.state.step_state import StepState
+from farandole.training.state import step
+from farandole.training.state.rehearsal import Rehearsal
+from farandole.training.state.step_state import StepState
 
 pytestmark = pytest.mark.core
 

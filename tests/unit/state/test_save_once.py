@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.membership import Progress
-from farandole.state import object_state
-from farandole.state.object_state import ObjectState
+from farandole.base.membership import Progress
+from farandole.training.state import object_state
+from farandole.training.state.object_state import ObjectState
 from tests.support.thread_workers import run_workers
 
 pytestmark = pytest.mark.core

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from farandole.collectives.shard_tree import divide, divide_evenly
-from farandole.state.shard_audit import Audit, AuditRule, Claim, Inquiry, judge
+from farandole.training.collectives.shard_tree import divide, divide_evenly
+from farandole.training.state.shard_audit import Audit, AuditRule, Claim, Inquiry, judge
 
 AUDIT = Audit(shards=(1, 2, 5), shift=1)
 

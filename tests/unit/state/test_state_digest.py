@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.state.state_digest import TURN, named_tensors
-from farandole.state.step_state import StepState
+from farandole.training.state.state_digest import TURN, named_tensors
+from farandole.training.state.step_state import StepState
 from tests.unit.state.test_sync import trained_state
 
 pytestmark = pytest.mark.core

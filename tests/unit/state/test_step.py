@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from farandole.errors import StepError
-from farandole.state import step
-from farandole.state.step import Batch, GlobalBatch, StepStatus
+from farandole.training.state import step
+from farandole.training.state.step import Batch, GlobalBatch, StepStatus
 
 pytestmark = pytest.mark.core
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from farandole.base.membership import Progress
 from farandole.errors import FatalError, PeerLost
-from farandole.membership import Progress
-from farandole.state import packing, sync
-from farandole.state.state_digest import STRIKES, Divergence, StateDigest, digest_of
-from farandole.state.sync import Standing, choose_source, synchronize
-from farandole.state.torch_state import TorchState
+from farandole.training.state import packing, sync
+from farandole.training.state.state_digest import STRIKES, Divergence, StateDigest, digest_of
+from farandole.training.state.sync import Standing, choose_source, synchronize
+from farandole.training.state.torch_state import TorchState
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 pytestmark = pytest.mark.core

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives import world
 from farandole.errors import ConfigError, StepError
-from farandole.state import loop_hooks
-from farandole.state.metadata import (
+from farandole.training.collectives import world
+from farandole.training.state import loop_hooks
+from farandole.training.state.metadata import (
     ModelStateHandler,
     SamplerStateHandler,
     StateHandler,
     get_handler_registry,
     set_handler_registry,
 )
-from farandole.state.step_state import StepState
-from farandole.state.sync import CommittedState
-from farandole.state.torch_state import TorchState
+from farandole.training.state.step_state import StepState
+from farandole.training.state.sync import CommittedState
+from farandole.training.state.torch_state import TorchState
 
 pytestmark = pytest.mark.core
 

@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import farandole as fd
 from farandole.errors import ConfigError
-from farandole.state.undivided_data import UndividedData
+from farandole.training.state.undivided_data import UndividedData
 
 SAMPLES = torch.arange(24.0).reshape(12, 2)
 

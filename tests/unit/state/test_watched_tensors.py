@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.state.watched_tensors import WatchedTensors
+from farandole.training.state.watched_tensors import WatchedTensors
 
 pytestmark = pytest.mark.core
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.launch.agent_command import _address
-from farandole.membership import Address
+from farandole.base.membership import Address
+from farandole.job.launch.agent_command import _address
 
 
 @pytest.mark.parametrize(("host", "text"), [("10.0.0.1", "10.0.0.1:80"), ("fd00::1", "[fd00::1]:80")])

@@ -7,10 +7,9 @@ import contextlib
 import pytest
 from hypothesis import given, strategies as st
 
-from farandole.errors import AuthenticationError, ProtocolError
-from farandole.membership import GenerationId
-from farandole.wire import authentication
-from farandole.wire.authentication import (
+from farandole.base.membership import GenerationId
+from farandole.base.wire import authentication
+from farandole.base.wire.authentication import (
     PROOF_BYTES,
     DialerHandshake,
     ListenerHandshake,
@@ -20,7 +19,8 @@ from farandole.wire.authentication import (
     derive_data_key,
     new_token,
 )
-from farandole.wire.messages import PROTOCOL_VERSION
+from farandole.base.wire.messages import PROTOCOL_VERSION
+from farandole.errors import AuthenticationError, ProtocolError
 
 TOKEN = new_token()
 

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from farandole.wire.authentication import Proofs, Role, Session
-from farandole.wire.channel import TO_AGENT, Channel
-from farandole.wire.sockets import keep_alive
+from farandole.base.wire.authentication import Proofs, Role, Session
+from farandole.base.wire.channel import TO_AGENT, Channel
+from farandole.base.wire.sockets import keep_alive
 from tests.support.waiting import run
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.certificates_command import make_certificates
-from farandole.wire import encryption
-from farandole.wire.authentication import Role
-from farandole.wire.encryption import Certificates, EncryptedStream, EncryptionFailed
+from farandole.base.wire import encryption
+from farandole.base.wire.authentication import Role
+from farandole.base.wire.encryption import Certificates, EncryptedStream, EncryptionFailed
+from farandole.job.launch.certificates_command import make_certificates
 from tests.support.certificates import of_this_process
 
 Ends = tuple[EncryptedStream, EncryptedStream]

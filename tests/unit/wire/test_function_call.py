@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from farandole.base.wire.function_call import LARGEST_BYTES, receive_call, send_call
+from farandole.base.wire.messages import CallComes, CallPart, CallReceived, Message, Stop
 from farandole.errors import ProtocolError
-from farandole.wire.function_call import LARGEST_BYTES, receive_call, send_call
-from farandole.wire.messages import CallComes, CallPart, CallReceived, Message, Stop
 
 
 class Wire:

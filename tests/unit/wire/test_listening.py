@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from farandole.events import ConnectionRefused
-from farandole.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
-from farandole.wire.sockets import listening_sockets
+from farandole.base.events import ConnectionRefused
+from farandole.base.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
+from farandole.base.wire.sockets import listening_sockets
 from tests.support.waiting import DEADLINE_S, run
 
 

@@ -8,9 +8,9 @@ from collections import deque
 
 import pytest
 
+from farandole.base.wire.message_log import MessageLog, is_counted
+from farandole.base.wire.messages import CoordinatorHeartbeat, Kill, WorkerExited, WorkerPrinted
 from farandole.errors import ProtocolError
-from farandole.wire.message_log import MessageLog, is_counted
-from farandole.wire.messages import CoordinatorHeartbeat, Kill, WorkerExited, WorkerPrinted
 
 
 def log_of(*messages: str) -> MessageLog[str]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.wire import peer_user
-from farandole.wire.peer_user import is_of_another_user
+from farandole.base.wire import peer_user
+from farandole.base.wire.peer_user import is_of_another_user
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 

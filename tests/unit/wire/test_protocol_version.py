@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from farandole import membership
-from farandole.wire import control, messages
-from farandole.wire.messages import PROTOCOL_VERSION
+from farandole.base import membership
+from farandole.base.wire import control, messages
+from farandole.base.wire.messages import PROTOCOL_VERSION
 
 
 def description() -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from farandole.base.wire.user_secret import user_secret
 from farandole.errors import ConfigError
-from farandole.wire.user_secret import user_secret
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
-from farandole.errors import ProtocolError
-from farandole.membership import DataAddress, GenerationId, Peer, Placement
-from farandole.wire.channel import (
+from farandole.base.membership import DataAddress, GenerationId, Peer, Placement
+from farandole.base.wire.channel import (
     AGENT_MESSAGES,
     TO_AGENT,
     TO_WORKER,
@@ -21,7 +20,7 @@ from farandole.wire.channel import (
     encode,
     frame,
 )
-from farandole.wire.messages import (
+from farandole.base.wire.messages import (
     Abort,
     ForwardToWorkers,
     FromWorker,
@@ -32,6 +31,7 @@ from farandole.wire.messages import (
     Start,
     StartWorkers,
 )
+from farandole.errors import ProtocolError
 
 PEER = Peer("w1", 1, DataAddress("127.0.0.1", 4000))
 START = Start(GenerationId(1, 1, 2, "n"), Placement(0, 2, 0, 2, 0, 1), PEER, PEER, bootstrap=True)

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from farandole.errors import GenerationEnded
-from farandole.worker.worker_recovery import AbortRegistry
+from farandole.training.worker.worker_recovery import AbortRegistry
 
 ROUNDS = 300
 DEADLINE_S = 10.0

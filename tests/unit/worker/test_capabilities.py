@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.worker import capabilities
+from farandole.training.worker import capabilities
 
 
 def test_the_way_without_mpi_is_always_there() -> None:

@@ -13,9 +13,9 @@ import torch
 
 import farandole as fd
 from farandole.errors import ConfigError
-from farandole.state import step
-from farandole.state.object_state import ObjectState
-from farandole.worker.run_loop import run
+from farandole.training.state import step
+from farandole.training.state.object_state import ObjectState
+from farandole.training.worker.run_loop import run
 
 pytestmark = pytest.mark.core
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
 from farandole.errors import CollectiveMismatch, HorovodInternalError, HostsUpdatedInterrupt, PeerLost
-from farandole.state import loop_hooks
-from farandole.state.loop_hooks import HostUpdateResult
-from farandole.state.object_state import ObjectState, State
-from farandole.state.torch_state import TorchState
-from farandole.worker.host_update_listeners import notification_manager
-from farandole.worker.run_loop import run, run_fn
+from farandole.integrations.horovod.host_update_listeners import notification_manager
+from farandole.integrations.horovod.run_fn import run_fn
+from farandole.training.collectives import world
+from farandole.training.state import loop_hooks
+from farandole.training.state.loop_hooks import HostUpdateResult
+from farandole.training.state.object_state import ObjectState, State
+from farandole.training.state.torch_state import TorchState
+from farandole.training.worker.run_loop import run
 
 pytestmark = pytest.mark.core
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.worker import context
+from farandole.training.worker import context
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int, slots: int) -> list[str]:

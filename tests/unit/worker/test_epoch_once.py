@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.data.elastic_loader import NoLoaderHooks
 from farandole.errors import GenerationEnded
-from farandole.state.packing import unpack
+from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.state.packing import unpack
 
 pytestmark = pytest.mark.core
 

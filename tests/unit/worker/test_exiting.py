@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from farandole.worker import process_setup
+from farandole.training.worker import process_setup
 
 _SCRIPT = """
 import atexit, gc, sys
-from farandole.worker.process_setup import shorten_exit
+from farandole.training.worker.process_setup import shorten_exit
 atexit.register(lambda: print("a handler that was there before", gc.get_freeze_count() > 1000))
 class Holder:
     def __del__(self):

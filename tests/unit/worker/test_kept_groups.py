@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.collectives.named.negotiation import NamedSettings
-from farandole.collectives.ring_builder import DataListener
 from farandole.errors import ConfigError
-from farandole.process_group import torch_versions
-from farandole.worker.world_builder import WorldBuilder
+from farandole.integrations.horovod.named.negotiation import NamedSettings
+from farandole.training.collectives import torch_versions
+from farandole.training.collectives.ring_builder import DataListener
+from farandole.training.worker.world_builder import WorldBuilder
 
 pytestmark = pytest.mark.core
 
@@ -26,34 +26,29 @@ def can_reconfigure(monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
     monkeypatch.setattr(torch_versions, "can_reconfigure", lambda: can)
 
 
-def test_each_number_has_one_group_in_all_generations(builder: WorldBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_group_lives_through_the_generations_if_the_user_asks_for_it(
+    builder: WorldBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     can_reconfigure(monkeypatch, True)
-    first, second = builder._kept_group(0, is_default=True), builder._kept_group(1, is_default=True)
-    assert first is not None
-    assert first is not second
-    assert builder._kept_group(0, is_default=True) is first
-
-
-def test_the_user_decides_otherwise_the_default(builder: WorldBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    can_reconfigure(monkeypatch, True)
-    assert builder._kept_group(0, is_default=False) is None
+    assert builder._kept_group() is None
     monkeypatch.setenv("FARANDOLE_RECONFIGURE", "1")
     builder.forget_settings()
-    assert builder._kept_group(0, is_default=False) is not None
-    monkeypatch.setenv("FARANDOLE_RECONFIGURE", "0")
+    first = builder._kept_group()
+    assert first is not None
+    assert builder._kept_group() is first
+    monkeypatch.setenv("FARANDOLE_TRANSPORT", "tcp")  # which has no such group
     builder.forget_settings()
-    assert builder._kept_group(0, is_default=True) is None
+    assert builder._kept_group() is None
 
 
 def test_a_torch_without_such_groups_has_new_ones_and_refuses_the_requirement(
     builder: WorldBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     can_reconfigure(monkeypatch, False)
-    assert builder._kept_group(0, is_default=True) is None
     monkeypatch.setenv("FARANDOLE_RECONFIGURE", "1")
     builder.forget_settings()
-    assert builder._kept_group(0, is_default=True) is None  # the transport has no such group
-    monkeypatch.setenv("FARANDOLE_TRANSPORT", "gloo")
+    assert builder._kept_group() is None
+    monkeypatch.setenv("FARANDOLE_TRANSPORT", "nccl")
     builder.forget_settings()
     with pytest.raises(ConfigError, match=r"FARANDOLE_RECONFIGURE=1 needs torch 2\.14 or newer, this is .*: unset it"):
-        builder._kept_group(0, is_default=True)
+        builder._kept_group()

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
+from farandole.base.wire.messages import Remark
 from farandole.errors import CollectiveMismatch, StepError
-from farandole.state import step
-from farandole.wire.messages import Remark
-from farandole.worker.step_loop import _LEFT_OUT, StepLoop
+from farandole.training.collectives import world
+from farandole.training.state import step
+from farandole.training.worker.step_loop import _LEFT_OUT, StepLoop
 from tests.support.one_worker import Orders, as_a_newcomer
 
 pytestmark = pytest.mark.core

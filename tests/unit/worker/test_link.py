@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from farandole.env import WorkerEnv
-from farandole.errors import JobEnded
-from farandole.machine import now_s
-from farandole.membership import DataAddress, GenerationId, Peer, Placement, Progress
-from farandole.wire import channel
-from farandole.wire.messages import (
+from farandole.base.env import WorkerEnv
+from farandole.base.machine import now_s
+from farandole.base.membership import DataAddress, GenerationId, Peer, Placement, Progress
+from farandole.base.wire import channel
+from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
     Hello,
@@ -32,8 +31,9 @@ from farandole.wire.messages import (
     ToWorker,
     WorkerMessage,
 )
-from farandole.worker.link import Link
-from farandole.worker.worker_recovery import AbortRegistry
+from farandole.errors import JobEnded
+from farandole.training.worker.link import Link
+from farandole.training.worker.worker_recovery import AbortRegistry
 
 DEADLINE_S = 10.0
 

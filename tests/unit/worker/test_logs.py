@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.worker.process_setup import set_log_level
+from farandole.training.worker.process_setup import set_log_level
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from farandole.collectives.alone import AloneTransport
-from farandole.state import step
-from farandole.state.step import Batch, GlobalBatch
-from farandole.worker.loss_trial import LossTrial
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.state import step
+from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.worker.loss_trial import LossTrial
 from tests.support.losses import Loss, State, mean, total, weighted
 
 SAMPLES = 16

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from farandole.env.inheritance import has_malloc_settings
+from farandole.base.env.inheritance import has_malloc_settings
 
 # 20 tensors of 8 MB at a time, ten times over: each a bit smaller than what the C library would map by itself.
 _FAULTS = """
@@ -32,7 +32,7 @@ _JOIN = """
 import resource, sys
 import torch
 import farandole as fd
-from farandole.worker.process_setup import map_memory_ahead
+from farandole.training.worker.process_setup import map_memory_ahead
 fd.init()
 if sys.argv[1] == "ahead":
     map_memory_ahead([torch.nn.Linear(1 << 9, 1 << 14)])

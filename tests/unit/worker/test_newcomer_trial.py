@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.worker.newcomer_trial import GradientNote, Trial, Tried, Verdict, judge, judge_twice
+from farandole.training.worker.newcomer_trial import GradientNote, Trial, Tried, Verdict, judge, judge_twice
 
 
 def tried(scale: float = 1.0, lr: float = 0.1, *, is_newcomer: bool = False, tied: bool = False) -> Tried:

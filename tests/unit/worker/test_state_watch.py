@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from farandole.collectives import world
+from farandole.base.wire.messages import StatesDiffered
 from farandole.errors import StateDiverged
-from farandole.state.state_digest import Divergence
-from farandole.state.sync import SyncReport
-from farandole.wire.messages import StatesDiffered
-from farandole.worker.step_loop import StateWatch
+from farandole.training.collectives import world
+from farandole.training.state.state_digest import Divergence
+from farandole.training.state.sync import SyncReport
+from farandole.training.worker.step_loop import StateWatch
 from tests.support.one_worker import Orders
 
 pytestmark = pytest.mark.core

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
+from farandole.base.wire.messages import FirstStep, Synced
 from farandole.errors import CollectiveMismatch, GenerationEnded
-from farandole.state import step
-from farandole.wire.messages import FirstStep, Synced
-from farandole.worker.step_loop import _EPOCH_END, StepLoop
+from farandole.training.collectives import world
+from farandole.training.state import step
+from farandole.training.worker.step_loop import _EPOCH_END, StepLoop
 from tests.support.one_worker import Orders, as_a_newcomer
 
 pytestmark = pytest.mark.core

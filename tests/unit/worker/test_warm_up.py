@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.collectives import world
-from farandole.state import step
-from farandole.worker.step_loop import StepLoop
-from farandole.worker.warm_up import warm_up
+from farandole.training.collectives import world
+from farandole.training.state import step
+from farandole.training.worker.step_loop import StepLoop
+from farandole.training.worker.warm_up import warm_up
 from tests.support.one_worker import Orders
 
 pytestmark = pytest.mark.core

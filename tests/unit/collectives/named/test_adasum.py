@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.collectives.alone import AloneTransport
-from farandole.collectives.named import adasum
+from farandole.integrations.horovod.named import adasum
+from farandole.training.collectives.alone import AloneTransport
 
 
 class Gathered(AloneTransport):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives.named.compression import Compression
+from farandole.training.optim.compression import Compression
 
 pytestmark = pytest.mark.core
 

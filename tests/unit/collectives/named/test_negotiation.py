@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.collectives.named.negotiation import Negotiation
-from farandole.collectives.named.stages import (
+from farandole.errors import ProtocolError
+from farandole.integrations.horovod.named.negotiation import Negotiation
+from farandole.training.collectives.stages import (
     END,
     AllJoined,
     Execute,
@@ -17,8 +18,7 @@ from farandole.collectives.named.stages import (
     SetAdded,
     SetRemoved,
 )
-from farandole.collectives.transport import Reduction
-from farandole.errors import ProtocolError
+from farandole.training.collectives.transport import Reduction
 from tests.support.negotiating import Ranks, allreduce, group, request
 
 JOIN = request(Kind.JOIN, "join")

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives import world
-from farandole.collectives.alone import AloneTransport
-from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.objects import (
+from farandole.base.membership import GenerationId, Placement
+from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.named.objects import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from farandole.collectives.transport import Transport
-from farandole.membership import GenerationId, Placement
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.collectives.transport import Transport
 
 pytestmark = pytest.mark.core
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.collectives.named.engine import NamedCollectives
-from farandole.collectives.named.stages import Kind
 from farandole.errors import GenerationEnded, HorovodInternalError, PeerLost
+from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.training.collectives.stages import Kind
 from tests.support.named import allreduce, engine_on, run, submit
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.collectives.named.negotiation import Stall
-from farandole.collectives.named.pending import StallReport, StallWatch
-from farandole.collectives.named.stages import Key, Kind
+from farandole.integrations.horovod.named.negotiation import Stall
+from farandole.integrations.horovod.named.pending import StallReport, StallWatch
+from farandole.training.collectives.stages import Key, Kind
 
 NOTHING = StallReport()
 

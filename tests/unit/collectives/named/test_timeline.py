@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from farandole.collectives.named.stages import Kind
-from farandole.collectives.named.timeline import BEGIN, END, Timeline, TimelineWriter
-from farandole.machine import now_s
+from farandole.base.machine import now_s
+from farandole.integrations.horovod.named.timeline import BEGIN, END, Timeline, TimelineWriter
+from farandole.training.collectives.stages import Kind
 
 Event = dict[str, Any]
 DEADLINE_S = 20.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.collectives.shared_memory_tensors import (
+from farandole.training.collectives.shared_memory_tensors import (
     OtherTensors,
     SegmentRef,
     create_segment,
@@ -26,7 +26,7 @@ def test_another_process_reads_what_is_written_and_cannot_write() -> None:
     memory, ref, _ = create_segment(4096)
     memory[:5] = b"hello"
     script = f"""
-from farandole.collectives.shared_memory_tensors import SegmentRef, open_segment
+from farandole.training.collectives.shared_memory_tensors import SegmentRef, open_segment
 theirs = open_segment(SegmentRef{tuple(ref)})
 print(bytes(theirs[:5]).decode())
 try:
@@ -56,8 +56,8 @@ def test_a_descriptor_that_is_another_file_by_now_is_not_taken_for_the_segment(t
 def test_where_no_segment_can_be_had_tensors_are_ordinary_ones() -> None:
     script = """
 import resource, torch
-from farandole.collectives.shared_memory_tensors import create_segment
-from farandole.collectives.shared_memory_tensors import shareable_zeros, find_segment
+from farandole.training.collectives.shared_memory_tensors import create_segment
+from farandole.training.collectives.shared_memory_tensors import shareable_zeros, find_segment
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 tensor = shareable_zeros(1 << 20, torch.float32)
 print(tensor.numel(), find_segment(tensor))

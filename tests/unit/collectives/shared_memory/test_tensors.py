@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from farandole.collectives import shared_memory_tensors
+from farandole.training.collectives import shared_memory_tensors
 
 pytestmark = pytest.mark.core
 

@@ -1,0 +1,1 @@
+"""The state of the coordinator in etcd."""

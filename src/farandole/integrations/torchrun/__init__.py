@@ -1,0 +1,1 @@
+"""Scripts and jobs of torchrun: its command, its contract, its process group, and in place training."""

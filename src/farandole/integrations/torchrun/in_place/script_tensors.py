@@ -1,0 +1,160 @@
+"""The bytes of the script's tensors, and what its loop bodies have made since the last search."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from farandole.integrations.torchrun.in_place.script_search import (
+    MOST_HOLDERS,
+    PLAIN,
+    SAMPLED_BYTES,
+    Found,
+    Holder,
+    digest,
+    holder_of,
+)
+
+_EMPTY = PLAIN | {torch.Tensor, torch.nn.Parameter}  # types that hold nothing
+_SMALL_BYTES = 64 << 10  # most of a tensor in an object that a loop body has made
+
+
+class MadeObjects:
+    """What loop bodies have made since the last search: objects that hold values, such as a meter. Most are made anew
+    in each body, and go with it; others stay, and are watched from the second boundary on."""
+
+    def __init__(self, owned: Set[int]) -> None:
+        self._owned = owned  # id() of objects that are restored in another way
+        self._made: list[tuple[Holder, Any, object, Found]] = []  # holder, key and value, what is in it
+        self._staying: list[torch.Tensor] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values
+
+    def grown_up(self) -> list[Holder]:
+        """Return the holders of what is still where it was at the last boundary."""
+        stay = [found for holder, key, value, found in self._made if holder.read().get(key) is value]
+        self._made = []
+        self._staying += [each for found in stay for each in _small(found)]
+        return [holder for found in stay for holder, _ in found.copies]
+
+    @torch.no_grad()
+    def take(
+        self, copies: Sequence[tuple[Holder, dict[Any, Any]]], before: Mapping[int, Mapping[Any, Any]]
+    ) -> list[tuple[Holder, dict[Any, Any]]]:
+        """Return the values of what is new in these holders, which had the values `before`, by id()."""
+        self._tensors = [(each, each.detach().clone()) for each in self._staying]
+        new = [
+            (holder, key, value)
+            for holder, values in copies
+            if (then := before.get(id(holder))) is not None
+            and not (len(then) == len(values) and all(map(operator.is_, values.values(), then.values())))
+            for key, value in values.items()
+            if then.get(key) is not value and type(value) not in _EMPTY
+        ]
+        if not new or len(copies) + len(new) > MOST_HOLDERS:
+            return []
+        known = {id(holder.target) for holder, _ in copies} | self._owned
+        taken: list[tuple[Holder, dict[Any, Any]]] = []
+        for holder, key, value in new:
+            inner = None if id(value) in known else holder_of(holder.name_of(key), value)
+            if inner is not None:
+                found = Found([inner], known)
+                known |= {id(each.target) for each, _ in found.copies}
+                taken += found.copies
+                self._made.append((holder, key, value, found))
+                self._tensors += [(each, each.detach().clone()) for each in _small(found)]
+        return taken
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for live, value in self._tensors:
+            live.detach().copy_(value)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return a number that is another one when autograd has counted a write, or the tensor has another memory."""
+    return tensor._version + tensor.data_ptr()
+
+
+def _small(found: Found) -> list[torch.Tensor]:
+    return [each for each in found.tensors().values() if each.nbytes <= _SMALL_BYTES]
+
+
+class ScriptTensors:
+    """The bytes of the script's tensors. Only tensors that the loop body is known to change are copied: before its
+    step at each boundary, after it where the step is aborted."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, torch.Tensor] = {}
+        self._digests: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+        self._early: set[str] = set()
+        self._late: set[str] = set()
+        self._lasting: set[str] = set()
+        self._is_learning = False
+        self._has_learned = False  # from a whole loop body, here or on another worker
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def lasting(self) -> set[str]:
+        """Return the names of tensors of several elements that have changed between two searches, and are the same
+        objects."""
+        return self._lasting
+
+    def known(self) -> tuple[list[str], list[str]]:
+        """Return the names of the tensors that a loop body changes before its step, and after it."""
+        return sorted(self._early), sorted(self._late)
+
+    def know(self, names: Sequence[Sequence[str]]) -> None:
+        """Take over the known() of another worker: the first loop body of this one may be aborted."""
+        self._early |= set(names[0])
+        self._late = (self._late | set(names[1])) - self._early
+        self._has_learned = True
+
+    def learn(self, tensors: Mapping[str, torch.Tensor], digests: Mapping[str, int]) -> None:
+        """Watch these tensors from now on, and find out what the next loop body changes."""
+        self._has_learned |= bool(self._live)
+        same = {name for name, each in tensors.items() if self._live.get(name) is each}
+        changed = {name for name in same if self._digests[name] != digests[name]}
+        self._lasting |= {name for name in changed if tensors[name].numel() > 1}
+        self._late |= changed - self._early
+        self._live, self._digests = dict(tensors), {name: digests[name] for name in tensors}
+        self._is_learning = True
+        self._copy()
+
+    def take(self) -> None:
+        """Remember the tensors, at a boundary."""
+        self._late |= self._written() - self._early
+        self._is_learning, self._has_learned = False, True
+        self._copy()
+
+    def look(self) -> None:
+        self._early |= self._written()
+        if self._is_learning:
+            self._early |= {name for name, each in self._live.items() if digest(each) != self._digests[name]}
+
+    @torch.no_grad()
+    def save(self) -> None:
+        written = self._written()
+        for name in self._late - self._early - self._copies.keys():
+            if name in self._live and name not in written:
+                self._copies[name] = self._live[name].detach().clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for name, copy in self._copies.items():
+            self._live[name].detach().copy_(copy)
+        self._versions = {name: _version(each) for name, each in self._live.items()}
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        self._versions = {name: _version(each) for name, each in self._live.items()}
+        if self._has_learned:
+            names = self._early & self._live.keys()
+        else:  # the first loop body of the job may change any of them
+            names = {name for name, each in self._live.items() if each.nbytes <= SAMPLED_BYTES}
+        self._copies = {name: self._live[name].detach().clone() for name in names}
+
+    def _written(self) -> set[str]:
+        return {name for name, each in self._live.items() if _version(each) != self._versions[name]}

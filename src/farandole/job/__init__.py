@@ -1,0 +1,1 @@
+"""Processes and membership, without torch: the launcher, the coordinator, the agents, and engines that start them."""

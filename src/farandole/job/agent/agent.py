@@ -1,0 +1,755 @@
+"""The agent of one host: it spawns workers on request, reports when they have ended, and carries messages between them
+and the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from farandole.base.config import ForkServerUse
+from farandole.base.env import WorkerEnv, environment_of, horovod_environment, torchrun_environment
+from farandole.base.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
+from farandole.base.liveness.exit_notice import is_main_thread_ending
+from farandole.base.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
+from farandole.base.machine import now_s, since_boot_s, wall_time_s
+from farandole.base.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry
+from farandole.base.wire.authentication import Role, derive_data_key, derive_key
+from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.encryption import Certificates
+from farandole.base.wire.function_call import PART_BYTES, call_file, return_file
+from farandole.base.wire.listening import RefusalReports
+from farandole.base.wire.messages import (
+    PROTOCOL_VERSION,
+    AgentDied,
+    AgentHello,
+    AgentLeaving,
+    CoordinatorHeartbeat,
+    Dismissed,
+    ForwardToWorkers,
+    FromWorker,
+    GuardHello,
+    Heartbeat,
+    Hello,
+    JobOver,
+    Kill,
+    PartReceived,
+    Resumed,
+    ReturnPart,
+    Spawn,
+    SpawnFailed,
+    StacksWritten,
+    StartWorkers,
+    Stop,
+    ToAgent,
+    WorkerDying,
+    WorkerExited,
+    WorkerMessage,
+    WorkerMet,
+    WriteStacks,
+)
+from farandole.errors import AuthenticationError, ProtocolError
+from farandole.job.agent.completion import to_its_end
+from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
+from farandole.job.agent.error_file import ErrorFiles
+from farandole.job.agent.guard import Guard
+from farandole.job.agent.guard_process import remove_shared_memory
+from farandole.job.agent.network_addresses import data_hosts
+from farandole.job.agent.process import StoppedWatch, WorkerProcess, reap_group
+from farandole.job.agent.spawner import Spawner, make_spawner
+from farandole.job.agent.stack_dumps import StackDumps
+from farandole.job.agent.worker_server import StatusPages, WorkerServer
+from farandole.job.agent.worker_telemetry import TELEMETRY_EVERY_S, TelemetryMeter
+
+if TYPE_CHECKING:
+    from farandole.job.agent.remote_agent import Sink
+
+STATUS_EVERY_S = 0.5
+"""Shortest time in seconds between two reports of the worker statuses."""
+
+_TIMER_TOLERANCE_S = 0.01
+_DUMP_BEFORE_KILL_S = 1.0  # the others wait for the end of this worker
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """The configuration of an agent.
+
+    slots               workers for which this host has capacity
+    command             the command of each worker
+    environment         the base of a worker's environment; the agent adds the variables of init()
+    is_elastic          workers may come and go without ending the job, and are told so as in Horovod
+    detection_budget_s  how long a worker may be stopped, and the coordinator silent; the agent sends ten heartbeats in
+                        it
+    grace_s             from SIGTERM to SIGKILL when the job ends, or this agent is asked to
+    is_apart            the agent is not part of the coordinator's process: it can lose it, and be replaced meanwhile
+    heartbeat_id, heartbeat_port  of its heartbeats as datagrams; 0: there are none
+    fork_server         whether workers may be forked by a process that has imported torch
+    store_port          of the job's store, at the address of the coordinator; 0: there is none
+    max_restarts        how often all workers may be started again, for scripts that read it
+    error_folder        the folder for the workers' error files, which stay after the job; empty: they are removed
+    data_hosts          the addresses of this machine for the other workers; empty: that from which this agent reaches
+                        the coordinator, and the others that are not loopback unless that is
+    process             the identifier of this process in AgentHello
+    tls                 the job's certificates, with which its TCP connections are encrypted; None: they are not
+    patience_s          how long its workers continue when the connection to the coordinator has ended, until there is
+                        another one; 0: not at all
+    outlives_silence    a coordinator that is silent for the budget counts as such an end: another one may take over
+    """
+
+    name: str
+    host: str
+    slots: int
+    coordinator: Address
+    job_id: str
+    token: bytes = field(repr=False)
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(repr=False)
+    detection_budget_s: float
+    grace_s: float
+    is_elastic: bool = False
+    is_apart: bool = False
+    heartbeat_id: bytes = field(default=b"", repr=False)
+    heartbeat_port: int = 0
+    fork_server: ForkServerUse = "off"
+    store_port: int = 0
+    max_restarts: int = 0
+    error_folder: str = ""
+    data_hosts: tuple[str, ...] = ()
+    process: str = ""
+    patience_s: float = 0.0
+    outlives_silence: bool = False
+    tls: Certificates | None = field(default=None, repr=False)
+
+
+class EndOfService(enum.Enum):
+    """The reason why an agent's service is over."""
+
+    JOB_ENDED = "the job has ended"
+    LEFT = "the job continues without this host"
+    DRAINED = "this host left the job"
+    LOST = "the connection to the coordinator is lost, or the coordinator has excluded this agent"
+
+
+@dataclass(frozen=True)
+class Service:
+    """The result of a service. `exit_code` is the job's, 0 when the job continues."""
+
+    end: EndOfService
+    reason: str
+    exit_code: int = 0
+
+
+class Agent:
+    """The agent. Create and run it on one event loop: `await run()`. When that returns or raises, no worker is left.
+
+    session  that of an agent that was welcomed already; None: it begins one, as an agent of the launcher
+    call     the call of farandole.run(), for the workers; empty: they run another program
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        sink: Sink,
+        on_event: Callable[[Event], None],
+        session: CoordinatorSession | None = None,
+        call: bytes = b"",
+    ) -> None:
+        self._config, self._sink, self._on_event = config, sink, on_event
+        self._refused = RefusalReports(on_event)
+        self._joined, self._call = session, call
+        self._returns: dict[str, asyncio.Event] = {}  # by worker: set when its last part was received
+        self._is_obeying = True
+        self._is_abandoned = False
+        self._server = WorkerServer(self._on_message, self._on_refused)
+        self._heartbeats = Heartbeats(since_boot_s())
+        self._heartbeat_every_s = heartbeat_period_s(config.detection_budget_s)
+        self._reported: dict[str, WorkerStatus] = {}
+        self._reported_s = self._look_at_statuses_s = self._measure_s = now_s()
+        self._meter = TelemetryMeter()
+        self._datagrams = (
+            HeartbeatSocket(config.token, config.heartbeat_id, self._record_heartbeat)
+            if config.heartbeat_port
+            else None
+        )
+        self._processes = WorkerProcesses(
+            lambda guard: make_spawner(config.fork_server, config.command, config.environment, guard, on_event),
+            sink,
+            self._on_exit,
+            self._on_spawn_failed,
+            # A stopped agent cannot enforce its own lease, so the guard process does.
+            silence_limit_s=0.9 * config.detection_budget_s if config.is_apart else None,
+        )
+        self._pages = StatusPages(self._on_exit_notice)
+        self._stacks = StackDumps(self._pages.get, self._processes.caller)
+        self._last_stacks: dict[str, str] = {}  # of workers that are being killed, for their WorkerExited
+        self._is_stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()  # besides those of run()
+        self._store_port = config.store_port
+
+    async def run(self) -> Service:
+        """Serve the job until it has ended, continues without this host, or has no coordinator any more. Raises what
+        `connect` raises."""
+        config = self._config
+        self._session = await self._begin_session() if self._joined is None else self._joined
+        self._session.on_resumed = self._on_resumed
+        self._guards_channel = await self._dial_for_guard() if config.is_apart else None
+        if self._datagrams is not None:
+            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
+                await self._datagrams.open(Address(config.coordinator.host, config.heartbeat_port))
+        # From here to the try block nothing is awaited: whatever is started is also ended.
+        self._server.start()
+        self._died = None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied())
+        self._processes.start(self._died)
+        error_folder = Path(config.error_folder) if config.error_folder else self._processes.scratch / "errors"
+        self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
+        self._pages.start()
+        obedience, lease = asyncio.create_task(self._obey()), asyncio.create_task(self._hold_lease())
+        heartbeats, watch = (asyncio.create_task(each) for each in (self._heartbeat(), self._look_at_processes()))
+        grace_s = config.grace_s
+        try:
+            # The later ones end only by an internal error, which must not be silent: without its heartbeats an agent is
+            # declared lost, and without the watch a stopped worker blocks the others.
+            ends = (obedience, self._processes.broken, watch, heartbeats)
+            await asyncio.wait((*ends, lease), return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                if end.done():
+                    end.result()
+            service = obedience.result() if obedience.done() else lease.result()
+            if config.is_apart and service.end is EndOfService.LOST:
+                grace_s = 0.0  # the others may continue without them by now
+                self._session.abort()  # their exits are not failures of theirs
+            return service
+        finally:
+            self._stop_waiting_for_answers()
+            lease.cancel()
+            obedience.cancel()  # an order to spawn that came from now on would start a worker that nothing ends
+            try:
+                await to_its_end(self._processes.end(grace_s))
+            finally:
+                if self._is_abandoned and self._died is not None:
+                    with contextlib.suppress(OSError):  # the coordinator is gone, too
+                        os.write(*self._died)  # as the guard does, which has ended
+                for task in (heartbeats, watch, *self._tasks):
+                    task.cancel()
+                self._server.stop()
+                self._pages.stop()
+                self._session.close()
+                if self._guards_channel is not None:
+                    self._guards_channel.close()
+                if self._datagrams is not None:
+                    self._datagrams.close()
+
+    async def _begin_session(self) -> CoordinatorSession:
+        config = self._config
+        hello = AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION, process=config.process)
+        channel = await self._dial()
+        channel.send(hello)
+        reconnecting = Reconnecting(config.job_id, hello, self._dial, config.patience_s, self._on_event)
+        return CoordinatorSession(channel, reconnecting=reconnecting if config.patience_s else None)
+
+    async def _dial(self) -> Channel[ToAgent]:
+        config, address = self._config, self._config.coordinator
+        return await connect(address.host, address.port, config.token, config.job_id, TO_AGENT, config.tls)
+
+    async def _dial_for_guard(self) -> Channel[ToAgent] | None:
+        """Return a second connection, on which the guard will report the end of this process. None: it cannot be
+        opened; the coordinator will notice that end by the agent's silence."""
+        config, port = self._config, self._session.peer_port
+        try:
+            channel = await connect(self._session.peer_host, port, config.token, config.job_id, TO_AGENT, config.tls)
+        except (ConnectionError, AuthenticationError, ProtocolError):
+            return None
+        channel.send(GuardHello(config.name, config.process, PROTOCOL_VERSION))
+        return channel
+
+    def kill_workers(self) -> None:
+        """End all workers at once, also those that are in their grace period."""
+        self._processes.kill_all(grace_s=0.0)
+
+    def abandon(self) -> None:
+        """End all workers at once, and report the end of this agent when they are gone: its engine is gone."""
+        self._is_abandoned = True
+        self.kill_workers()
+
+    def leave(self, reason: str, within_s: float = 0.0) -> None:
+        """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed
+        after the grace period, or `within_s` if that is longer."""
+        self._session.send(AgentLeaving(reason))
+        asyncio.get_running_loop().call_later(max(self._config.grace_s, within_s), self.kill_workers)
+
+    # When the coordinator is back --------------------------------------------------------------------------
+
+    def _on_resumed(self, resumed: Resumed) -> None:
+        """Begin to count heartbeats anew, as the coordinator does, and renew what depends on the connection."""
+        self._heartbeats = Heartbeats(since_boot_s())
+        self._store_port = resumed.store_port
+        if self._config.is_apart:
+            self._start_task(self._renew(resumed))
+
+    async def _renew(self, resumed: Resumed) -> None:
+        """Open the socket of the datagrams, and the connection of the guard, to the coordinator of now."""
+        config = self._config
+        if self._datagrams is not None:
+            self._datagrams.close()
+            self._datagrams = None
+        if resumed.heartbeat_port:
+            datagrams = HeartbeatSocket(config.token, resumed.heartbeat_id, self._record_heartbeat)
+            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
+                await datagrams.open(Address(self._session.peer_host, resumed.heartbeat_port))
+                self._datagrams = datagrams
+        old, self._guards_channel = self._guards_channel, await self._dial_for_guard()
+        if old is not None:
+            old.abort()
+        if self._guards_channel is not None:
+            self._died = self._guards_channel.hand_over(AgentDied())
+            self._processes.renew_guard(self._died)
+
+    def _record_heartbeat(self, sequence: int, received: int) -> None:
+        self._heartbeats.record(sequence, received)
+
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` beside the service, at most until its end."""
+        self._tasks.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._tasks.discard)
+
+    # From the coordinator ---------------------------------------------------------------------------------
+
+    async def _obey(self) -> Service:
+        """Execute the coordinator's orders until it needs nothing more. Then the workers are told, and have their grace
+        period."""
+        try:
+            if self._call:
+                await asyncio.to_thread(call_file(self._processes.scratch).write_bytes, self._call)
+            while not isinstance(order := await self._session.receive(), JobOver | Dismissed):
+                self._do(order)
+            service = _service(order)
+        except (ConnectionError, AuthenticationError, ProtocolError) as error:
+            self._on_event(CoordinatorLost(self._config.name, str(error)))
+            service = Service(EndOfService.LOST, f"the connection to the coordinator is lost: {error}")
+        self._stop_workers(service)
+        return service
+
+    def _stop_workers(self, service: Service) -> None:
+        self._is_stopping = True
+        self._server.send_to(self._processes.pids(), Stop(service.reason))
+
+    def _do(self, order: ToAgent) -> None:
+        if isinstance(order, ForwardToWorkers):
+            self._server.send_to(order.workers, order.message)
+            self._is_stopping |= isinstance(order.message, Stop)
+        elif isinstance(order, StartWorkers):
+            self._start_workers(order)
+        elif isinstance(order, Spawn):
+            worker_env = WorkerEnv(
+                agent_address=self._server.address,
+                worker=order.worker,
+                secret=self._server.expect(order.worker),
+                slot=order.slot,
+                data_addresses=",".join(self._config.data_hosts or data_hosts(self._session.own_host)),
+                scratch_folder=str(self._processes.scratch),
+                detection_budget_s=self._config.detection_budget_s,
+                status_page=self._pages.add(order.worker),
+                store=str(self._store or ""),
+                group_secret=derive_key(self._config.token, b"groups", self._config.job_id.encode()).hex(),
+                tls="" if self._config.tls is None else self._config.tls.folder,
+            )
+            added = environment_of(worker_env)
+            if order.expected is not None:
+                self._sink.expected(order.worker, order.expected.rank)
+                added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)
+                error_file = self._errors.prepare(order.worker, order.attempt, order.expected.rank)
+                if self._store is not None:
+                    added |= torchrun_environment(
+                        order.expected,
+                        self._store,
+                        self._config.environment.get("TORCHELASTIC_RUN_ID", self._config.job_id),
+                        group_rank=order.group_rank,
+                        group_size=order.group_size,
+                        attempt=order.attempt,
+                        max_restarts=self._config.max_restarts,
+                        role=self._config.environment.get("ROLE_NAME", "default"),
+                        error_file=str(error_file or ""),
+                    )
+            self._processes.spawn(order.worker, {**self._config.environment, **added})
+        elif isinstance(order, Kill):
+            if order.dumps_stacks:
+                self._start_task(self._dump_and_kill(order))
+            else:
+                self._processes.kill(order.worker, order.grace_s)
+        elif isinstance(order, WriteStacks):
+            self._start_task(self._write_stacks(order))
+        elif isinstance(order, PartReceived):
+            if order.worker in self._returns:
+                self._returns[order.worker].set()
+        elif isinstance(order, CoordinatorHeartbeat):
+            self._record_heartbeat(order.sequence, order.received)
+            self._heartbeat_every_s = order.every_s or self._heartbeat_every_s
+
+    @property
+    def _store(self) -> Address | None:
+        """The address of the job's store, at the address by which this agent reaches the coordinator; None: there is
+        none."""
+        return Address(self._session.peer_host, self._store_port) if self._store_port else None
+
+    async def _dump_and_kill(self, order: Kill) -> None:
+        self._last_stacks[order.worker] = ""
+        dump = await self._stacks.dump(order.worker, within_s=_DUMP_BEFORE_KILL_S)
+        if order.worker in self._last_stacks:  # else it has exited meanwhile
+            self._last_stacks[order.worker] = dump.text
+        self._processes.kill(order.worker, order.grace_s)
+
+    async def _write_stacks(self, order: WriteStacks) -> None:
+        dump = await self._stacks.dump(order.worker)
+        self._session.send(StacksWritten(order.number, order.worker, dump.text, dump.problem))
+
+    def _start_workers(self, order: StartWorkers) -> None:
+        for worker, start in order.starts.items():
+            data_key = derive_data_key(self._config.token, start.id)
+            self._server.send_to([worker], msgspec.structs.replace(start, data_key=data_key))
+        for worker, start in order.starts.items():
+            self._sink.placed(worker, start.placement.rank)
+        self._processes.training_begins()
+
+    # From the workers and their processes -----------------------------------------------------------------
+
+    def _on_message(self, worker: str, message: WorkerMessage) -> None:
+        if isinstance(message, Hello):
+            self._processes.called_init(worker, message.pid)
+        self._session.send(FromWorker(worker, message))
+
+    def _on_refused(self, who: str, reason: str) -> None:
+        self._refused(ConnectionRefused(who, reason))
+
+    def _on_exit_notice(self, worker: str) -> None:
+        """Handle a worker whose main thread has apparently ended. If so, the process ends in any case, and its group is
+        killed first: its other processes must not continue. The exit follows when the kernel has freed its memory."""
+        if self._processes.end_if_dying(worker):
+            self._server.read_rest(worker)
+            self._session.send(WorkerDying(worker))
+
+    async def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...], pid: int) -> None:
+        self._report_meetings()
+        stacks, page = self._last_stacks.pop(worker, None), self._pages.get(worker)
+        if stacks == "" and page is not None:  # the worker has exited before they were read
+            stacks = page.stacks()
+        self._pages.remove(worker)
+        self._server.dismiss(worker)  # first its last messages: Finished must not arrive after the exit
+        error = self._errors.take(worker)
+        if self._call:
+            await self._send_return(worker)
+        self._session.send(WorkerExited(worker, exit_code, last_lines, stacks or "", pid, error))
+
+    async def _send_return(self, worker: str) -> None:
+        """Send what the worker has left for the caller of farandole.run(), if anything, one part after the other."""
+        path = return_file(self._processes.scratch, worker)
+        if not path.exists():  # it was killed, or has exited early
+            return
+        received = self._returns[worker] = asyncio.Event()
+        with path.open("rb") as file:
+            age_s = max(0.0, wall_time_s() - os.fstat(file.fileno()).st_mtime)
+            data = file.read(PART_BYTES)
+            while data:
+                following = file.read(PART_BYTES)
+                self._session.send(ReturnPart(worker, data, not following, age_s))
+                if following and self._is_obeying:
+                    await received.wait()
+                    received.clear()
+                data = following
+        del self._returns[worker]
+        path.unlink(missing_ok=True)
+
+    def _stop_waiting_for_answers(self) -> None:
+        """Send the remaining parts of returns without an answer: the coordinator's messages are not read any more."""
+        self._is_obeying = False
+        for received in self._returns.values():
+            received.set()
+
+    def _on_spawn_failed(self, worker: str, error: str) -> None:
+        self._pages.remove(worker)
+        self._server.dismiss(worker)
+        self._session.send(SpawnFailed(worker, error))
+
+    # Timers -----------------------------------------------------------------------------------------------
+
+    async def _heartbeat(self) -> None:
+        while True:
+            self._refused.flush()
+            sequence, statuses = self._heartbeats.next(since_boot_s()), self._changed_statuses()
+            received = self._heartbeats.received if self._config.is_apart else None
+            self._session.send(Heartbeat(sequence, received, statuses, self._telemetry()))
+            self._session.confirm()
+            if self._datagrams is not None:
+                self._datagrams.send(sequence, self._heartbeats.received)
+            self._processes.heartbeat()
+            await asyncio.sleep(self._heartbeat_every_s)
+
+    async def _hold_lease(self) -> Service:
+        """Wait until the coordinator may have declared this agent lost: its workers must not run then. Never returns in
+        the coordinator's own process, nor where workers outlive the silence: the session looks for the next coordinator
+        then, and its patience has the limit.
+
+        The time of a stall of this process counts: a host that was frozen has been replaced. The lease must appear over
+        at two consecutive looks, because messages that have arrived are read between two looks.
+        """
+        if not self._config.is_apart:
+            await asyncio.get_running_loop().create_future()
+        budget_s, looks = self._config.detection_budget_s, 0
+        while looks < 2:
+            await asyncio.sleep(budget_s / 20)
+            silent_s = since_boot_s() - self._heartbeats.reached_s
+            # The end of the connection says that the coordinator has ended: then the session has the limit.
+            looks = looks + 1 if silent_s >= 0.9 * budget_s and self._session.is_connected else 0
+            if looks == 2 and self._config.outlives_silence:
+                self._session.disconnect(silent_s)
+                looks = 0
+        service = Service(EndOfService.LOST, f"the coordinator has not answered for {silent_s:.2f} s")
+        self._on_event(CoordinatorLost(self._config.name, service.reason))
+        self._stop_workers(service)
+        return service
+
+    async def _look_at_processes(self) -> None:
+        """Record the workers' loader processes, and kill a worker that is stopped: it would block the others for ever.
+        While the job ends it has its grace period instead."""
+        budget_s = self._config.detection_budget_s
+        every_s = budget_s / 20
+        watch = StoppedWatch(limit_s=budget_s - 2 * every_s)
+        while True:
+            await asyncio.sleep(every_s)
+            self._processes.note_children()
+            for worker in [] if self._is_stopping else watch.look(self._processes.stopped(), now_s()):
+                self._on_event(StoppedWorkerKilled(worker, budget_s))
+                self._processes.kill(worker, grace_s=0.0)
+
+    def _changed_statuses(self) -> dict[str, WorkerStatus] | None:
+        """Return the statuses of the workers if it is time to report them.
+
+        They include workers that hold the interpreter's lock or are stopped.
+        """
+        time_s = now_s()
+        if time_s < self._look_at_statuses_s:
+            return None
+        self._look_at_statuses_s = time_s + STATUS_EVERY_S - _TIMER_TOLERANCE_S
+        self._report_meetings()
+        seen = self._pages.look()
+        if seen == self._reported and time_s < self._reported_s + LONGEST_BETWEEN_S:
+            return None
+        self._reported, self._reported_s = seen, time_s
+        return seen
+
+    def _telemetry(self) -> dict[str, WorkerTelemetry] | None:
+        """Return the measurements of the workers if it is time to send them."""
+        time_s = now_s()
+        if time_s < self._measure_s:
+            return None
+        self._measure_s = time_s + TELEMETRY_EVERY_S - _TIMER_TOLERANCE_S
+        return self._meter.measure(self._pages.each(), self._processes.callers(), time_s)
+
+    def _report_meetings(self) -> None:
+        """Report the workers of which it has become known since the last call whether they have met the others."""
+        for worker, meeting in self._pages.new_meetings().items():
+            self._session.send(WorkerMet(worker, meeting is Meeting.MET))
+
+
+def _service(order: JobOver | Dismissed) -> Service:
+    if isinstance(order, JobOver):
+        return Service(EndOfService.JOB_ENDED, order.reason, order.exit_code)
+    return Service(EndOfService.DRAINED if order.is_drained else EndOfService.LEFT, order.reason)
+
+
+# Heartbeats as datagrams, beside the connection -----------------------------------------------------------------------
+
+
+class HeartbeatSocket(asyncio.DatagramProtocol):
+    """Calls `on_heartbeat(sequence, received)` for each valid heartbeat of the coordinator. Open from `open` to
+    `close`."""
+
+    def __init__(self, token: bytes, heartbeat_id: bytes, on_heartbeat: Callable[[int, int], object]) -> None:
+        self._seal, self._on_heartbeat = HeartbeatSeal(token, heartbeat_id, Role.DIALER), on_heartbeat
+        self._transport: asyncio.DatagramTransport | None = None
+
+    async def open(self, to: Address) -> None:
+        """Open the socket. Raises OSError when the system has no socket."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_datagram_endpoint(lambda: self, remote_addr=(to.host, to.port))
+
+    def send(self, sequence: int, received: int) -> None:
+        """Send a heartbeat. The datagram may be lost."""
+        if self._transport is not None:
+            with contextlib.suppress(OSError):
+                self._transport.sendto(self._seal.seal(sequence, received))
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        if (heartbeat := self._seal.open(data)) is not None:
+            self._on_heartbeat(*heartbeat)
+
+    def error_received(self, exc: Exception) -> None:
+        """Ignore the error: an unreachable coordinator is silent, and silence is judged elsewhere."""
+
+
+# The worker processes of one agent, from spawn to reaped --------------------------------------------------------------
+
+_REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the memory first
+
+
+class WorkerProcesses:
+    """The worker processes, used on one event loop. `make_spawner` returns the spawner that starts them; its processes
+    are under the guard. `on_exit(worker, exit_code, last_lines, pid)` is called once a process is reaped and its
+    process group was killed, `on_spawn_failed(worker, error)` when it could not be started at all.
+
+    silence_limit_s  the workers are killed when `heartbeat` was not called for this time; None: it need not be called
+    """
+
+    def __init__(
+        self,
+        make_spawner: Callable[[Guard], Spawner],
+        sink: Sink,
+        on_exit: Callable[[str, int, tuple[str, ...], int], Awaitable[None]],
+        on_spawn_failed: Callable[[str, str], None],
+        silence_limit_s: float | None = None,
+    ) -> None:
+        self._make_spawner, self._sink = make_spawner, sink
+        self._on_exit, self._on_spawn_failed = on_exit, on_spawn_failed
+        self._silence_limit_s = silence_limit_s
+        self._running: dict[str, WorkerProcess] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._callers: dict[str, int] = {}
+        self._grace_s: dict[str, float] = {}  # of workers that are to end, also while they are being spawned
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with the error when this class itself failed; its workers may be unwatched then."""
+
+    def start(self, last_message: tuple[int, bytes] | None = None) -> None:
+        """Prepare to spawn. `last_message`: as in Guard. Raises OSError when no folder, or no further process, can be
+        created."""
+        self.scratch = Path(tempfile.mkdtemp(prefix="farandole-"))
+        """Folder for the files that killed workers would otherwise leave in the temp folder; removed with the job."""
+        self._guard = Guard(self.scratch, self._silence_limit_s, last_message)
+        try:
+            self._guard.start()
+        except OSError:
+            self.scratch.rmdir()
+            raise
+        self._spawner = self._make_spawner(self._guard)
+
+    def training_begins(self) -> None:
+        """Note that a generation has been started: from now on workers may have to be replaced."""
+        self._spawner.training_begins()
+
+    def heartbeat(self) -> None:
+        """Note that the agent is not stopped."""
+        self._guard.heartbeat()
+
+    def renew_guard(self, last_message: tuple[int, bytes]) -> None:
+        """Give the guard another last message."""
+        with contextlib.suppress(OSError):  # the one that runs watches, and can only not report
+            self._guard.renew(last_message)
+
+    def pids(self) -> dict[str, int]:
+        """Return the processes that run and have not been asked to end, by worker."""
+        return {name: process.pid for name, process in self._running.items() if name not in self._grace_s}
+
+    def callers(self) -> dict[str, int]:
+        """Return the processes that called init(), and of other workers those that were started, by worker."""
+        return {name: self._callers.get(name, process.pid) for name, process in self._running.items()}
+
+    def stopped(self) -> dict[str, bool]:
+        """Return, for the same workers, whether a signal has stopped the process, or the one below it that called
+        init()."""
+        return {worker: self._running[worker].is_stopped(self._callers.get(worker)) for worker in self.pids()}
+
+    def spawn(self, worker: str, environment: Mapping[str, str]) -> None:
+        """Start the command in this environment. Its end, or a failure to start, is reported by a callback."""
+        life = asyncio.create_task(self._live(worker, dict(environment)))
+        self._lives[worker] = life
+        life.add_done_callback(partial(self._on_life_over, worker))
+
+    def note_children(self) -> None:
+        """Remember the current processes of the workers; call it regularly."""
+        for worker, process in self._running.items():
+            process.note_children(self._callers.get(worker, process.pid))
+
+    def called_init(self, worker: str, pid: int) -> None:
+        """Note that `pid`, often that of the worker's process itself, called init(): it gets the SIGTERM."""
+        self._callers[worker] = pid
+
+    def kill(self, worker: str, grace_s: float) -> None:
+        """Send SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
+        if worker not in self._lives:
+            return  # Outdated: it has ended already.
+        self._grace_s[worker] = grace_s
+        if (process := self._running.get(worker)) is None:
+            self._spawner.wait_no_longer()
+            return  # It is being spawned; _live kills it.
+        process.terminate(grace_s, self._callers.get(worker))
+
+    def end_if_dying(self, worker: str) -> bool:
+        """Check, after a hint, whether the process that called init() is ending, and the worker with it. The rest of
+        its group is killed then. Returns False for a process that runs below another one, such as a shell, which may
+        have more to do."""
+        process = self._running.get(worker)
+        if process is None or self._callers.get(worker) != process.pid or not is_main_thread_ending(process.pid):
+            return False
+        process.kill()
+        return True
+
+    def caller(self, worker: str) -> int | None:
+        """Return the process that called init(); None: it runs no more, or none has called it."""
+        process, pid = self._running.get(worker), self._callers.get(worker)
+        return pid if process is not None and pid is not None and process.has_member(pid) else None
+
+    def kill_all(self, grace_s: float) -> None:
+        """Call `kill` for each worker."""
+        for worker in list(self._lives):
+            self.kill(worker, grace_s)
+
+    async def end(self, grace_s: float) -> None:
+        """End all running workers; none is left then."""
+        self.kill_all(grace_s)
+        await self._spawner.close()
+        if self._lives:
+            await asyncio.wait(self._lives.values(), timeout=grace_s + _REAP_DEADLINE_S)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._guard.stop()  # last: it removes the folder if this process is killed meanwhile
+
+    async def _live(self, worker: str, environment: dict[str, str]) -> None:
+        try:
+            child = await self._spawner.spawn(environment)
+        except OSError as error:
+            self._on_spawn_failed(worker, str(error))
+            return
+        process = WorkerProcess(child, partial(self._sink.line, worker))
+        self._guard.watch(process.pid)
+        self._running[worker] = process
+        if (grace_s := self._grace_s.get(worker)) is not None:
+            self.kill(worker, grace_s)
+        exit_code = await process.wait()
+        del self._running[worker]
+        self._guard.release(process.pid)
+        await self._on_exit(worker, exit_code, process.last_lines, process.pid)
+        await process.wait_for_output()
+        self._sink.closed(worker)
+        remove_shared_memory(process.children)
+        await reap_group(process.pid)
+
+    def _on_life_over(self, worker: str, life: asyncio.Task[None]) -> None:
+        del self._lives[worker]
+        self._callers.pop(worker, None)
+        self._grace_s.pop(worker, None)
+        if not life.cancelled() and (error := life.exception()) is not None and not self.broken.done():
+            self.broken.set_exception(error)  # an internal error: the caller that serves the job must learn of it

@@ -1,0 +1,234 @@
+"""An agent's session with the coordinator of its job, over one connection after the other: the workers continue while
+the coordinator is away, and nothing that must arrive is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from farandole.base.events import CoordinatorBack, CoordinatorUnreachable, Event
+from farandole.base.machine import since_boot_s
+from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel
+from farandole.base.wire.message_log import MessageLog, is_counted
+from farandole.base.wire.messages import (
+    AgentHello,
+    Handled,
+    Message,
+    OutputMessage,
+    Resumed,
+    Resumption,
+    SessionOver,
+    TellWorkers,
+    ToAgent,
+    WorkerPrinted,
+    WorkerRanked,
+    WorkerSilent,
+)
+from farandole.errors import AuthenticationError, ProtocolError
+from farandole.job.agent.session_records import SessionRecords
+
+# Between two attempts to reach the coordinator. The next one is ready within milliseconds, unless its machine is gone.
+_SOONEST_S, _LATEST_S = 0.005, 0.5
+
+# An address that does not answer must not keep an agent from the one at which the next coordinator begins to listen. So
+# most attempts are short; some are not, for a slow network.
+_ATTEMPT_S = 1.0
+_PATIENT_EVERY = 4
+
+
+@dataclass(frozen=True)
+class Reconnecting:
+    """How a session is resumed.
+
+    job_id      of the job that the agent serves
+    hello       the agent's first message on each connection
+    dial        returns a new connection to the coordinator. Raises ConnectionError, AuthenticationError or
+                ProtocolError when there is none now
+    patience_s  seconds without a connection after which the session is over
+    on_event    gets CoordinatorUnreachable and CoordinatorBack
+    """
+
+    job_id: str
+    hello: AgentHello
+    dial: Callable[[], Awaitable[Channel[ToAgent]]]
+    patience_s: float
+    on_event: Callable[[Event], None]
+
+
+class CoordinatorSession:
+    """The session, on one event loop. It sends and receives as a Channel does; one task receives.
+
+    channel       its first connection, on which the agent was welcomed
+    epoch         of the coordinator that did so
+    reconnecting  None: the session ends with this connection
+    on_resumed    called when it continues on another connection; set by the agent
+    """
+
+    def __init__(self, channel: Channel[ToAgent], epoch: int = 1, reconnecting: Reconnecting | None = None) -> None:
+        self._channel, self._epoch, self._reconnecting = channel, epoch, reconnecting
+        self._log: MessageLog[Message] = MessageLog()
+        self._records = SessionRecords()
+        self._confirmed = 0
+        self._silent_s = 0.0  # before the end of the connection
+        self._output: list[Message] = []  # that waits for a connection
+        self._output_bytes = 0
+        self._ranked: dict[tuple[str, bool], WorkerRanked] = {}  # for the labels of lines
+        self.is_connected = True
+        self.on_resumed: Callable[[Resumed], None] = lambda _: None
+
+    @property
+    def own_host(self) -> str:
+        """The numeric address by which this side reaches the coordinator."""
+        return self._channel.own_host
+
+    @property
+    def peer_host(self) -> str:
+        """The numeric address of the coordinator, as this side sees it."""
+        return self._channel.peer_host
+
+    @property
+    def peer_port(self) -> int:
+        """The port of the coordinator."""
+        return self._channel.peer_port
+
+    @property
+    def unsent_bytes(self) -> int:
+        """The number of bytes that the kernel has not accepted yet."""
+        return self._channel.unsent_bytes if self.is_connected else self._output_bytes
+
+    def send(self, message: Message) -> None:
+        """Send a message, now or on the next connection. What a later message replaces, such as a heartbeat, is dropped
+        where there is no connection."""
+        self._records.note_sent(message)
+        if is_counted(message):
+            self._log.keep(message)
+        elif isinstance(message, WorkerRanked):
+            self._ranked[message.worker, message.is_expected] = message
+        elif isinstance(message, WorkerSilent):
+            for is_expected in (True, False):
+                self._ranked.pop((message.worker, is_expected), None)
+        if self.is_connected:
+            self._channel.send(message)
+        elif isinstance(message, OutputMessage):
+            self._output.append(message)
+            if isinstance(message, WorkerPrinted):
+                self._output_bytes += sum(map(len, message.lines))
+
+    def confirm(self) -> None:
+        """Tell the coordinator how many of its messages were handled, if they are more than before."""
+        if self.is_connected and self._log.handled > self._confirmed:
+            self._confirmed = self._log.handled
+            self._channel.send(Handled(self._confirmed))
+
+    async def receive(self) -> ToAgent:
+        """Return the next message of the coordinator, on this connection or, if it ends, on the next one.
+
+        Raises ConnectionError when the session is over, and ProtocolError or AuthenticationError when an invalid frame
+        arrives.
+        """
+        while True:
+            try:
+                message = await self._channel.receive()
+            except ConnectionError as error:
+                if self._reconnecting is None:
+                    raise
+                await self._resume(self._reconnecting, error)
+                continue
+            if isinstance(message, Handled):
+                self._log.confirm(message.count)
+                continue
+            if is_counted(message):
+                self._log.handled += 1
+            self._records.note_received(message)
+            return message
+
+    def disconnect(self, silent_s: float) -> None:
+        """Give the connection up, on which the coordinator has been silent for so long, and look for the next one. The
+        patience counts from the beginning of the silence."""
+        self._silent_s = silent_s
+        self._channel.abort()
+
+    def close(self) -> None:
+        """Close the connection once all messages so far are sent. Idempotent."""
+        self._channel.close()
+
+    def abort(self) -> None:
+        """Close the connection now. Idempotent."""
+        self._channel.abort()
+
+    async def _resume(self, how: Reconnecting, why: ConnectionError) -> None:
+        """Continue on a new connection. Raises ConnectionError when there is none in time."""
+        self._channel.abort()
+        self.is_connected = False
+        began_s, silent_s = since_boot_s() - self._silent_s, self._silent_s
+        self._silent_s = 0.0
+        if silent_s:
+            why = ConnectionError(f"it has not answered for {silent_s:.2f} s")
+        limit_s = how.patience_s if how.patience_s < float("inf") else None
+        how.on_event(CoordinatorUnreachable(how.hello.agent, str(why), limit_s))
+        reason: Exception = why
+        attempt = 0
+        while (away_s := since_boot_s() - began_s) < how.patience_s:
+            attempt += 1
+            limit_s = HANDSHAKE_DEADLINE_S if attempt % _PATIENT_EVERY == 0 else _ATTEMPT_S
+            try:
+                async with asyncio.timeout(min(limit_s, how.patience_s - away_s)):
+                    channel = await how.dial()
+                    try:
+                        resumed = await self._introduce(channel, how)
+                    except BaseException:
+                        channel.abort()
+                        raise
+            except _SessionLost:
+                raise
+            except (ConnectionError, AuthenticationError, ProtocolError, TimeoutError) as error:
+                reason = error
+                away_s = since_boot_s() - began_s
+                await asyncio.sleep(min(max(away_s / 4, _SOONEST_S), _LATEST_S))
+                continue
+            self._continue_on(channel, resumed)
+            how.on_event(CoordinatorBack(how.hello.agent, since_boot_s() - began_s))
+            return
+        raise ConnectionError(f"{why}, and it was not back after {how.patience_s:g} s ({reason or 'no answer'})")
+
+    async def _introduce(self, channel: Channel[ToAgent], how: Reconnecting) -> Resumed:
+        channel.send(msgspec.structs.replace(how.hello, resumes=Resumption(self._epoch, self._log.handled)))
+        answer = await channel.receive()
+        begins_anew = isinstance(answer, TellWorkers)
+        if isinstance(answer, TellWorkers):
+            self._check_epoch(answer.epoch)
+            channel.send(self._records.told(how.job_id))
+            answer = await channel.receive()
+        if isinstance(answer, SessionOver):
+            raise _SessionLost(answer.reason)
+        if not isinstance(answer, Resumed):
+            raise ProtocolError(f"it answered with {type(answer).__name__}, not with Resumed")
+        self._check_epoch(answer.epoch)
+        if begins_anew:
+            # Messages that the former coordinator had not confirmed are sent again: each of them is either a part of
+            # what was told, or has an effect only once.
+            self._log = MessageLog(kept=self._log.kept)
+        return answer
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch < self._epoch:
+            raise ProtocolError(f"it is of epoch {epoch}, which epoch {self._epoch} has replaced")
+
+    def _continue_on(self, channel: Channel[ToAgent], resumed: Resumed) -> None:
+        self._channel, self._epoch, self.is_connected = channel, resumed.epoch, True
+        self._log.confirm(resumed.handled)
+        self._confirmed = self._log.handled  # it was told so
+        for message in self._log.after(resumed.handled):
+            channel.send(message)
+        for message in (*self._ranked.values(), *self._output):  # the launcher may be another one
+            channel.send(message)
+        self._output, self._output_bytes = [], 0
+        self.on_resumed(resumed)
+
+
+class _SessionLost(ConnectionError):
+    """The coordinator has lost this agent."""

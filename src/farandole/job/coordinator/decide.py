@@ -1,0 +1,194 @@
+"""The coordinator's one decision: `decide(job, inputs, now_s)` returns the next job and the actions. Pure.
+
+Each theme has a file. The death of a worker is handled by worker_failure.py, then regroup.py.
+
+    worker_messages.py        messages of workers
+    worker_failure.py         a worker, or an agent with all its workers, is lost
+    regroup.py                the bootstrap; the change from one generation to the next, its durations and costs; no
+                              replacement starts before its first step
+    capacity.py               hosts are added, drained, removed, and quarantined after failures; which slots get a
+                              worker; spares; backoff after repeated failures
+    whole_restart.py          all workers are stopped and started again, where none had entered an elastic function
+    failure_detection.py      no worker makes progress, or connections fail: probes prove which links are broken
+    shutdown.py               from the first Finished, or from a request to stop, to the last exit
+
+The inputs first change the known facts (`_apply_input`); then `_settle` draws the conclusions from them. So no rule
+depends on which input came last, and old, repeated or contradictory ones change nothing. Inputs that arrived together
+are settled together: an input costs the same in a job of any size, and only the conclusions, once for all of them, cost
+more in a larger job (docs/scale.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from farandole.base.events import WorkerStacks
+from farandole.base.wire.messages import (
+    AgentLeaving,
+    AgentMessage,
+    FromWorker,
+    SpawnFailed,
+    WorkerDying,
+    WorkerExited,
+    WorkerMet,
+)
+from farandole.job.coordinator import (
+    capacity,
+    failure_detection,
+    regroup,
+    shutdown,
+    whole_restart,
+    worker_failure,
+    worker_messages,
+)
+from farandole.job.coordinator.inputs import (
+    AgentConnected,
+    AgentLost,
+    AgentReported,
+    DrainRequested,
+    HostsOffered,
+    Input,
+    ScaleRequested,
+    StepsSeen,
+    StepsStalled,
+    StopRequested,
+    Tick,
+    UndrainRequested,
+)
+from farandole.job.coordinator.job import Action, Job, Transition
+
+
+def decide(job: Job, inputs: Sequence[Input], now_s: float) -> tuple[Job, list[Action]]:
+    """Return the job after the inputs, and the actions to take, in order.
+
+    inputs  in the order in which they arrived. Conclude what came before the loss of an agent in a decision of its own:
+            its last worker may have ended the job with success
+    now_s   a monotonic clock, in seconds
+    """
+    if job.ending is not None and job.ending.is_done:
+        return job, []
+    transition = Transition(job, now_s)
+    for input in inputs:
+        if transition.job.ending is None:
+            _apply_input(transition, input)
+        else:
+            shutdown.record(transition, input)
+    _settle(transition)
+    return transition.job, transition.actions
+
+
+def next_deadline(job: Job) -> float | None:
+    """Return when `decide` needs a Tick if no other input comes before, by the clock of `now_s`; None: never."""
+    if job.ending is not None:
+        return None if job.ending.is_done else job.ending.deadline_s
+    of_regroup = (
+        failure_detection.next_judgement(job),
+        regroup.shortage_deadline(job),
+        regroup.newcomers_deadline(job),
+        regroup.lease_deadline(job),
+    )
+    deadlines = [
+        job.start_deadline_s,
+        *(() if regroup.awaits_exits(job) else of_regroup),
+        capacity.quarantine_deadline(job),
+        capacity.backoff_deadline(job),
+        None if job.whole_restart is None else whole_restart.deadline(job),
+        None if job.workers else capacity.last_call_deadline(job),
+        job.restart_deferred_until_s,
+        shutdown.exits_deadline(job),
+        *(worker.kill_at_s for worker in job.workers.values()),
+    ]
+    return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+
+def _apply_input(transition: Transition, input: Input) -> None:
+    match input:
+        case HostsOffered():
+            capacity.hosts_offered(transition, input)
+        case AgentConnected():
+            capacity.agent_connected(transition, input)
+        case AgentLost():
+            worker_failure.agent_lost(transition, input)
+        case AgentReported(agent, message):
+            _agent_reported(transition, agent, message)
+        case StopRequested():
+            shutdown.stop_requested(transition, input)
+        case ScaleRequested(size):
+            capacity.scale_requested(transition, size)
+        case DrainRequested(host, reason):
+            capacity.drain_host(transition, host, reason)
+        case UndrainRequested(host):
+            capacity.undrain_host(transition, host)
+        case StepsStalled():
+            failure_detection.steps_stalled(transition, input)
+        case StepsSeen(step):
+            transition.change(steps_seen=max(step, transition.job.steps_seen))
+        case Tick():
+            pass  # Only time has passed.
+
+
+def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -> None:
+    match message:
+        case FromWorker(name, payload):
+            worker = transition.job.workers.get(name)
+            if worker is not None and worker.slot.agent == agent:
+                worker_messages.handle(transition, worker, payload)
+        case WorkerDying(name):
+            worker = transition.job.workers.get(name)
+            if worker is not None and worker.slot.agent == agent:
+                worker_failure.worker_dying(transition, worker)
+        case WorkerExited() | SpawnFailed():
+            if isinstance(message, WorkerExited) and message.stacks:
+                transition.log(WorkerStacks(message.worker, message.stacks))
+            worker = transition.job.workers.get(message.worker)
+            if worker is not None and worker.slot.agent == agent:
+                worker_failure.worker_gone(transition, worker, message)
+        case WorkerMet(name, has_met):
+            worker = transition.job.workers.get(name)
+            if worker is not None and worker.slot.agent == agent:
+                worker_messages.worker_met(transition, worker, has_met)
+        case AgentLeaving(reason):
+            capacity.agent_leaves(transition, agent, reason)
+        case _:
+            pass  # An AgentHello comes as AgentConnected, and the shell handles heartbeats.
+
+
+def _settle(transition: Transition) -> None:
+    if transition.job.ending is None:
+        regroup.abort_for_faults(transition)
+        worker_messages.kill_overdue(transition)
+        capacity.end_quarantines(transition)
+        capacity.end_backoffs(transition)
+        regroup.end_deferral_in_time(transition)
+        capacity.dismiss_idle(transition)
+        regroup.conclude_recovery(transition)  # before capacity.fill, which starts the replacement
+        capacity.follow_hosts(transition)
+        if not transition.job.is_elastic or transition.job.whole_restart is not None:
+            whole_restart.advance(transition)
+        capacity.count_slots_for_all(transition)
+        capacity.fill(transition)
+        capacity.warn_of_missing_spares(transition)
+        if transition.job.whole_restart is not None:
+            pass  # Only exits are awaited.
+        elif transition.job.generation is None:
+            regroup.advance_bootstrap(transition)
+        elif transition.job.is_released:
+            shutdown.advance_completion(transition)
+        elif transition.job.is_elastic:
+            _settle_elastic(transition)
+    if transition.job.ending is None:
+        capacity.warn_of_missing(transition)
+    else:
+        shutdown.advance(transition)
+
+
+def _settle_elastic(transition: Transition) -> None:
+    if regroup.awaits_exits(transition.job):
+        return
+    regroup.end_if_hopeless(transition)
+    if transition.job.ending is None:
+        failure_detection.judge_links(transition)
+    if transition.job.ending is None and transition.job.is_finishing:
+        shutdown.release_if_all_finished(transition)
+    if transition.job.ending is None and not transition.job.is_released:
+        regroup.advance(transition)

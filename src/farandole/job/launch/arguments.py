@@ -1,0 +1,566 @@
+"""The arguments of `farandole run` and `horovodrun`: options, which are checked, and a command, which is left as it is.
+Used by cli.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from farandole.base.config import ForkServerUse, JobConfig, Preemption, parse_preemption
+from farandole.base.env import (
+    BALANCE,
+    CheckpointEnv,
+    JobEnv,
+    environment_of,
+    read_job_env,
+    read_slurm_variables,
+    read_start_timeout_s,
+    read_timeline,
+    read_transport,
+    strict_environment,
+)
+from farandole.errors import ConfigError
+from farandole.integrations.horovod.horovod_settings import (
+    SETTINGS,
+    Given,
+    Setting,
+    Value,
+    by_key,
+    check,
+    check_stall_times,
+    variables,
+    without_effect,
+)
+from farandole.job.engines.host_list import HostSlots, PodSelection, SshSettings, parse_hostfile, parse_hosts
+from farandole.job.launch.command import alias_environment, checked
+from farandole.job.launch.joining import (
+    STORE_IS_PLAIN,
+    Joining,
+    check_address,
+    check_encryption,
+    joining,
+    local_hosts,
+    slurm_job_file,
+    state_job_file,
+    tls_folder,
+)
+from farandole.job.launch.page_address import PageOptions, page_options
+from farandole.job.launch.run_parser import CHECKPOINT_DEFAULTS, PROGRESS, STATE_PATIENCE_S, run_parser, unused_options
+from farandole.registry import factory
+
+if TYPE_CHECKING:
+    from farandole.integrations.slurm.slurm_allocation import SlurmAllocation
+
+
+@dataclass(frozen=True)
+class Program:
+    """The name by which the command line was called.
+
+    is_horovodrun  defaults are Horovod's: jobs are elastic only on request, the loss of a worker bans its host, and
+                   scripts find `horovod`
+    """
+
+    name: str = "farandole run"
+    is_horovodrun: bool = False
+
+
+FARANDOLE_RUN = Program()
+HOROVODRUN = Program("horovodrun", is_horovodrun=True)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of a job, checked as far as the arguments alone allow.
+
+    hosts             where workers run; None: on this machine, or where the discovery script says
+    discovery_script  a command that prints the hosts; slots_per_host: of hosts without a number
+    environment       additional variables of the workers' environment
+    events            the file to which every event is appended, as JSON
+    page              the live page, and the collector of its traces; None: there is none
+    checkpoint        where and how often the state is written; None: nowhere
+    joining           the other agents that may offer slots; None: none
+    notes             the given options that have no effect, one sentence each
+    loudness          the name of a report.Loudness
+    fork_server       whether workers may be forked by a process that has imported torch
+    ssh               how hosts are reached that are other machines
+    remote_folder     the working directory of the workers there; empty: the path of this process's own
+    interfaces        the network interfaces between the hosts; empty: those that lead to them
+    pods              the pods from which agents join; None: pods are not watched
+    preemption        where preemption notices are looked for
+    slurm             the allocation whose nodes run the workers; None: they do not
+    state             the folder, or the URL of etcd, in which the job's state outlives the launcher; None: it does not
+    patience_s        how long agents of other machines keep their workers meanwhile
+    requeues          whether the Slurm job is put back into the queue when its end is announced
+    progress          whether there is a line about the job below its output: one of PROGRESS
+    timeline          the file of named operations, which gets the generations, too; None: there is none
+    """
+
+    config: JobConfig
+    command: tuple[str, ...]
+    host: str
+    port: int
+    output_directory: Path | None
+    prefix_timestamp: bool
+    loudness: str
+    hosts: tuple[HostSlots, ...] | None = None
+    discovery_script: str | None = None
+    slots_per_host: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    events: Path | None = None
+    page: PageOptions | None = None
+    checkpoint: CheckpointEnv | None = None
+    joining: Joining | None = None
+    notes: tuple[str, ...] = ()
+    fork_server: ForkServerUse = "auto"
+    ssh: SshSettings = field(default_factory=SshSettings)
+    remote_folder: str = ""
+    interfaces: tuple[str, ...] = ()
+    pods: PodSelection | None = None
+    preemption: Preemption = field(default_factory=Preemption)
+    slurm: SlurmAllocation | None = None
+    requeues: bool = False
+    state: Path | str | None = None
+    patience_s: float = STATE_PATIENCE_S
+    progress: str = PROGRESS[0]
+    timeline: Path | None = None
+
+
+def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
+    """Parse the arguments after the program's name. From the first word on that is not one of our options, they are the
+    user's command and are not parsed. Raises SystemExit when they cannot work."""
+    parser, value_counts = run_parser(program.name)
+    ours, command = split_command(arguments, value_counts)
+    options = parser.parse_args(ours)
+    try:
+        return _run_options(options, command, program)
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def split_command(arguments: Sequence[str], value_counts: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Split our options from the user's command: it begins at the first word that is neither an option nor the value of
+    one, or after `--`. `value_counts`: the number of values of each option; 0 if absent."""
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-"):
+        if arguments[index] == "--":
+            return list(arguments[:index]), list(arguments[index + 1 :])
+        index += 1 + value_counts.get(arguments[index], 0)
+    return list(arguments[:index]), list(arguments[index:])
+
+
+def _run_options(options: argparse.Namespace, command: Sequence[str], program: Program) -> RunOptions:
+    options.job_file = state_job_file(options) or options.job_file
+    hosts = _hosts(options)
+    slurm = factory("Slurm allocation")(read_slurm_variables(), options.slots) if options.slurm else None
+    job_file = options.job_file
+    if slurm is not None and job_file is None:
+        job_file = slurm_job_file(slurm.job)
+    config = _job_config(options, program, hosts if slurm is None else slurm.hosts)
+    has_hosts = hosts is not None or options.host_discovery_script is not None
+    check_address(options.host, options.port, takes_agents=has_hosts or config.takes_agents)
+    settings, notes = _settings(options)
+    if program.is_horovodrun and options.max_num_proc is not None and not _asks_for_elasticity(options):
+        notes.append(
+            "--max-np has no effect: the size of the job is fixed, as under Horovod, without --min-np or "
+            "--host-discovery-script"
+        )
+    notes += _in_vain(options)
+    environment = variables(settings)
+    if options.tcp_flag:
+        environment["NCCL_IB_DISABLE"] = "1"
+    if options.horovod or program.is_horovodrun:
+        environment |= alias_environment()
+    run_command = tuple(checked(command))
+    strict = _strict_shards(options, config)
+    if strict:
+        environment |= strict_environment()
+        if config.max_np is None and config.fills_slots:
+            config = dataclasses.replace(config, max_np=strict)
+    job_env = JobEnv(
+        transport=options.transport or read_transport(),
+        sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
+        in_place=config.num_proc if options.in_place else 0,
+        strict=strict > 0,
+        shards=strict or (options.max_num_proc or 0),
+        audit=JobEnv().audit if options.audit is None else options.audit,
+        hash_every=options.hash_every or 0,
+        balance=_balance(options),
+    )
+    check_encryption(config.tls, job_env.transport)
+    if config.tls and (config.takes_agents or has_hosts):
+        notes.append(STORE_IS_PLAIN)
+    environment |= environment_of(job_env)
+    if options.balance is not None:
+        environment[BALANCE] = options.balance  # "off", too: the variable may be set outside
+    if options.fork_server == "on":
+        notes += _without_fork_server(run_command)
+    return RunOptions(
+        config=config,
+        command=run_command,
+        host=options.host,
+        port=options.port,
+        output_directory=options.output_filename,
+        prefix_timestamp=options.prefix_timestamp,
+        loudness=options.loudness,
+        hosts=hosts,
+        discovery_script=options.host_discovery_script,
+        slots_per_host=1 if options.slots is None else options.slots,
+        environment=environment,
+        events=options.events,
+        page=page_options(options.page, options.traces),
+        checkpoint=_checkpoint(options),
+        joining=joining(options.token_file, job_file, options.host_discovery_script),
+        notes=tuple(notes),
+        fork_server=options.fork_server,
+        ssh=_ssh(options),
+        remote_folder=options.remote_folder or "",
+        slurm=slurm,
+        requeues=options.slurm_requeue,
+        interfaces=tuple(name for each in options.nics or () for name in each.split(",") if name),
+        pods=_pods(options),
+        preemption=parse_preemption(options.preemption),
+        state=options.state,
+        patience_s=STATE_PATIENCE_S if options.patience is None else options.patience,
+        progress=options.progress,
+        timeline=_timeline(environment),
+    )
+
+
+def _timeline(environment: Mapping[str, str]) -> Path | None:
+    """Return the file of the timeline that the options or the environment ask for."""
+    name = environment.get("HOROVOD_TIMELINE") or read_timeline()
+    return Path(name) if name and name != "DYNAMIC" else None
+
+
+def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
+    """Return the number of shards of a strict job, 0 for other jobs. Raises ConfigError where it cannot be strict."""
+    if options.audit is not None and not 0 <= options.audit <= 1:
+        raise ConfigError(f"--audit is a fraction of the shards, from 0 to 1, got {options.audit:g}")
+    if options.hash_every is not None and options.hash_every < 1:
+        raise ConfigError(f"--hash-every is a number of steps, 1 or more, got {options.hash_every}")
+    if not options.strict and options.shards is None:
+        return 0
+    flag = "--strict" if options.shards is None else f"--shards {options.shards}"
+    for is_given, what in (
+        (options.horovod, "--horovod"),
+        (options.in_place, "--in-place"),
+        (options.transport == "nccl", f"--transport {options.transport}"),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{flag} and {what} contradict each other: strict mode needs an fd.elastic.DataLoader, and "
+                f"adds up gradients in an order of its own; leave one of them out"
+            )
+    most = config.max_np or config.num_proc
+    if options.shards is not None and options.shards < most:
+        raise ConfigError(
+            f"--shards {options.shards} is below the largest number of workers, {most}: some would have nothing to "
+            f"compute; give --shards {most} or more, or --max-np {options.shards}"
+        )
+    return most if options.shards is None else options.shards
+
+
+def _balance(options: argparse.Namespace) -> Literal["auto", "off"]:
+    """Return whether local batches follow the speed of the workers. Raises ConfigError where they cannot."""
+    if options.balance != "auto":
+        return options.balance or read_job_env().balance
+    for is_given, what in ((options.horovod, "--horovod"), (options.in_place, "--in-place")):
+        if is_given:
+            raise ConfigError(
+                f"--balance auto and {what} contradict each other: only an fd.elastic.DataLoader can divide its global "
+                f"batches by the speed of the workers; leave one of them out"
+            )
+    return "auto"
+
+
+def _pods(options: argparse.Namespace) -> PodSelection | None:
+    if options.kubernetes is None:
+        if options.kubernetes_namespace is not None:
+            raise ConfigError("--kubernetes-namespace needs --kubernetes LABELS, the labels of the job's pods")
+        return None
+    if options.token_file is None:
+        raise ConfigError("--kubernetes needs --token-file FILE, with which the agents in the pods join")
+    return PodSelection(options.kubernetes, options.kubernetes_namespace or "")
+
+
+def _ssh(options: argparse.Namespace) -> SshSettings:
+    if options.ssh_port is not None and not 0 < options.ssh_port <= 65535:
+        raise ConfigError(f"--ssh-port must be between 1 and 65535, got {options.ssh_port}")
+    return SshSettings(options.ssh_port, options.ssh_identity_file or "", options.remote_python or "")
+
+
+def _in_vain(options: argparse.Namespace) -> list[str]:
+    """Return our options that have no effect without another one."""
+    notes = []
+    schedule = [(options.checkpoint_every, "--checkpoint-every"), (options.checkpoint_keep, "--checkpoint-keep")]
+    given = [flag for value, flag in schedule if value not in CHECKPOINT_DEFAULTS]
+    if given and options.checkpoint is None:
+        have = "has" if len(given) == 1 else "have"
+        notes.append(f"{' and '.join(given)} {have} no effect: no checkpoints are written without --checkpoint DIR")
+    is_for_hosts = options.hosts is not None or options.host_discovery_script is not None or options.slurm
+    if options.slots is not None and not is_for_hosts:
+        notes.append(
+            f"--slots-per-host {options.slots} has no effect: it applies to hosts without a number of slots, in "
+            "--hosts or from --host-discovery-script, and to --slurm"
+        )
+    if _leaves_nodes_idle(options):
+        notes.append("this Slurm job has several nodes, of which only this one is used: give --slurm to use them all")
+    if options.slurm_requeue and not options.slurm:
+        notes.append("--slurm-requeue has no effect without --slurm")
+    if options.slurm_requeue and options.checkpoint is None:
+        notes.append(
+            "--slurm-requeue without --checkpoint DIR: after the announced end of the Slurm job the next run begins at "
+            "the beginning"
+        )
+    return notes
+
+
+def _leaves_nodes_idle(options: argparse.Namespace) -> bool:
+    """Return whether the command runs once in a Slurm job of several nodes, and uses this one alone."""
+    names_hosts = (
+        *(options.hosts, options.hostfile, options.host_discovery_script, options.token_file, options.job_file),
+        options.slurm or None,
+    )
+    inside = read_slurm_variables()
+    if inside is None or inside.step_tasks or any(each is not None for each in names_hosts):
+        return False
+    return "," in inside.node_list or "[" in inside.node_list
+
+
+def _without_fork_server(command: Sequence[str]) -> list[str]:
+    from farandole.job.agent.spawner import forkable
+
+    if forkable(command) is not None:
+        return []
+    return [
+        "--fork-server on has no effect: the command is not of the form python script.py or python -m module, "
+        "or its Python is not that of Farandole"
+    ]
+
+
+def _ledger_folder(folder: Path | None, may_go_on: bool) -> str:
+    """Prepare the ledger folder and return its path; empty for no ledger. `may_go_on`: the job may resume from a
+    checkpoint, and its ledger may continue, too."""
+    if folder is None:
+        return ""
+    from farandole.job.launch.job_files import ready_ledger_folder
+
+    return str(ready_ledger_folder(folder, may_hold_records=may_go_on))
+
+
+def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:
+    num_proc = options.num_proc
+    if num_proc is None and options.slurm and hosts:
+        num_proc = sum(host.slots for host in hosts)
+    if num_proc is None:
+        slots = sum(host.slots for host in hosts) if hosts else 3
+        raise ConfigError(f"the number of workers is missing: give -np, for example -np {slots}")
+    has_script = options.host_discovery_script is not None
+    is_elastic = _asks_for_elasticity(options)
+    follows_horovod = program.is_horovodrun
+    fewest, most, restarts = JobConfig.min_np, options.max_num_proc, JobConfig.restarts
+    follows_hosts = has_script or options.kubernetes is not None
+    # How many slots this machine has is known, so that all others are those of machines that join.
+    grows_by_joining = options.local_slots is not None and most is not None and most > num_proc
+    if not follows_horovod and follows_hosts and most is None:
+        most = num_proc  # A job that follows its hosts has no other limit.
+    if options.slurm and options.num_proc is not None and most is None:
+        most = num_proc  # Without -np it trains on all nodes, also on those that join.
+    if follows_horovod:
+        fewest = num_proc
+        if not is_elastic:
+            most, restarts = num_proc, 0  # the loss of a worker ends the job
+            if options.spares:
+                raise ConfigError(
+                    f"--spares {options.spares} needs a job that can continue when workers are lost: "
+                    "give --min-np or --host-discovery-script"
+                )
+    config = JobConfig(
+        num_proc=num_proc,
+        min_np=fewest if options.min_num_proc is None else options.min_num_proc,
+        max_np=most,
+        restarts=restarts if options.restarts is None else options.restarts,
+        spares=options.spares,
+        elastic_timeout_s=options.elastic_timeout,
+        start_timeout_s=_start_timeout_s(options),
+        detection_budget_s=options.detection_budget,
+        grace_s=options.grace,
+        step_timeout_s=options.step_timeout,
+        on_failure=options.on_failure or ("host" if options.cooldown_range else "slot"),
+        cooldown_range_s=tuple(options.cooldown_range) if options.cooldown_range else None,
+        reset_limit=options.reset_limit,
+        fills_slots=follows_hosts or grows_by_joining or options.slurm or (follows_horovod and is_elastic),
+        takes_agents=options.token_file is not None or options.job_file is not None or options.slurm,
+        max_restarts=options.max_restarts,
+        tls=tls_folder(options.tls),
+    )
+    is_limited = hosts is not None and (options.slurm or not config.takes_agents)
+    if hosts is not None and is_limited and (slots := sum(host.slots for host in hosts)) < num_proc:
+        raise ConfigError(f"-np {num_proc} is above the {slots} slots of {', '.join(map(str, hosts))}")
+    return config
+
+
+def _asks_for_elasticity(options: argparse.Namespace) -> bool:
+    """Return whether the options ask for elasticity, by Horovod's rules."""
+    return options.host_discovery_script is not None or options.min_num_proc is not None
+
+
+def _start_timeout_s(options: argparse.Namespace) -> float:
+    given: float | None = options.start_timeout
+    return read_start_timeout_s(JobConfig.start_timeout_s) if given is None else given
+
+
+def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
+    if options.slots is not None and options.slots < 1:
+        raise ConfigError(f"--slots-per-host must be at least 1, got {options.slots}")
+    if options.local_slots is not None:
+        return local_hosts(options)
+    if options.kubernetes is not None and options.token_file is not None:
+        return ()  # all workers run in the pods
+    if options.hosts is not None:
+        return parse_hosts(options.hosts, options.slots or 1)
+    if options.hostfile is not None:
+        return parse_hostfile(options.hostfile)
+    return None
+
+
+def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
+    return checkpoint_settings(options.checkpoint, options.checkpoint_every, options.checkpoint_keep)
+
+
+def checkpoint_settings(place: str | Path | None, every: str, keep: int) -> CheckpointEnv | None:
+    """Return the user's settings, checked; None for no checkpoints. Raises ConfigError."""
+    from farandole.base.checkpoints.schedule import parse_every
+    from farandole.base.checkpoints.store import normalized  # it takes time, for which --help need not wait
+
+    parse_every(every)
+    if keep < 1:
+        raise ConfigError(f"--checkpoint-keep must be at least 1, got {keep}")
+    return None if place is None else CheckpointEnv(normalized(str(place)), every, keep)
+
+
+def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]:
+    """Return Horovod's settings by name, from flags and, with lower priority, from the configuration file; and the
+    given ones that have no effect."""
+    given: dict[str, Given] = {}
+    reasons = unused_options(options)
+    notes: list[str] = []
+    if options.config_file is not None:
+        file = read_config_file(options.config_file)
+        given |= file.settings
+        notes += [f"{options.config_file}: the unknown setting {key} is ignored" for key in file.unknown]
+        if file.controller == "mpi" and not (options.use_gloo or options.use_mpi):
+            reasons.append((f"{options.config_file}: controller mpi", "Farandole does not use MPI"))
+    for setting in SETTINGS:
+        value = getattr(options, setting.name)
+        if value is not None:
+            given[setting.name] = Given(value, setting.flag)
+            check(setting, given[setting.name])
+    check_stall_times(given)
+    reasons += without_effect(given)
+    by_reason: dict[str, list[str]] = {}
+    for label, reason in reasons:
+        by_reason.setdefault(reason, []).append(label)
+    for reason, labels in by_reason.items():
+        notes.append(f"{', '.join(labels)} {'has' if len(labels) == 1 else 'have'} no effect: {reason}")
+    return given, notes
+
+
+# Settings from a YAML file, in the form of Horovod's `--config-file` --------------------------------------------------
+
+
+# Settings that a file expresses the other way around: key in the file -> (the setting's key, whether to invert it).
+_INVERSE_KEYS = {
+    ("stall_check", "enabled"): ("stall_check", "disabled"),
+    ("logging", "hide_timestamp"): ("logging", "with_timestamp"),
+}
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The contents of a file.
+
+    settings    by name; all of the right type, and checked
+    controller  "gloo" or "mpi"; empty when not given
+    unknown     unknown keys, such as "params.colour"; Horovod ignores them too
+    """
+
+    settings: Mapping[str, Given]
+    controller: str
+    unknown: tuple[str, ...]
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """Read a file. Raises ConfigError that names the file, the key and the value if it cannot be read or cannot
+    work."""
+    settings: dict[str, Given] = {}
+    unknown: list[str] = []
+    controller = ""
+    known = by_key()
+    for section, content in _sections(path).items():
+        if section == "controller":
+            controller = _controller(path, content)
+            continue
+        if section not in {key[0] for key in known}:
+            unknown.append(section)
+            continue
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path}: {section} must contain keys and values, got {content!r}")
+        for key, value in content.items():
+            place = (section, _normalized(key))
+            setting = known.get(_INVERSE_KEYS.get(place, place))
+            label = f"{path}: {section}.{key}"
+            if setting is None:
+                unknown.append(f"{section}.{key}")
+            elif value is not None:
+                given = Given(_typed(setting, value, label, is_negated=place in _INVERSE_KEYS), label)
+                check(setting, given)
+                settings[setting.name] = given
+    return ConfigFile(settings, controller, tuple(unknown))
+
+
+def _sections(path: Path) -> dict[str, object]:
+    import yaml  # here: few command lines need it
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config-file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config-file {path} is not valid YAML: {error}".replace("\n", " ")) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config-file {path} must contain sections such as 'params:', got {content!r}")
+    return {_normalized(section): inner for section, inner in content.items() if inner is not None}
+
+
+def _normalized(key: object) -> str:
+    return str(key).replace("-", "_")
+
+
+def _controller(path: Path, value: object) -> str:
+    name = str(value).lower()
+    if name not in ("gloo", "mpi"):
+        raise ConfigError(f"{path}: controller must be gloo or mpi, got {value}")
+    return name
+
+
+def _typed(setting: Setting, value: object, label: str, is_negated: bool) -> Value:
+    kind = setting.kind
+    if kind is bool and isinstance(value, bool):
+        return value != is_negated
+    if kind is str and isinstance(value, str):
+        return value
+    # bool is an int in Python, but a user does not mean 1 by it.
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    wanted = {bool: "true or false", str: "a text", float: "a number", int: "a whole number"}[kind]
+    raise ConfigError(f"{label} must be {wanted}, got {value!r}")

@@ -1,0 +1,315 @@
+"""`farandole status`, `top`, `events`, `jobs`, `scale`, `drain` and `undrain`: requests to a running job, and the
+answers as text."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import msgspec
+
+from farandole.base.command_parser import USAGE_ERROR
+from farandole.base.machine import local_time, wall_time_s
+from farandole.base.wire.control import (
+    Accepted,
+    AskDrain,
+    AskScale,
+    AskUndrain,
+    ClientMessage,
+    HostStatus,
+    Status,
+    WorkerSummary,
+    is_drained,
+    is_scaled,
+)
+from farandole.errors import AuthenticationError, ConfigError, ProtocolError
+from farandole.job.launch.consent import NoConsent, require_consent
+from farandole.job.launch.control_client import (
+    DONE,
+    NOT_DONE,
+    Client,
+    Contact,
+    JobEnded,
+    NoAnswer,
+    chosen_job,
+    connected_client,
+    line_of,
+    list_of,
+    print_error,
+)
+from farandole.job.launch.control_parser import control_parser
+from farandole.job.launch.job_files import JobFile, running
+
+
+def control_command(command: str, arguments: Sequence[str]) -> int:
+    """Run a command. Return DONE; NOT_DONE when the job refused, does not answer, or did not finish in time;
+    USAGE_ERROR where it is not clear which job is meant. Raises SystemExit as argparse does."""
+    options = control_parser(command).parse_args(arguments)
+    try:
+        if command == "jobs":
+            return _jobs(options.json)
+        is_chosen = options.job or options.address or options.job_file if command != "jobs" else False
+        if command == "status" and not is_chosen and len(running()) != 1:
+            if options.json:  # always one job's status, or nothing
+                return print_error(command, _not_one(running()), NOT_DONE)
+            return _jobs(as_json=False)
+        if command == "scale" and not options.yes:
+            require_consent(options.job_file, f"scale it to {options.size} workers")
+        return asyncio.run(_ask(command, options, chosen_job(options)))
+    except ConfigError as error:
+        return print_error(command, error, USAGE_ERROR)
+    except (NoAnswer, NoConsent, AuthenticationError, ProtocolError) as error:
+        return print_error(command, error, NOT_DONE)
+
+
+async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
+    client = await connected_client(job)
+    try:
+        if command in ("status", "top", "events"):
+            await {"status": _show_status, "top": _show_top, "events": _print_events}[command](client, options)
+            return DONE
+        request, is_done = _request(command, options)
+        answer = await client.ask(request)
+        if not isinstance(answer, Accepted):
+            reason = getattr(answer, "reason", f"unexpected answer {type(answer).__name__}")
+            return print_error(command, f"{job.name}: {reason}", NOT_DONE)
+        show = _show_answer_as_json if options.json else _show_answer
+        await show(client, job, answer, is_done if is_done is not None and options.wait else None, options)
+        return DONE
+    finally:
+        client.close()
+
+
+async def _show_answer(
+    client: Client,
+    job: Contact,
+    answer: Accepted,
+    is_done: Callable[[Status], bool] | None,
+    options: argparse.Namespace,
+) -> None:
+    """Print what the job will do, and with `is_done` that it has done it. Raises NoAnswer when it has not in time."""
+    print(f"{job.name}: {answer.what}", flush=True)
+    if is_done is not None:
+        status = await client.wait_until(is_done, options.timeout)
+        print(f"done: generation {status.generation} has {len(status.members)} workers")
+
+
+async def _show_answer_as_json(
+    client: Client,
+    job: Contact,
+    answer: Accepted,
+    is_done: Callable[[Status], bool] | None,
+    options: argparse.Namespace,
+) -> None:
+    """Print the same as one object of JSON, at the end. `is_done` in it is null unless that was waited for."""
+    told: dict[str, object] = {"job": job.job, "what": answer.what, "is_done": None}
+    try:
+        if is_done is not None:
+            told["is_done"] = False
+            status = await client.wait_until(is_done, options.timeout)
+            told |= {"is_done": True, "generation": status.generation, "workers": len(status.members)}
+    finally:
+        print(json.dumps(told))
+
+
+async def _show_status(client: Client, options: argparse.Namespace) -> None:
+    await _show(client, options.json, options.watch)
+
+
+async def _show_top(client: Client, options: argparse.Namespace) -> None:
+    await _show(client, options.json, every_s=options.every)
+
+
+async def _print_events(client: Client, options: argparse.Namespace) -> None:
+    """Print a line for each event: the local time and its text, or JSON as in the file of --events."""
+    try:
+        async for event in client.events(options.follow):
+            time_s = wall_time_s() - event.ago_s
+            if options.json:
+                text = json.dumps({"time": round(time_s, 3), "level": event.level, **event.fields})
+            else:
+                text = f"{local_time(time_s)}  {event.line}"
+            print(text, flush=True)
+    except JobEnded as error:
+        print(error, file=sys.stderr)
+
+
+async def _show(client: Client, as_json: bool, every_s: float | None) -> None:
+    """Print the status, and with `every_s` again and again until the job has ended: on a terminal in one place, else
+    one after the other."""
+    is_screen = every_s is not None and sys.stdout.isatty() and not as_json
+    while True:
+        try:
+            status = await client.status()
+        except JobEnded as error:
+            if every_s is None:
+                raise
+            print(error, file=sys.stderr)
+            return
+        text = msgspec.json.encode(status).decode() if as_json else "\n".join(format_status(status))
+        print(f"{_CLEARED}{text}" if is_screen else text, flush=True)
+        if every_s is None:
+            return
+        await asyncio.sleep(every_s)
+        if not (is_screen or as_json):
+            print()
+
+
+_CLEARED = "\x1b[H\x1b[2J"  # the cursor is at the top of an empty screen: ECMA-48, CUP and ED
+
+
+def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, Callable[[Status], bool] | None]:
+    """Return the message to the coordinator, and the condition on its status that shows completion, where that takes a
+    while."""
+    if command == "scale":
+        return AskScale(options.size), partial(is_scaled, size=options.size)
+    if command == "drain":
+        return AskDrain(options.host), partial(is_drained, host=options.host)
+    return AskUndrain(options.host), None
+
+
+def _jobs(as_json: bool) -> int:
+    jobs = running()
+    if as_json:
+        print(msgspec.json.encode([_without_token(job) for job in jobs]).decode())
+    else:
+        print("\n".join(line_of(job) for job in jobs) if jobs else "no job of this user runs here")
+    return DONE
+
+
+def _not_one(jobs: Sequence[JobFile]) -> str:
+    return f"--json shows one job, select it with --job (farandole jobs --json lists all jobs); {list_of(jobs)}"
+
+
+def _without_token(job: JobFile) -> dict[str, object]:
+    return {
+        "job": job.job,
+        "pid": job.pid,
+        "coordinator": str(job.coordinator),
+        "command": job.command,
+        "started_s": job.started_s,
+    }
+
+
+# The status of a job as text for a terminal ---------------------------------------------------------------------------
+
+_EVENTS_SHOWN = 8
+
+
+def format_status(status: Status) -> list[str]:
+    """Return the status as lines of text."""
+    lines = [f"job {status.job}: {_headline(status)}"]
+    if status.members or status.newcomers:
+        lines += ["", *_workers((*status.members, *status.newcomers))]
+    if status.hosts:
+        lines += ["", *_hosts(status.hosts)]
+    there = sum(each.slots for each in status.hosts if not (each.is_drained or each.out_for_s))
+    if there < status.wanted:
+        missing = status.wanted - there
+        lines.append(
+            f"waiting for {missing} more slot{'' if missing == 1 else 's'} ({there} of {status.wanted} are available)"
+        )
+    lines += [
+        f"slot {each.slot} on {each.host} is in backoff for {each.for_s:.1f} s more, "
+        f"after {each.failures} failures in a row"
+        for each in status.backoffs
+    ]
+    if status.events:
+        lines += ["", "last events"]
+        lines += [f"  {_ago(event.ago_s):>7} ago  {event.line}" for event in status.events[-_EVENTS_SHOWN:]]
+    return lines
+
+
+def _headline(status: Status) -> str:
+    parts = [status.state]
+    if status.generation:
+        parts.append(f"generation {status.generation}")
+    if status.change:
+        parts.append(f"change to generation {status.change} under way")
+    if status.step is not None:
+        parts.append(f"step {status.step}")
+    parts += _epoch(status.members)
+    most = "" if status.max_np is None else f", at most {status.max_np}"
+    parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}{most})")
+    if status.spares:
+        waiting = sum(each.state == "waits" for each in status.newcomers)
+        parts.append(f"{waiting} of {status.spares} spares wait")
+    parts.append(f"{status.regroups} regroups" if status.regroups != 1 else "1 regroup")
+    parts.append(f"coordinator pid {status.coordinator_pid}")
+    return ", ".join(parts)
+
+
+def _epoch(members: Sequence[WorkerSummary]) -> list[str]:
+    """Return how much of the epoch was trained, as the furthest worker tells it; empty where no loader does."""
+    seen = [each.telemetry for each in members if each.telemetry is not None and each.telemetry.samples]
+    if not seen:
+        return []
+    newest = max(seen, key=lambda each: (each.epoch, each.trained))
+    share = newest.trained / newest.samples
+    return [f"epoch {newest.epoch} ({newest.trained:,} of {newest.samples:,} samples, {share:.0%})"]
+
+
+def _workers(workers: Sequence[WorkerSummary]) -> list[str]:
+    is_measured = any(each.telemetry is not None for each in workers)
+    is_balanced = any(each.telemetry is not None and each.telemetry.share for each in workers)
+    rows: list[tuple[str, ...]] = [("rank", "worker", "host", "slot", "pid", "state", "step", "restarts left")]
+    if is_measured:
+        rows[0] = (*rows[0], "step time", "of it waiting", "memory", "cores")
+    if is_balanced:
+        rows[0] = (*rows[0], "share", "samples/s")
+    for each in workers:
+        rank = "-" if each.rank is None else str(each.rank)
+        pid = str(each.pid) if each.pid else "-"
+        step = "-" if each.step is None else str(each.step)
+        row = (rank, each.worker, each.host, str(each.slot), pid, each.state, step, str(each.restarts_left))
+        rows.append((*row, *(_measured(each) if is_measured else ()), *(_balanced(each) if is_balanced else ())))
+    return _table(rows)
+
+
+def _balanced(worker: WorkerSummary) -> tuple[str, ...]:
+    telemetry = worker.telemetry
+    if telemetry is None or not telemetry.share:
+        return "-", "-"
+    return f"{telemetry.share:.1%}", f"{telemetry.speed:,.0f}" if telemetry.speed else "-"
+
+
+def _measured(worker: WorkerSummary) -> tuple[str, ...]:
+    telemetry = worker.telemetry
+    if telemetry is None:
+        return ("-",) * 4
+    step = waiting = memory = cores = "-"
+    if telemetry.step_s:
+        step, waiting = f"{1000 * telemetry.step_s:.1f} ms", f"{telemetry.waiting_s / telemetry.step_s:.0%}"
+    if telemetry.resident_bytes:
+        memory, cores = f"{telemetry.resident_bytes / 1e6:,.0f} MB", f"{telemetry.cores:.2f}"
+    return step, waiting, memory, cores
+
+
+def _hosts(hosts: Iterable[HostStatus]) -> list[str]:
+    rows = [("host", "slots", "workers", "state")]
+    rows += [(each.host, str(each.slots), str(each.workers), _host_state(each)) for each in hosts]
+    return _table(rows)
+
+
+def _host_state(host: HostStatus) -> str:
+    if host.is_drained:
+        return "drained" if host.workers == 0 else "is being drained"
+    if host.out_for_s:
+        how_long = "permanently" if host.out_for_s < 0 else f"for {host.out_for_s:.0f} s more"
+        return f"excluded {how_long}, after {host.failures} failure{'' if host.failures == 1 else 's'}"
+    return "in use" if host.is_connected else "no agent"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"

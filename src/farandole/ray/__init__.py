@@ -1,5 +1,0 @@
-"""Jobs on a Ray cluster: `farandole.ray.run(func)`. It is `pip install 'farandole[ray]'`."""
-
-from farandole.launch.ray_function import run as run
-
-__all__ = ["run"]

@@ -1,0 +1,131 @@
+"""What integrations register: the commands of `farandole`, and the factories for which the storeys below ask.
+
+No other file names parts of a storey that it may not import; docs/architecture.md has the storeys. A part is written as
+"module:name", and its module is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+
+class Command(NamedTuple):
+    """A command of the command line, beside `run` and those that ask a running job (control_parser.py).
+
+    usage     its line of `farandole --help`, without "farandole"; empty: none
+    summary   what it does, for the same
+    function  gets the arguments behind the name, and returns the exit code
+    parser    returns the parser of its options, for completion
+    words     the words with which it begins, in all its forms
+    takes_command  the command of a program follows
+    """
+
+    usage: str
+    summary: str
+    function: str
+    parser: str
+    words: tuple[tuple[str, ...], ...]
+    takes_command: bool = False
+
+
+COMMANDS = {
+    "torchrun": Command(
+        "torchrun [options] script.py ...",
+        "train with torchrun's command line",
+        "integrations.torchrun.torchrun_command:torchrun_command",
+        "integrations.torchrun.torchrun_parser:torchrun_parser",
+        (("torchrun",),),
+        takes_command=True,
+    ),
+    "page": Command(
+        "",
+        "serve the live page of a job, and its metrics",
+        "integrations.page.page_command:page_command",
+        "integrations.page.page_command:page_parser",
+        (("page",),),
+    ),
+    "agent": Command(
+        "agent --join HOST:PORT [options]",
+        "offer this machine's slots to a job of another machine",
+        "job.launch.agent_command:agent_command",
+        "job.launch.agent_command:agent_parser",
+        (("agent",),),
+    ),
+    "kubernetes": Command(
+        "kubernetes manifest [options] command ...",
+        "print the objects of a job on Kubernetes",
+        "integrations.kubernetes.kubernetes_command:kubernetes_command",
+        "integrations.kubernetes.kubernetes_command:manifest_parser",
+        (("kubernetes", "manifest"),),
+        takes_command=True,
+    ),
+    "slurm": Command(
+        "slurm grow|shrink N [options]",
+        "add nodes to a job, or remove them",
+        "integrations.slurm.slurm_command:slurm_command",
+        "integrations.slurm.slurm_command:slurm_parser",
+        (("slurm", "grow"), ("slurm", "shrink")),
+    ),
+    "ledger": Command(
+        "ledger check DIR",
+        "prove that each sample was trained once",
+        "training.ledger.ledger_command:ledger_command",
+        "training.ledger.ledger_command:ledger_parser",
+        (("ledger", "check"),),
+    ),
+    "doctor": Command(
+        "doctor [options]",
+        "look at this machine, and at hosts, before a job runs",
+        "job.launch.doctor_command:doctor_command",
+        "job.launch.doctor_command:doctor_parser",
+        (("doctor",),),
+    ),
+    "certificates": Command(
+        "certificates DIR",
+        "make the certificates of a job whose connections are encrypted",
+        "job.launch.certificates_command:certificates_command",
+        "job.launch.certificates_command:certificates_parser",
+        (("certificates",),),
+    ),
+    "completion": Command(
+        "completion bash|zsh|fish",
+        "print what lets a shell complete commands",
+        "job.launch.completion_command:completion_command",
+        "job.launch.completion_command:completion_parser",
+        (("completion",),),
+    ),
+    "demo": Command(
+        "demo",
+        "three workers train, one is killed, another one joins",
+        "integrations.demo.demo_command:demo_command",
+        "integrations.demo.demo_command:demo_parser",
+        (("demo",),),
+    ),
+}
+
+FACTORIES = {
+    "alias folder": "integrations.horovod:alias_path",
+    "adoption of DDP": "integrations.ddp.module:adopt",
+    "adoption of DDP in strict mode": "integrations.ddp.shard_module:adopt_for_shards",
+    "check for the real Horovod": "integrations.horovod:refuse_beside_real_horovod",
+    "commit loop": "integrations.horovod.commit_loop:CommitLoop",
+    "elastic sampler": "integrations.horovod.sampler:ElasticSampler",
+    "etcd state": "integrations.etcd.etcd_state:etcd_state",
+    "pod watch": "integrations.kubernetes.kubernetes_pods:PodWatch",
+    "Slurm allocation": "integrations.slurm.slurm_allocation:allocation_of",
+    "Slurm engine": "integrations.slurm.slurm_engine:SlurmEngine",
+    "Slurm node's name": "integrations.slurm.slurm_allocation:own_name",
+    "Slurm node's slots": "integrations.slurm.slurm_allocation:own_slots",
+}
+
+
+def factory(name: str) -> Any:
+    """Return the part that is registered under this name, one of FACTORIES."""
+    return part(FACTORIES[name])
+
+
+def part(place: str) -> Any:
+    """Import "module:name", and return it."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"farandole.{module}"), name)

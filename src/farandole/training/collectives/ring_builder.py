@@ -1,0 +1,525 @@
+"""Build a working ring from START: dial the next rank, accept the previous one, prove both
+identities.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from farandole.base.machine import close_at_fork, may_spin, network_stack, now_s
+from farandole.base.membership import DataAddress, Peer
+from farandole.base.wire.authentication import (
+    Introduction,
+    ListenerHandshake,
+    Purpose,
+    Role,
+    decode_introduction,
+)
+from farandole.base.wire.encryption import Certificates
+from farandole.base.wire.listening import FailureBudget
+from farandole.base.wire.messages import Start
+from farandole.errors import AuthenticationError, GenerationEnded, PeerLost, ProtocolError
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.collectives.dialer import SEND_BYTES, SEND_BYTES_OF_SHARED_CORES, Dialer, tune
+from farandole.training.collectives.encrypted_socket import (
+    DataSocket,
+    EncryptedSocket,
+    arrived,
+    begins_tls,
+    encrypted,
+    is_ready,
+)
+from farandole.training.collectives.ring import OnBroken, RingTransport
+from farandole.training.collectives.transport import Transport
+
+_SLICE_S = 1.0
+_SHORTEST_KEY_BYTES = 16
+
+
+class RingBuilder:
+    """Builds the transport of one generation, once; another thread may abort it meanwhile and afterwards.
+
+    Args:
+        listener: This worker's listener; the coordinator has told its address to the previous rank.
+        start: Names this worker's neighbours, and holds the key that proves their identity.
+        worker: The id of this worker.
+        timeout_s: The time limit of build(), in seconds.
+        on_broken: Called with (worker of the peer, direction, detail) when a connection cannot be made, or fails later.
+        check: Called at least once a second while build() or a collective waits; may raise.
+        channel: Distinguishes the rings of one generation. Rings between the same workers are built in the order of
+            their channels.
+    """
+
+    def __init__(
+        self,
+        listener: DataListener,
+        start: Start,
+        worker: str,
+        timeout_s: float,
+        on_broken: OnBroken | None = None,
+        check: Callable[[], None] | None = None,
+        channel: int = 0,
+    ) -> None:
+        self._channel = channel
+        self._listener, self._start, self._worker, self._timeout_s = listener, start, worker, timeout_s
+        self._on_broken, self._check = on_broken, check
+        self._lock = threading.Lock()
+        self._abort_reason: str | None = None
+        self._wake: socket.socket | None = None
+        self.still_since_s: float | None = None
+        """The time since when build() has waited for its neighbours; None while it does not. Other threads read it."""
+        self._transport: Transport | None = None
+
+    def build(self) -> Transport:
+        """Return the transport, connected to both neighbours; a world of one gets an AloneTransport.
+
+        Raises PeerLost when a neighbour cannot be reached in time, GenerationEnded after abort(), the errors of
+        `check`, and ProtocolError when START carries no key for the proofs. After an error only the listener is left
+        open.
+        """
+        number, placement = self._start.id.number, self._start.placement
+        if placement.size == 1:
+            return self._publish(AloneTransport(number))
+        if len(self._start.data_key) < _SHORTEST_KEY_BYTES:
+            raise ProtocolError(f"START of generation {number} carries no data key")
+        self.still_since_s = now_s()
+        try:
+            to_next, from_previous = self._connect()
+        finally:
+            self.still_since_s = None
+        return self._publish(
+            RingTransport(
+                placement.rank,
+                placement.size,
+                number,
+                to_next,
+                from_previous,
+                self._start.next,
+                self._start.previous,
+                self._on_broken,
+                self._check,
+                may_spin(placement.local_size),
+            )
+        )
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The peers to which the ring connects."""
+        return (self._start.next, self._start.previous)
+
+    def abort(self, reason: str) -> None:
+        """End build() within 5 ms, or the transport that it returned. Callable from any thread."""
+        with self._lock:
+            if self._abort_reason is None:
+                self._abort_reason = reason
+            if self._wake is not None:
+                with contextlib.suppress(BlockingIOError):  # woken already
+                    self._wake.send(b"\0")
+            if self._transport is not None:
+                self._transport.abort(reason)
+
+    def close(self) -> None:
+        """Close the transport that build() returned, if any. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _publish(self, transport: Transport) -> Transport:
+        """Let aborts reach the transport from now on; an earlier abort ends it now."""
+        with self._lock:
+            self._transport = transport
+        if self._abort_reason is not None:
+            transport.close()
+            self._raise_if_aborted()
+        return transport
+
+    def _raise_if_aborted(self) -> None:
+        if self._abort_reason is not None:
+            raise GenerationEnded("connect", self._start.id.number, self._abort_reason)
+
+    def _connect(self) -> tuple[DataSocket, DataSocket]:
+        """Return two proved connections: to the next rank, from the previous one."""
+        start = self._start
+        ours = Introduction(start.id, self._worker, start.next.worker, self._channel)
+        theirs = Introduction(start.id, start.previous.worker, self._worker, self._channel)
+        with contextlib.ExitStack() as cleanup:
+            selector = cleanup.enter_context(selectors.DefaultSelector())
+            self._open_wake(selector, cleanup)
+            listener = self._listener
+            send_bytes = SEND_BYTES if may_spin(start.placement.local_size) else SEND_BYTES_OF_SHARED_CORES
+            dialer = Dialer(
+                selector, start.next.address, ours, start.data_key, listener.address, listener.tls, send_bytes
+            )
+            cleanup.callback(dialer.close)
+            cleanup.enter_context(self._listener.at_work())
+            acceptor = Acceptor(selector, self._listener, theirs, start.data_key)
+            cleanup.callback(acceptor.close)
+            self._wait(selector, dialer, acceptor)
+            return dialer.take(), acceptor.take()
+
+    def _wait(self, selector: selectors.BaseSelector, dialer: Dialer, acceptor: Acceptor) -> None:
+        """Wait until both connections are proved."""
+        deadline_s = now_s() + self._timeout_s
+        while not (dialer.is_done and acceptor.is_done):
+            self._raise_if_aborted()
+            dialer.dial_if_due()
+            left_s = deadline_s - now_s()
+            if left_s <= 0:
+                self._give_up(dialer)
+            wait_s = min(left_s, _SLICE_S)
+            if dialer.retry_at_s is not None:
+                wait_s = min(wait_s, dialer.retry_at_s - now_s())
+            events = selector.select(max(0.0, wait_s))
+            for key, _ in events:
+                key.data()
+            acceptor.drop_surplus()
+            if not events and self._check is not None:
+                self._check()
+
+    def _give_up(self, dialer: Dialer) -> None:
+        """Raise after the time limit, and name the missing neighbour."""
+        if dialer.is_done:
+            missing: Peer = self._start.previous
+            detail = f"worker {missing.worker} did not connect within {self._timeout_s:g} s"
+        else:
+            missing = self._start.next
+            detail = (
+                f"worker {self._worker} at {' and '.join(self._listener.address.hosts)} could not connect to worker "
+                f"{missing.worker} at {dialer.failure} within {self._timeout_s:g} s; the hosts must reach each other "
+                "at every port: see the firewall, or choose a network with --network-interfaces"
+            )
+        if self._on_broken is not None:
+            self._on_broken(missing.worker, "connect", detail)
+        raise PeerLost("connect", self._start.id.number, missing.rank, detail)
+
+    def _open_wake(self, selector: selectors.BaseSelector, cleanup: contextlib.ExitStack) -> None:
+        """Open a pair of sockets by which abort() ends a wait."""
+        woken, wake = socket.socketpair()
+        for sock in (woken, wake):
+            sock.setblocking(False)
+            close_at_fork(sock)
+            cleanup.callback(sock.close)
+        selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(1))
+        with self._lock:
+            self._wake = wake
+        cleanup.callback(self._close_wake)
+
+    def _close_wake(self) -> None:
+        with self._lock:
+            self._wake = None
+
+
+# The connection from the previous rank --------------------------------------------------------------------------------
+
+
+class Acceptor:
+    """Listens to all callers at once, so that no other caller can delay the previous rank.
+
+    `expected` introduces the previous rank. Callers of a newer generation, or of a higher channel
+    of this one, stay with the listener for that build; all others are disconnected. The events of `selector` carry the
+    function to call.
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, listener: DataListener, expected: Introduction, key: bytes
+    ) -> None:
+        self._selector, self._listener = selector, listener
+        self._expected, self._key = expected, key
+        self._sock: DataSocket | None = None
+        for sock in listener.socks:
+            selector.register(sock, selectors.EVENT_READ, self._welcome)
+        for caller in list(listener.callers):
+            self._watch(caller)
+            if caller.introduction is not None:
+                self._judge(caller, caller.introduction)
+
+    @property
+    def is_done(self) -> bool:
+        """True when the previous rank has proved its identity."""
+        return self._sock is not None
+
+    def take(self) -> DataSocket:
+        """Return the connection, which the caller owns from now on."""
+        sock, self._sock = self._sock, None
+        assert sock is not None, "take() was called before is_done"
+        return sock
+
+    def drop_surplus(self) -> None:
+        """Disconnect surplus and overdue callers. The builder calls this periodically."""
+        for old in self._listener.surplus():
+            self._drop(old)
+
+    def close(self) -> None:
+        """Release the connection unless it was taken, and leave the selector.
+
+        A peer that dials from now on waits for the next build.
+        """
+        if self._sock is not None:
+            self._sock.close()
+        for sock in (*self._listener.socks, *(caller.sock for caller in self._listener.callers)):
+            self._selector.unregister(sock)
+        for caller in [caller for caller in self._listener.callers if caller.is_answered]:
+            self._listener.drop(caller)  # half proved, for a generation that is not built again
+
+    def _watch(self, caller: Caller) -> None:
+        self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._read_caller, caller))
+
+    def _welcome(self) -> None:
+        while (caller := self._listener.accept()) is not None:
+            self._watch(caller)
+            self.drop_surplus()
+
+    def _read_caller(self, caller: Caller) -> None:
+        if caller not in self._listener.callers:
+            return  # dropped by an earlier event of the same round
+        try:
+            outgoing = caller.receive()
+        except BlockingIOError:
+            return
+        except (OSError, AuthenticationError, ProtocolError):
+            self._drop(caller)
+            return
+        if caller.is_proved:
+            self._use(caller, outgoing)
+        elif caller.introduction is not None and not caller.is_answered:
+            self._judge(caller, caller.introduction)
+
+    def _judge(self, caller: Caller, introduction: Introduction) -> None:
+        if introduction == self._expected:
+            try:
+                caller.answer(self._key)
+            except OSError:
+                self._drop(caller)
+        elif introduction.generation.number < self._expected.generation.number or (
+            introduction.generation.number == self._expected.generation.number
+            and introduction.channel <= self._expected.channel
+        ):
+            self._drop(caller)
+        # Otherwise the caller is ahead of this worker. The order only decides which caller may wait; identity is
+        # proved.
+
+    def _use(self, caller: Caller, proof: bytes) -> None:
+        """Send this side's proof to the caller, which has proved itself, and keep its connection."""
+        try:
+            if self.is_done:
+                raise ProtocolError("the previous rank is connected already")
+            caller.sock.send(proof)
+        except (OSError, ProtocolError):
+            self._drop(caller)
+            return
+        self._selector.unregister(caller.sock)
+        self._sock = self._listener.release(caller)
+
+    def _drop(self, caller: Caller) -> None:
+        self._selector.unregister(caller.sock)
+        self._listener.drop(caller)
+
+
+# The listener ---------------------------------------------------------------------------------------------------------
+#
+# The socket at which a worker's peers dial it, over all generations, and the callers that are not in a ring yet.
+
+_BACKLOG = 1024  # no thread accepts while another one holds the interpreter
+_SILENT_S = 5  # a caller that connects and sends nothing stays out of the backlog for at least this time
+_MOST_CALLERS = 64
+_PROOF_S = 5.0
+_INTRODUCTION_S = 5.0  # a real peer that was hung up on dials again
+
+
+class Caller:
+    """An accepted connection that has not proved its identity yet.
+
+    Attributes:
+        introduction: The caller's introduction, once it is complete.
+        is_answered: This worker has answered it.
+        answered_s: The time of the answer.
+        accepted_s: The time since when this process knows of it.
+    """
+
+    def __init__(self, sock: DataSocket) -> None:
+        self.sock = sock
+        self._handshake = ListenerHandshake(Purpose.DATA)
+        self.introduction: Introduction | None = None
+        self.is_answered = False
+        self.answered_s = 0.0
+        self.accepted_s = now_s()
+
+    @property
+    def is_proved(self) -> bool:
+        """True when the caller has proved its identity."""
+        return self._handshake.session is not None
+
+    def receive(self) -> bytes:
+        """Read the next part of its handshake: not one byte more, since those that follow belong to the ring. Return
+        this side's proof when the caller has proved itself.
+
+        Raises BlockingIOError while there is nothing, and OSError, AuthenticationError and ProtocolError for a caller
+        that must be disconnected.
+        """
+        if not is_ready(self.sock):
+            raise BlockingIOError
+        while True:
+            data = self.sock.recv(self._handshake.missing)
+            if not data:
+                raise ProtocolError("the caller closed the connection")
+            outgoing = self._handshake.feed(data)
+            if self.introduction is None and self._handshake.subject is not None:
+                self.introduction = decode_introduction(self._handshake.subject)
+                return outgoing
+            if self.is_proved:
+                return outgoing
+
+    def answer(self, key: bytes) -> None:
+        """Send the challenge to prove this key. Raises OSError."""
+        self.is_answered, self.answered_s = True, now_s()
+        self.sock.send(self._handshake.challenge(key))
+
+    def may_become_a_peer(self) -> bool:
+        """Return whether an unanswered caller is still connected and has sent at most an introduction."""
+        data = arrived(self.sock)
+        if data is None:
+            return True
+        if not data or self.introduction is not None:
+            return False
+        if isinstance(self.sock, EncryptedSocket):
+            return self.sock.has_begun or begins_tls(data)
+        return self._handshake.could_go_on(data)
+
+
+class DataListener:
+    """The listening sockets for data connections; one listener for each worker process, for life.
+
+    It listens at each of `hosts`, on one port. An address after the first one at which it cannot listen is left out.
+    With `tls` its connections are encrypted, and those to its peers, too.
+
+    A peer may dial before this worker is told of the new generation. Its connection then waits in the kernel's backlog,
+    or, when another build or tidy() has already accepted it, among `callers`. Their number is bounded: a stranger that
+    opens connections displaces other callers, the oldest first, and a real peer dials again.
+
+    Raises OSError when the first one is no address of this machine.
+    """
+
+    def __init__(self, *hosts: str, tls: Certificates | None = None) -> None:
+        self.tls = tls
+        first, *others = hosts or ("127.0.0.1",)
+        self.socks = [_listening_socket(first, 0)]
+        port = self.socks[0].getsockname()[1]
+        used = []
+        for host in others:
+            with contextlib.suppress(OSError):  # the address is gone, or another process has this port there
+                self.socks.append(_listening_socket(host, port))
+                used.append(host)
+        self.address = DataAddress(first, port, tuple(used), network_stack())
+        self.budget = FailureBudget()
+        """Of the callers that were no peers, for a thread that accepts while others train."""
+        self.callers: list[Caller] = []
+        self._lock = threading.Lock()
+        self._at_work = 0
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Mark that a builder accepts callers and listens to them, so that tidy() leaves them alone."""
+        with self._lock:
+            self._at_work += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_work -= 1
+
+    def tidy(self) -> None:
+        """Accept the callers that wait between builds. Call this periodically, from any thread.
+
+        Between builds no other code accepts, and a caller that connects and disconnects stays in the backlog. Once the
+        backlog is full, the kernel drops new connections, and this worker looks unreachable.
+        """
+        with self._lock:
+            if self._at_work:
+                return
+            for caller in list(self.callers):
+                if not caller.may_become_a_peer():
+                    self.drop(caller)
+            with contextlib.suppress(OSError):  # closed meanwhile, or out of descriptors: retry later
+                for _ in range(_BACKLOG):
+                    if self.accept() is None:
+                        break
+                    for old in self.surplus():
+                        self.drop(old)
+            for old in self.surplus():
+                self.drop(old)
+
+    def accept(self, is_limited: bool = False) -> Caller | None:
+        """Return the next caller that may become a peer, now among `callers`; None when there is none, or, where
+        `is_limited`, the budget is used up."""
+        for listening in self.socks:
+            while not (is_limited and self.budget.pause_s()) and (sock := _accepted(listening)) is not None:
+                tune(sock)
+                caller = Caller(encrypted(sock, self.tls, Role.LISTENER))
+                if caller.may_become_a_peer():
+                    self.callers.append(caller)
+                    return caller
+                sock.close()
+                self.budget.count()
+        return None
+
+    def surplus(self, dialers: int = 1) -> list[Caller]:
+        """Return the callers to disconnect: the oldest beyond the limits, and those that take too long.
+
+        An answered caller knows the generation, and competes only with others that do. `dialers` is the number of peers
+        that may legitimately call at once.
+        """
+        most = max(_MOST_CALLERS, dialers)
+        unanswered = [caller for caller in self.callers if not caller.is_answered]
+        answered = [caller for caller in self.callers if caller.is_answered]
+        latest_s = now_s() - _PROOF_S
+        # A proof that has arrived counts, even when this process was too slow to read it.
+        overdue = [each for each in answered[-most:] if each.answered_s < latest_s and arrived(each.sock) is None]
+        # What waits for a later generation may wait longer than that, and dials again.
+        late = [each for each in unanswered[-most:] if each.accepted_s < now_s() - _INTRODUCTION_S]
+        return [*unanswered[:-most], *late, *answered[:-most], *overdue]
+
+    def drop(self, caller: Caller) -> None:
+        """Disconnect the caller."""
+        self.callers.remove(caller)
+        caller.sock.close()
+        self.budget.count()
+
+    def release(self, caller: Caller) -> DataSocket:
+        """Hand over the connection of a caller that has proved its identity."""
+        self.callers.remove(caller)
+        return caller.sock
+
+    def close(self) -> None:
+        """Stop listening and disconnect all callers. Idempotent."""
+        for sock in self.socks:
+            sock.close()
+        for caller in list(self.callers):
+            self.drop(caller)
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at this address; port 0: at any port."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        # Only Linux has it (man 7 tcp). Probes send nothing and disconnect: they must not fill the backlog.
+        if hasattr(socket, "TCP_DEFER_ACCEPT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _accepted(listening: socket.socket) -> socket.socket | None:
+    """Return the next connection; None when there is none, or it is gone already."""
+    try:
+        return listening.accept()[0]
+    except (BlockingIOError, ConnectionAbortedError):
+        return None

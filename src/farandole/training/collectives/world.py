@@ -1,0 +1,162 @@
+"""The process's view of the current generation, for rank(), the optimizer and the run loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from farandole.base.events import JobRemarked
+from farandole.base.membership import GenerationId, Placement
+from farandole.errors import GenerationEnded, NotInitialized, StepError
+from farandole.training.collectives.transport import Transport
+
+if TYPE_CHECKING:
+    from farandole.integrations.horovod.named.engine import NamedCollectives
+    from farandole.training.collectives.point_to_point import PointToPoint
+
+logger = logging.getLogger("farandole")
+
+
+def log_remark(topic: str, text: str) -> None:
+    """Log what the last line of a job has under a launcher of Farandole."""
+    logger.warning(JobRemarked(topic, text).line())
+
+
+@dataclass(frozen=True)
+class World:
+    """A generation, seen from this worker.
+
+    Attributes:
+        transport: For the main thread: gradients, agreements, state. All ranks make the same calls in the same order.
+        named: The named collectives, on connections of their own.
+        p2p: Messages from one rank to another; for the main thread, too.
+        is_homogeneous: Every host has the same number of workers.
+        on_remark: Takes the topic and the text of a remark; see remark().
+        told_size: Returns, from the number of workers, the one that a script is told; None: that one.
+    """
+
+    id: GenerationId
+    placement: Placement
+    transport: Transport
+    named: NamedCollectives | None = None
+    is_homogeneous: bool = True
+    p2p: PointToPoint | None = None
+    on_remark: Callable[[str, str], None] = log_remark
+    told_size: Callable[[int], int] | None = None
+
+
+_current: World | None = None
+_not_initialized = "Farandole has not been initialized; call farandole.init() first"
+_refusal: str | None = None
+_interruption: str | None = None
+_is_forked_child = False
+_on_enter: list[Callable[[World | None], None]] = []
+
+
+def enter(world: World | None) -> None:
+    """Make `world` the current one; None after shutdown()."""
+    global _current
+    _current = world
+    for callback in _on_enter:
+        callback(world)
+
+
+def on_enter(callback: Callable[[World | None], None]) -> None:
+    """Call `callback(world)` from now on whenever a world has become the current one."""
+    _on_enter.append(callback)
+
+
+def current() -> World:
+    """The current world. Raises NotInitialized before init() and after shutdown()."""
+    if _current is None:
+        raise NotInitialized(_not_initialized)
+    return _current
+
+
+def remark(topic: str, text: str) -> None:
+    """Add a remark to the last line of the job, as its rank 0. A later one of the same topic replaces it; under another
+    launcher, it is a line of the log."""
+    here = current()
+    if here.placement.rank == 0:
+        here.on_remark(topic, text)
+
+
+def word_missing_init(message: str) -> None:
+    """Set the message of NotInitialized: programs written for Horovod compare it with Horovod's."""
+    global _not_initialized
+    _not_initialized = message
+
+
+@contextmanager
+def placed_as(rank: int, size: int) -> Iterator[None]:
+    """Present a world of one as this rank of `size`. Its collectives stay local."""
+    global _current
+    here = current()
+    _current = replace(here, placement=msgspec.structs.replace(here.placement, rank=rank, size=size))
+    try:
+        yield
+    finally:
+        _current = here
+
+
+def is_entered() -> bool:
+    """Return whether there is a current world."""
+    return _current is not None
+
+
+def refuse_collectives(why: str | None) -> None:
+    """Refuse collectives from now on: no call may start, or wait for, an operation that another rank can fail.
+
+    None permits them again, but never in a forked child.
+    """
+    global _refusal
+    if not (_is_forked_child and why is None):
+        _refusal = why
+
+
+def interrupt_collectives(why: str | None) -> None:
+    """Make every collective raise GenerationEnded from now on, because other ranks do not take part in it.
+
+    None permits them again. fd.mean and fd.any have their own handling (agreement.py).
+    """
+    global _interruption
+    _interruption = why
+
+
+def are_refused() -> bool:
+    return _refusal is not None
+
+
+def raise_if_refused(op: str) -> None:
+    """Raise StepError where collectives are refused, and GenerationEnded where they are interrupted."""
+    if _refusal is not None:
+        raise StepError(f"{op} {_refusal}")
+    if _interruption is not None:
+        raise GenerationEnded(op, current().id.number, _interruption)
+
+
+def is_forked_child() -> bool:
+    """Return whether this process was forked by one that had a world. Then it must leave alone what belongs to the
+    worker: its connections, its files, the threads that it lacks."""
+    return _is_forked_child
+
+
+def _refuse_in_child() -> None:
+    """Refuse collectives in a forked child: it inherits its parent's rank, but must not act as that rank."""
+    global _is_forked_child
+    if _current is not None:
+        _is_forked_child = True
+        refuse_collectives(
+            f"in process {os.getpid()}, which was forked by a worker and is not a worker itself: train in the worker, "
+            f"or start the child process with multiprocessing's spawn method"
+        )
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_refuse_in_child)

@@ -1,0 +1,191 @@
+"""elastic.EvalLoader: every sample exactly once over all workers, for evaluations."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from farandole.base.liveness.status_reporting import report_progress
+from farandole.errors import DataError, StepError
+from farandole.training.collectives import world
+from farandole.training.data.loader import MapDataset, Rows, are_rows, as_it_is, size_of
+from farandole.training.data.prefetch import Prefetch, SmallByValue
+from farandole.training.data.sample_order import even_slice
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+
+class EvalLoader:
+    """Divides a data set among the current workers, in order, and yields this worker's part in batches.
+
+    No sample is repeated to make the parts equal: they differ by one sample at most. So workers may have different
+    numbers of batches, and with fewer samples than workers some have none. Weighted with `samples`, fd.mean is exactly
+    the mean over the data set. For this reason the loop body must not call collectives.
+
+    The loader has no saved position. A worker that is lost meanwhile is noticed by the next collective, that of
+    fd.mean: its error leaves the elastic function, which is called again, and the evaluation after an epoch is repeated
+    from its beginning, among the workers of that time.
+
+    Iterating, len() and samples raise NotInitialized before init().
+
+    Args:
+        dataset: A data set with a length; an empty one has no batches.
+        batch_size: Most samples of one batch of one worker.
+        num_workers: As in torch's DataLoader, like the following arguments.
+        collate_fn: See torch.
+        pin_memory: See torch.
+        timeout: Seconds to wait for a batch of a loader process; 0: for ever.
+        prefetch_factor: See torch.
+        worker_init_fn: See torch.
+        multiprocessing_context: See torch.
+        persistent_workers: True keeps the loader processes from one evaluation to the next. They have the data set as
+            it was when they were started.
+
+    Raises:
+        DataError: The data set is iterable-style, or batch_size is below 1.
+
+    Examples:
+        ```python
+        validation = fd.elastic.EvalLoader(validation_set, batch_size=64)
+        with torch.no_grad():
+            right = sum((model(x).argmax(1) == y).sum().item() for x, y in validation)
+        accuracy = fd.mean(right / max(1, validation.samples), weight=validation.samples)
+        ```
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        batch_size: int = 1,
+        *,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        persistent_workers: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size must be 1 or more, got {batch_size}")
+        self.dataset, self.batch_size = dataset, batch_size
+        size_of(dataset)  # refuses a stream
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "prefetch_factor": prefetch_factor,
+            "worker_init_fn": SmallByValue(worker_init_fn),
+            "multiprocessing_context": multiprocessing_context,
+        }
+        self._keeps_processes = persistent_workers and num_workers > 0
+        self._kept: _Fetching | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of this worker."""
+        low, high = self._share()
+        return high - low
+
+    def __len__(self) -> int:
+        """Return the number of batches of this worker."""
+        return -(-self.samples // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's batches, collated, from the first one on.
+
+        Raises:
+            StepError: The workers have changed since the first batch, which a training loader's next batch inside the
+                loop body may cause: the samples would now be divided among others.
+            Exception: The errors of the data set.
+        """
+        generation = world.current().id
+        low, high = self._share()
+        requests = [_Range(begin, min(begin + self.batch_size, high)) for begin in range(low, high, self.batch_size)]
+        fetching = self._kept or self._open()
+        self._kept, has_ended = None, False
+        try:
+            fetching.requests.restart(requests)
+            for _ in requests:
+                _, data = fetching.prefetch.take()
+                if world.current().id != generation:
+                    raise StepError(
+                        "the workers have changed within an evaluation; finish it before the next training batch"
+                    )
+                report_progress()
+                yield data
+            has_ended = True
+        finally:
+            if has_ended and self._keeps_processes:
+                self._kept = fetching
+            else:
+                fetching.prefetch.close()
+
+    def _open(self) -> _Fetching:
+        inner_dataset: Any = self.dataset
+        options = self._options
+        if options["collate_fn"] is None and are_rows(self.dataset):
+            inner_dataset, options = Rows(self.dataset), {**options, "collate_fn": as_it_is}
+        requests = _Requests()
+        # As in DataLoader, an evaluation must not change the random numbers of the training.
+        inner: TorchDataLoader[Any] = TorchDataLoader(
+            inner_dataset,
+            batch_sampler=requests,
+            persistent_workers=options["num_workers"] > 0,
+            generator=torch.Generator(),
+            **options,
+        )
+        return _Fetching(requests, Prefetch(inner, requests, self._keeps_processes))
+
+    def close(self) -> None:
+        """End the loader processes. Iterating again starts new ones. Idempotent."""
+        if self._kept is not None:
+            self._kept.prefetch.close()
+        self._kept = None
+
+    def _share(self) -> tuple[int, int]:
+        placement = world.current().placement
+        return even_slice(0, size_of(self.dataset), placement.rank, placement.size)
+
+
+class _Range(NamedTuple):
+    """A requested batch: the samples low, ..., high - 1."""
+
+    low: int
+    high: int
+    restart_id: int = 0
+
+
+class _Requests:
+    """The batches of an evaluation, as the batch sampler; see RequestStream."""
+
+    restart_id = 0
+
+    def __init__(self) -> None:
+        self.on_way: deque[_Range] = deque()
+        self.is_through = False
+        self._rest: Iterator[_Range] = iter(())
+
+    def restart(self, requests: list[_Range]) -> None:
+        self._rest = iter(requests)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.is_through = False
+        for request in tuple(self.on_way):
+            yield list(range(request.low, request.high))
+        for request in self._rest:
+            self.on_way.append(request)
+            yield list(range(request.low, request.high))
+        self.is_through = True
+
+
+class _Fetching(NamedTuple):
+    requests: _Requests
+    prefetch: Prefetch[_Range]

@@ -1,0 +1,714 @@
+"""fd.elastic.DataLoader: every sample exactly once per epoch, for any number of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, Subset, TensorDataset
+
+from farandole.base.env import prepare_for_strict_mode, read_job_env
+from farandole.base.membership import Shortfall
+from farandole.errors import ConfigError, DataError
+from farandole.training.data.augmentation import with_places
+from farandole.training.data.elastic_loader import (
+    ElasticLoader,
+    audit_rule,
+    follows_speed,
+    most_samples,
+    number_of_shards,
+    rehearsed_division,
+    rehearsed_place,
+    samples_on_trial,
+)
+from farandole.training.data.prefetch import Prefetch, SmallByValue
+from farandole.training.data.sample_order import (
+    FORMAT_VERSION,
+    BatchLayout,
+    IndexedBatch,
+    IndexStream,
+    Order,
+    Sequential,
+    Shuffled,
+    Tail,
+    batches,
+    global_batch_range,
+    make_global_batch,
+)
+from farandole.training.state import loop_hooks, step
+from farandole.training.state.step import GlobalBatch
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+logger = logging.getLogger("farandole")
+
+
+# Values of entries that a saved state lacks.
+_ABSENT: Mapping[str, int | str] = {"tail": "short"}
+# Reasons, besides other arguments, for which a saved state may not fit.
+_CHANGED: Mapping[str, str] = {
+    "size": "; samples were added to the data set, or removed from it",
+    "order": "; the last digits of an order are a hash of its weights, labels, lengths or shard sizes",
+}
+
+
+class DataLoader(ElasticLoader):
+    """Yields the samples of each global batch, divided among the current workers.
+
+    As in torch, each loop over the batches starts loader processes, with the data set as it is then; they continue when
+    the world changes, and where one of them dies, new ones deliver the next batch. Arguments of torch's DataLoader that
+    cannot be supported are refused: batch_size, sampler, batch_sampler, generator and in_order=False.
+
+    A worker without a sample in a global batch gets a *dummy batch*: real samples, whose gradient does not count, so
+    that the loop body runs equally often on all workers.
+
+    In an elastic function a batch may be handed out whose step is aborted, so that optimizer.step() returns False:
+    after a fault, as the second batch of the job (TorchState(rehearse=...)), and after the last batch of an epoch when
+    workers have regrouped there, so that the loop is never empty for a worker that joins then.
+
+    Args:
+        dataset: A data set with a length.
+        global_batch_size: Samples of one optimizer step, over all workers. It is fixed, so that the learning rate can
+            stay the same when workers join or leave.
+        seed: Seed of the order of the samples, which is new in each epoch.
+        shuffle: False: the order is always 0, 1, 2, ...
+        order: Another order: Weighted, Stratified, Bucketed, ShardLocal.
+        tail: The use of the last samples of an epoch, when they do not fill a global batch. "short": they form a
+            shorter one, whose gradient is their mean. "carry": the batch is filled with the first samples of the next
+            epoch, so that all steps have equally many. The step belongs to the epoch in which it began; the next epoch
+            continues after these samples, and has one batch less now and then. This holds for the last epoch, too: its
+            last step trains the first samples of one more. "drop": they are not trained in this epoch.
+        drop_last: torch's name: True is tail="drop".
+        num_workers: Loader processes of this worker, as in torch's DataLoader; so are the following arguments.
+        collate_fn: Makes a batch of a list of samples, as in torch.
+        pin_memory: As in torch.
+        pin_memory_device: As in torch.
+        timeout: Seconds to wait for a batch of a loader process, as in torch; 0: for ever.
+        prefetch_factor: As in torch.
+        worker_init_fn: As in torch.
+        multiprocessing_context: As in torch.
+        persistent_workers: As in torch: True keeps the loader processes from one epoch to the next, which is faster
+            where epochs are short. They have the data set as it was when they were started; only shared memory shows
+            them what has changed since. A newcomer starts them before the others wait for it.
+        max_local_batch: Most samples of one loop body, where memory is limited. A local batch that has grown beyond it,
+            because workers were lost, comes as several micro-batches, and only the last of them makes the optimizer
+            step; in the others step() returns False and gradients are zeros. Without it the loop body runs once for
+            each step, however large the local batch is.
+        micro_batch_size: Gradient accumulation: most samples of one loop body, for any number of workers. The body of
+            the last micro-batch makes the step; in the others step() returns False and zero_grad() does nothing. A body
+            need not call step() each time (`if (i + 1) % 4 == 0:` around it): until it does so after the last
+            micro-batch, bodies follow that do not count. Losses are means over the micro-batch: no `loss / 4`.
+        min_local_batch: Fewest samples of one loop body where that is possible; 2 for models with BatchNorm.
+        strict: True: the model is the same to the last bit, whatever the number of workers, and whatever happens to
+            them. Each global batch is cut into `shards` shards, and each shard is one run of the loop body, whose
+            random numbers depend on (seed, step, shard); a worker runs the body for several shards in each step.
+            None: as with `farandole run --strict`. See docs/strict-mode.md.
+        shards: Number of shards, a divisor of global_batch_size, at least the largest number of workers; it makes the
+            loader strict. None: that of `farandole run --shards`, or as many as workers may ever train (--max-np); a
+            resumed job keeps its number. With max_local_batch or micro_batch_size each of them is divided further.
+        audit: In strict mode, the fraction of the shards that a second worker computes again, to find machines that
+            compute wrongly; 0: none. Their loop bodies have no effect: `indices` is empty in them. None: that of
+            `farandole run --audit`, or 0.01.
+        balance: "auto": local batches follow the measured speed of the workers: a slow worker gets fewer samples of
+            each global batch, or, in strict mode, fewer shards. The order of the samples, the global batch and the
+            weight of each sample stay as they are. Where a local batch is several loop bodies, their number may
+            differ between workers. "off": all workers get equally many. None: as with `farandole run --balance`. See
+            docs/unequal-machines.md.
+        **refused: Arguments of torch's DataLoader that cannot be supported: ConfigError says what to do instead.
+
+    Attributes:
+        epoch: The current epoch. Position and epoch change with decided steps only, through commit(); fetching ahead
+            and handing out batches change nothing that is saved.
+        cursor: The current position in the epoch's order.
+        batch: The current batch; None before the first and after the last one.
+        indices: The samples of the data set in it, in order; none for a dummy batch.
+
+    Raises:
+        DataError: With the values, for an empty or iterable-style data set, an order made for another one, and invalid
+            sizes, such as a global batch larger than the data set, or one that its shards do not divide.
+        ConfigError: Arguments contradict each other or cannot be supported.
+
+    Examples:
+        ```python
+        loader = fd.elastic.DataLoader(dataset, global_batch_size=16, seed=0)
+        state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+
+
+        @fd.elastic.run
+        def train(state):
+            for epoch in loader.epochs(2):  # continues at the state's position, also in the middle of an epoch
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+
+
+        train(state)
+        ```
+    """
+
+    _seed_of_processes: Callable[[], int] = staticmethod(torch.initial_seed)  # from which torch derives theirs
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        global_batch_size: int = 0,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        order: Order | None = None,
+        tail: Tail | None = None,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        pin_memory_device: str = "",
+        timeout: float = 0,
+        prefetch_factor: int | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        persistent_workers: bool = False,
+        max_local_batch: int | None = None,
+        micro_batch_size: int | None = None,
+        min_local_batch: int = 1,
+        strict: bool | None = None,
+        shards: int | None = None,
+        audit: float | None = None,
+        balance: Literal["auto", "off"] | None = None,
+        **refused: object,
+    ) -> None:
+        refuse_torch_arguments(refused, known=type(self).__init__.__annotations__)
+        super().__init__(seed, accumulates=micro_batch_size is not None)
+        is_balanced = follows_speed(balance)
+        self.order = _order(order, shuffle)
+        most = most_samples(max_local_batch, micro_batch_size)
+        self._has_default_shards = shards is None
+        self._layout = BatchLayout(
+            self.order.length(size_of(dataset)),
+            global_batch_size,
+            most,
+            min_local_batch,
+            _tail(tail, drop_last),
+            shards := number_of_shards(strict, shards, global_batch_size, most),
+            audit_rule(audit, seed, shards),
+            is_balanced,
+        )
+        self.dataset, self._cursor = dataset, 0
+        if self._layout.shards:
+            _pin_arithmetic()
+        if is_balanced:
+            from farandole.training.data.balance import Balance  # loaded only where it is used
+
+            self.has_own_bodies = bool(self._layout.shards or most)
+            self.balance = Balance(fetched_ahead=num_workers * (2 if prefetch_factor is None else prefetch_factor))
+        turns = None if self.balance is None else self.balance.turns
+        self._index_stream = IndexStream(self._layout, self.order.bind(self._layout, seed), turns)
+        self._open(
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            prefetch_factor=prefetch_factor,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            pin_memory_device=pin_memory_device,
+            persistent_workers=persistent_workers,
+        )
+
+    def _open(self, **options: Any) -> None:
+        """Fetch from now on with these arguments of torch."""
+        self._options = options
+        options = {**options}
+        self._num_workers, self._keeps_processes = options["num_workers"], options.pop("persistent_workers")
+        dataset, collate_fn, worker_init_fn = self.dataset, options.pop("collate_fn"), options.pop("worker_init_fn")
+        inner_dataset: Any = dataset
+        batch_sampler: Iterable[Any] = self._index_stream
+        if are_rows(dataset):  # rows of tensors draw no random numbers
+            inner_dataset, collate_fn = (Rows(dataset), as_it_is) if collate_fn is None else (dataset, collate_fn)
+        else:
+            inner_dataset, batch_sampler = with_places(dataset, self._index_stream, self.seed)
+        inner: TorchDataLoader[Any] = TorchDataLoader(
+            inner_dataset,
+            batch_sampler=batch_sampler,
+            collate_fn=collate_fn,
+            worker_init_fn=SmallByValue(worker_init_fn),
+            persistent_workers=self._num_workers > 0,
+            generator=torch.Generator(),
+            **options,
+        )
+        reads_here = collate_fn is as_it_is and not self._num_workers and not options["pin_memory"]
+        self._prefetch = Prefetch(
+            RowReader(inner_dataset, self._index_stream) if reads_here else inner,
+            self._index_stream,
+            self._keeps_processes,
+            self._seed_of_processes,
+        )
+
+    # Iterating -------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Self:
+        """Return an iterator from the cursor to the end of the epoch. The current batch comes again if its step is not
+        decided.
+
+        Raises:
+            StepError: The epoch is through already and epochs() has not advanced to the next one.
+            DataError: The data set has another length than at the start.
+        """
+        size = self.order.length(size_of(self.dataset))
+        if size != self._layout.size:
+            raise DataError(
+                f"the data set has {size} samples now, and had {self._layout.size} when its loader was made: which of "
+                f"them are trained is determined by the length at the start. Make it as long as it will become, or "
+                f"another loader for another job"
+            )
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        """Return the number of global batches, and so of steps, of the current epoch."""
+        return self._layout.global_batches(self.cursor)
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps of the current epoch that are decided: from 0 to len(loader), whatever the number of
+        micro-batches; so it is the count for a progress bar."""
+        return len(self) - self._layout.steps_left(self.cursor)
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps of the current epoch that are still to come, if there is no `break`."""
+        return self._layout.steps_left(self.cursor)
+
+    @property
+    def shards(self) -> int:
+        """Number of loop bodies that make a global batch in strict mode, all workers together; 0: not strict."""
+        return self._layout.shards
+
+    @property
+    def divides_local_batches(self) -> bool:
+        """True where the loop body may run several times for a local batch."""
+        return (self._layout.max_local_batch or self._layout.global_batch_size) < self._layout.global_batch_size
+
+    @property
+    def epoch_samples(self) -> int:
+        """Number of samples of the current epoch."""
+        return self._layout.end
+
+    @property
+    def fraction(self) -> float:
+        """Trained fraction of the current epoch, from 0 to 1."""
+        return min(1.0, self.cursor / self._layout.end)
+
+    def __str__(self) -> str:
+        """Return the position of the training, for people."""
+        layout = self._layout
+        return f"epoch {self.epoch}, {min(self.cursor, layout.end):,} of {layout.end:,} samples ({self.fraction:.1%})"
+
+    @property
+    def cursor(self) -> int:
+        """The current position in the epoch's order."""
+        return self._cursor
+
+    @property
+    def is_over(self) -> bool:
+        """True when no batch of the current epoch is left."""
+        return self._is_ended or self.record.has_all_steps or self.cursor >= self._layout.end
+
+    def _next(self, goes_on: bool) -> Any:
+        while not goes_on and self.is_over:
+            if self._has_regrouped:
+                return self._hand_out_again()
+            if self._leave():
+                self.record.is_through = True
+                raise StopIteration
+            goes_on = self._settle()
+        if self.balance is not None and not goes_on:
+            self.balance.handing_out()
+        return self._hand_out(is_rehearsal=step.is_rehearsal() if goes_on else self.hooks.rehearses())
+
+    def _hand_out(self, is_rehearsal: bool) -> Any:
+        if is_rehearsal and not (step.is_rehearsal() or self.is_over):
+            self._rehearse_a_change()
+        indexed, data = self._take()
+        self.batch = indexed.batch
+        self.indices = [] if indexed.batch.is_dummy else indexed.indices
+        self._is_pending, self._has_regrouped, self._has_to_leave = True, False, True
+        step.open(indexed.batch, is_rehearsal)
+        self._padding.keep(data)
+        if indexed.batch.is_strict:
+            self.hooks.begin_shard(indexed.batch)
+        if not is_rehearsal:
+            loop_hooks.record_delivered(indexed.batch, self.indices)
+        return data
+
+    def _hand_out_again(self) -> Any:
+        """Hand out the first batch of an epoch whose batches are through: its step is aborted."""
+        self._index_stream.restart(self._layout, self.epoch, 0, self._rank, self._world)
+        return self._hand_out(is_rehearsal=True)
+
+    def _rehearse_a_change(self) -> None:
+        layout = self._layout
+        if layout.shards:
+            layout = dataclasses.replace(layout, audit=None)  # an aborted step compares nothing
+            self._index_stream.restart(
+                layout, self.epoch, self.cursor, *rehearsed_place(layout.shards, self._rank, self._world)
+            )
+            return
+        sizes = layout.global_batch_size, layout.max_local_batch, layout.min_local_batch, self._world
+        part = self.hooks.part_on_trial()
+        if part is not None:
+            layout = dataclasses.replace(layout, global_batch_size=samples_on_trial(*sizes), max_local_batch=None)
+            self._index_stream.restart(layout, self.epoch, self.cursor, *part)
+            return
+        most, world = rehearsed_division(*sizes)
+        if (most, world) != (layout.max_local_batch, self._world):
+            layout = dataclasses.replace(layout, max_local_batch=most)
+            self._index_stream.restart(layout, self.epoch, self.cursor, self._rank, world)
+
+    def _take(self) -> tuple[IndexedBatch, Any]:
+        try:
+            return self._prefetch.take()
+        except BaseException as error:
+            self.close()  # batches being fetched no longer match the requests
+            if isinstance(error, StopIteration):  # would look like the end of the epoch
+                raise DataError("the data set raised StopIteration for a sample below its length") from error
+            raise
+
+    def _advance(self) -> None:
+        is_whole = self.cursor >= self._layout.end
+        self.record.end_epoch(is_whole, self._layout.steps_left(self.cursor))
+        self.epoch, self._cursor, self._is_ended = self.epoch + 1, self._layout.next_epoch(self.cursor), False
+        self._restart()
+
+    # The current batch -----------------------------------------------------------------------------------
+
+    def commit(self, global_batch: GlobalBatch) -> None:
+        """Move the cursor behind the samples of `global_batch`, whose step is decided.
+
+        Args:
+            global_batch: The next global batch.
+
+        Raises:
+            DataError: It is not the next one: stale, out of order, or committed already. Nothing is changed.
+        """
+        start, stop = global_batch_range(self._layout, self.cursor)
+        if (global_batch.epoch, global_batch.start, global_batch.stop) != (self.epoch, start, stop):
+            raise DataError(
+                f"cannot commit samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}: "
+                f"next are "
+                f"[{start}, {stop}) of epoch {self.epoch}; commit each global batch once, in order"
+            )
+        self._cursor = stop
+        self._is_pending = False
+        self.record.decide(self.epoch)
+        if self.balance is not None and self.balance.decided(self._layout, global_batch):
+            self._index_stream.turn()
+
+    def meet(self, notes: Sequence[Sequence[int]], rank: int) -> None:
+        """Divide the next batches by the speeds that the workers have told each other; set_world() has to follow.
+
+        Args:
+            notes: The result of Balance.note() of each rank, by rank.
+            rank: Rank of this worker.
+
+        Raises:
+            ConfigError: Only some workers balance.
+        """
+        if self.balance is not None:
+            self.balance.begin(self._layout, notes, rank)
+
+    # State that survives ---------------------------------------------------------------------------------
+
+    def shortfall(self) -> Shortfall | None:
+        """Return the part that epochs(), or a framework's trainer, has promised and that was not trained; None:
+        nothing is left."""
+        record, layout = self.record, self._layout
+        if record.total is None:
+            return record.shortfall()
+        steps_left, epochs_left = record.cut_steps, record.cut_epochs
+        if self.epoch < record.total:
+            steps_left += layout.steps_left(self.cursor, record.total - self.epoch - 1)
+            epochs_left += record.total - self.epoch - (self.cursor >= layout.end)
+        if not epochs_left:
+            return None
+        return Shortfall(record.total, epochs_left, layout.steps_left(0, record.total - 1), steps_left)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the training: a few numbers, equal on every worker, for any number of workers."""
+        state = {**self._identity, "epoch": self.epoch, "cursor": self.cursor}
+        if self._layout.max_local_batch is not None:
+            state["max_local_batch"] = self._layout.max_local_batch
+        if self._layout.shards:
+            state["shards"] = self._layout.shards
+        if self._is_ended and self.cursor < self._layout.end:  # else the cursor shows it
+            state["ended"] = 1
+        return {**state, **self.record.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a saved position.
+
+        Args:
+            state: A result of state_dict().
+
+        Raises:
+            DataError: The state has another data set size, order, tail or global batch size: its cursor would not mean
+                the same samples. Nothing is changed.
+        """
+        ours = self._identity
+        for name in ("version", "seed", "order", "size", "global_batch_size", "tail"):
+            if state.get(name, _ABSENT.get(name)) != ours.get(name, _ABSENT.get(name)):
+                raise DataError(
+                    f"the saved loader has {name}={state.get(name, _ABSENT.get(name))}, this one "
+                    f"{ours.get(name, _ABSENT.get(name))}; use the values it was saved with, or do not "
+                    f"load it{_CHANGED.get(name, '')}"
+                )
+        shards = self._shards_of(state)
+        epoch, cursor = state.get("epoch", -1), state.get("cursor", -1)
+        if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
+            raise DataError(f"invalid position: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
+        self.epoch, self._cursor, self._is_ended = epoch, cursor, bool(state.get("ended"))
+        self.record.load_state_dict(state)
+        if self._layout.max_local_batch is not None and "max_local_batch" in state:  # every rank has to split alike
+            self._layout = dataclasses.replace(self._layout, max_local_batch=state["max_local_batch"])
+        self._layout = dataclasses.replace(self._layout, shards=shards)
+        self._restart()
+
+    def _shards_of(self, state: Mapping[str, Any]) -> int:
+        """Return the number of shards with which the training continues: that of the saved loader, where this one has
+        no number of its own. Raises DataError where both have one."""
+        ours, theirs = self._layout.shards, int(state.get("shards", 0))
+        if not ours or not theirs or self._has_default_shards:
+            return theirs if ours and theirs else ours
+        if ours != theirs:
+            raise DataError(
+                f"the saved loader has {theirs} shards, this one {ours}: the model would not be the same; leave shards "
+                f"out, or use the number that it was saved with"
+            )
+        return ours
+
+    @cached_property
+    def _identity(self) -> dict[str, int | str]:
+        """The values on which the meaning of a cursor depends. They never change."""
+        identity: dict[str, int | str] = {
+            "version": FORMAT_VERSION,
+            "seed": self.seed,
+            "order": self.order.identity,
+            "size": self._layout.size,
+            "global_batch_size": self._layout.global_batch_size,
+            "tail": self._layout.tail,
+        }
+        return {name: value for name, value in identity.items() if _ABSENT.get(name) != value}
+
+    def draw_audits(self, round: int) -> None:
+        """Draw the audits of strict mode by another round (AuditRule) from the current global batch on."""
+        rule = self._layout.audit
+        if rule is not None:
+            self._layout = dataclasses.replace(self._layout, audit=msgspec.structs.replace(rule, round=round))
+            self._restart()
+
+    def warm_up(self) -> None:
+        """Start the loader processes and wait until each has fetched a sample, which is not trained. A worker does so
+        before others wait for it. Nothing where the first loop over the batches starts others."""
+        if not self._keeps_processes:
+            return
+        self._index_stream.try_out()
+        try:
+            for _ in range(self._num_workers):
+                self._prefetch.take()
+        except Exception:  # e.g. a collate_fn that cannot handle one sample; other errors will show in training
+            logger.debug("the loader processes could not be started in advance", exc_info=True)
+            self.close()
+
+    def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int:
+        """Hand out the local batch of rank `rank` of `size` from now on, at the start of an epoch or at its last global
+        batch. It must not be trained. Returns the number of samples of its first batch; 0: it has none of its own."""
+        layout = self._layout
+        self._cursor = max(0, layout.global_batches() - 1) * layout.global_batch_size if is_at_tail else 0
+        self._rank, self._world, self._is_ended = rank, size, False
+        self._restart()
+        return batches(make_global_batch(layout, self.epoch, self.cursor, rank, size), layout.min_local_batch)[
+            0
+        ].samples
+
+    def close(self) -> None:
+        """End the loader processes. Iterating again starts new ones. Idempotent."""
+        self._prefetch.close()
+        self._restart()
+
+    def _renew(self) -> None:
+        self._prefetch.renew()
+
+    def _restart(self) -> None:
+        """Fetch again from the cursor, for the current world; the current batch will be handed out again."""
+        self.batch, self.indices, self._is_pending = None, [], False
+        self._index_stream.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
+
+
+def _pin_arithmetic() -> None:
+    """Compute with one thread, unless the job was started with a number for all workers (--strict)."""
+    prepare_for_strict_mode()
+    if not read_job_env().strict:
+        torch.set_num_threads(1)
+
+
+def _order(order: Order | None, shuffle: bool) -> Order:
+    if order is None:
+        return Shuffled() if shuffle else Sequential()
+    if not shuffle:
+        raise ConfigError(f"DataLoader: shuffle=False and order={order.identity} contradict each other; give one")
+    return order
+
+
+def _tail(tail: Tail | None, drop_last: bool) -> Tail:
+    if drop_last and tail not in (None, "drop"):
+        raise ConfigError(f"DataLoader: drop_last=True and tail={tail!r} contradict each other; give one")
+    return "drop" if drop_last else tail or "short"
+
+
+# Data sets of tensors, whose batches are rows of them -----------------------------------------------------------------
+#
+# The rows are indexed all at once, several times as fast as one by one and stacked.
+
+
+class Rows:
+    """A TensorDataset, or a Subset of one, whose __getitems__ returns the batch that torch would stack from the
+    items."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._can_select = False
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        dataset = self._dataset
+        while isinstance(dataset, Subset):
+            indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
+        if dataset.tensors is not self._tensors:  # the script may replace them
+            self._tensors = dataset.tensors
+            self._can_select = all(each.is_cpu and each.dtype in _SELECTED for each in self._tensors)
+        rows = np.array(indices, dtype=np.int64)  # torch takes three times as long for a list
+        selected = torch.from_numpy(rows)
+        if self._can_select and (dataset is self._dataset or rows.min(initial=0) >= 0):
+            return [tensor.index_select(0, selected) for tensor in self._tensors]
+        return [_rows_of(tensor, selected) for tensor in self._tensors]
+
+
+# index_select() takes half the time of an index, and knows neither negative indices nor every type.
+_SELECTED = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool}
+)
+
+# torch 2.6 has no index of these types ("index_cpu" not implemented for 'UInt16'): the same bits are indexed instead.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _rows_of(tensor: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
+    signed = _SIGNED.get(tensor.dtype)
+    if signed is None:
+        return tensor[selected].contiguous()
+    return tensor.view(signed)[selected].view(tensor.dtype).contiguous()
+
+
+class RowReader:
+    """Reads the requested rows in this process. torch's iterator would add some 20 us to each batch, for its profiler
+    (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter.__next__)."""
+
+    def __init__(self, rows: Rows, requests: Iterable[list[int]]) -> None:
+        self._rows, self._requests = rows, requests
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return map(self._rows.__getitems__, self._requests)
+
+
+def are_rows(dataset: Any) -> bool:
+    """Return whether the items of a data set are rows of tensors, and its classes are torch's own."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset and all(each.layout == torch.strided for each in dataset.tensors)
+
+
+def as_it_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return Rows' batch as it is, in place of a collation."""
+    return batch
+
+
+# Map-style data sets --------------------------------------------------------------------------------------------------
+
+
+class MapDataset(Protocol):
+    """A data set with a length whose samples can be read in any order."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def size_of(dataset: MapDataset) -> int:
+    """Return the number of samples. Raises DataError for an object that is not a map-style data set."""
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"{type(dataset).__name__} is an IterableDataset: its samples cannot be read by index, "
+            f"so they cannot be divided again when workers change; give one with __len__ and __getitem__"
+        )
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(f"{type(dataset).__name__} needs __len__ and __getitem__ to be divided among workers")
+    return len(dataset)
+
+
+# Arguments of torch's DataLoader with another meaning here, or none: each is refused with its reason ------------------
+
+_OWN_ORDER = "seed and order determine the order of samples, so that they can be divided again when workers change"
+
+# Values that request the default behaviour.
+_HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "batch_size": (),
+    "sampler": (None,),
+    "batch_sampler": (None,),
+    "generator": (None,),
+    "in_order": (True,),
+    "shuffle": (False, None),
+    "drop_last": (False,),
+}
+
+_REASONS: Mapping[str, str] = {
+    "batch_size": "in torch it counts the samples of one worker; give global_batch_size, which counts those of all",
+    "sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
+    "batch_sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
+    "generator": "random numbers are derived from seed, so that they are the same on every worker; give seed=",
+    "in_order": "batches are returned in the order of the epoch, since the cursor counts them in that order",
+}
+
+_ORDER_OF_STREAMS = "samples have the order in which the streams of the data set yield them"
+STREAM_ARGUMENTS: Mapping[str, str] = {
+    **_REASONS,
+    "sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
+    "batch_sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
+    "shuffle": f"{_ORDER_OF_STREAMS}; shuffle in the data set, by the number that is passed to set_epoch()",
+    "drop_last": "the last global batch of an epoch is shorter: the length of a stream is not known in advance",
+}
+"""Reasons of StreamLoader."""
+
+
+def refuse_torch_arguments(
+    given: Mapping[str, object],
+    known: Iterable[str],
+    loader: str = "DataLoader",
+    reasons: Mapping[str, str] = _REASONS,
+) -> None:
+    """Raise ConfigError for an argument of torch that cannot be supported, TypeError for an unknown one."""
+    for name, value in given.items():
+        if name not in reasons:
+            close = difflib.get_close_matches(name, [*known, *reasons], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise TypeError(f"{loader} has no argument {name!r}{hint}")
+        if not any(value is each for each in _HARMLESS[name]):
+            raise ConfigError(f"{loader}: {name}={value!r} is not supported: {reasons[name]}")

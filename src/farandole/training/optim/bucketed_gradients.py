@@ -1,0 +1,396 @@
+"""The reduction of gradients to those of the global batch, in buckets, which all ranks reduce in the same order.
+
+With several buckets, complete ones are reduced while backward continues. The last one is always reduced by the main
+thread, at the end: it carries the step header.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from farandole.base.machine import now_s, usable_cores
+from farandole.errors import CollectiveMismatch, StepError
+from farandole.training.collectives import world
+from farandole.training.collectives.background import Background
+from farandole.training.collectives.shared_memory_tensors import shareable_zeros
+from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
+from farandole.training.collectives.transport import Transport
+from farandole.training.collectives.transport_choice import host_transport
+from farandole.training.collectives.world import World
+from farandole.training.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, fastest
+from farandole.training.optim.buckets import Arrivals, Buckets, is_same_memory
+from farandole.training.optim.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
+from farandole.training.optim.small_gradients import SmallGradients
+from farandole.training.optim.step_agreement import StepHeader, conclude, describe, header_of, packed_at_end
+from farandole.training.state.step import Batch
+
+logger = logging.getLogger("farandole")
+
+
+class BucketedGradients:
+    """Gradients in buckets; see Gradients in step_reduction.py. `.grad` becomes a view of a bucket, so that nothing is
+    copied back. Main thread only.
+
+    names         the parameters, with their names for errors
+    pinned_bytes  least size of a bucket requested by the user, 0 for one bucket; None: it is chosen
+    """
+
+    stay_in_place = False
+
+    def __init__(
+        self, names: Mapping[torch.Tensor, str], digest: int, compression: Compressor, pinned_bytes: int | None
+    ) -> None:
+        self._names, self._digest, self._pinned_bytes = names, digest, pinned_bytes
+        self.parameters = list(names)
+        self._buckets = Buckets(self.parameters)
+        self._small = SmallGradients(self._buckets, self.parameters)
+        self._reduce = CompressedReduce(compression)
+        self._background = Background()
+        self._agreed_in: world.World | None = None
+        self._autotune: BucketAutotune | None = None  # during the first steps, while the fastest size is unknown
+        self._fastest: int | None = None  # result of the autotune
+        self._began_s: float | None = None  # time of the first gradient of this pass
+        self._place: dict[int, int] = {}  # number of the bucket of each parameter
+        self._missing: list[int] = []  # number of gradients that each bucket still lacks in this pass
+        self._arrivals: list[Arrivals] = []  # in each bucket
+        self._given = 0  # number of buckets that are reduced or submitted
+        self._overlaps_on: Transport | None = None
+
+    # From gradient to bucket -----------------------------------------------------------------------------
+
+    def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
+        """Take `factor` times the parameter's `.grad`, in addition to the bucket's content or instead of it.
+
+        is_final  publish() follows this pass; else `.grad` is zeroed afterwards, so that code which inspects gradients,
+                  clips them or steps a GradScaler finds the expected values in each micro-batch
+        """
+        if is_final and factor and not adds and self._small.take(parameter, factor):
+            return
+        self._small.write()
+        view = self._buckets.view(parameter)
+        gradient = self._dense_gradient(parameter, view)
+        if not adds:
+            if factor:
+                torch.mul(gradient, factor, out=view)
+            else:
+                view.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
+        elif factor:
+            view.add_(gradient, alpha=factor)
+        release(parameter, gradient, view, is_final)
+
+    def _dense_gradient(self, parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's `.grad` outside autograd. Raises StepError unless it has the shape of the bucket's
+        part."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.requires_grad:  # backward(create_graph=True)
+            gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.shape != view.shape or gradient.dtype is not view.dtype:
+            raise StepError(
+                f"the gradient of {self._names[parameter]} has shape {tuple(gradient.shape)} and {gradient.dtype}, but "
+                f"the parameter had shape {tuple(view.shape)} and {view.dtype} when its bucket was made: change the "
+                f"model before the first step, and wrap the optimizer afterwards"
+            )
+        return gradient
+
+    def zero(self, parameter: torch.Tensor) -> None:
+        """Zero the bucket's part of a parameter that has no gradient."""
+        self._small.write()
+        self._buckets.view(parameter).zero_()
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter's `.grad` is its part of a bucket."""
+        return is_same_memory(parameter.grad, self._buckets.view(parameter))
+
+    def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
+        """Complete the buckets: zeros for the parameters that are not filled, unless they keep their gradients."""
+        if len(filled) == len(self.parameters):
+            return
+        for parameter in self.parameters:
+            if id(parameter) in filled:
+                continue
+            if is_kept and parameter.grad is not None and parameter.requires_grad:
+                self.put(parameter, factor, adds=False)
+            else:
+                self.zero(parameter)
+
+    # While backward continues ----------------------------------------------------------------------------
+
+    def may_overlap(self) -> bool:
+        """Return whether complete buckets can be reduced while backward continues; then each arrived() counts."""
+        self._began_s = now_s() if self._autotune is not None else None
+        buckets = self._buckets.buckets
+        if len(buckets) == 1 or self._agreed_in is not world.current():
+            return False
+        self._missing = [len(bucket.parameters) for bucket in buckets]
+        self._arrivals = [Arrivals(self._buckets.device) for _ in buckets]
+        return True
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Note that the parameter's gradient is final on this rank. A complete bucket is submitted, but only after all
+        buckets before it: ranks differ in the bucket that is complete first."""
+        place = self._place[id(parameter)]
+        self._missing[place] -= 1
+        self._arrivals[place].record()
+        transport = self._overlaps_on = world.current().transport
+        while self._given < len(self._missing) - 1 and not self._missing[self._given]:
+            self._small.write()
+            task = partial(self._all_reduce, transport, self._given, b"")
+            self._background.add(self._arrivals[self._given].before(task))
+            self._given += 1
+
+    def is_overlapping(self) -> bool:
+        """Return whether a bucket was submitted, and reduce() was not called."""
+        return self._given > 0
+
+    def end_overlap(self, reason: str) -> None:
+        """Wait until no reduction is under way; the transport is aborted if one was."""
+        if self._given and self._overlaps_on is not None:
+            # Other ranks wait for the remaining buckets, which will not come.
+            self._overlaps_on.abort(reason)
+            self._background.finish()
+            self._given = 0
+
+    # From bucket to the sum ------------------------------------------------------------------------------
+
+    def add_up(self, batch: Batch, own_weight: float) -> None:
+        """Reduce the remaining buckets to the gradients of the global batch, proved by the step header."""
+        headers = self.reduce(header_of(batch, self._digest, own_weight))
+        self.scale(conclude(headers, batch))
+
+    def reduce(self, header: StepHeader) -> list[StepHeader]:
+        """Add up the remaining buckets over all ranks. Returns the headers of all ranks, by rank. Raises the errors of
+        transports."""
+        self._small.write()
+        here, trailer = world.current(), packed_at_end(header)
+        if self._agreed_in is not here:
+            self._agree(here)
+        self._land(here.transport)
+        given, self._given = self._given, 0
+        *others, last = range(len(self._buckets.buckets))
+        for place in others[given:]:
+            self._all_reduce(here.transport, place, b"")
+        if self._autotune is not None and self._autotune.is_over:
+            self._end_autotune(
+                here, self._autotune
+            )  # before the last bucket, since ranks differ in the buckets submitted so far
+        headers = [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, trailer)]
+        self._take_turns()
+        return headers
+
+    def _land(self, transport: Transport) -> None:
+        """Wait for the submitted buckets. Raises the error of a failed reduction."""
+        if not self._given:
+            return
+        try:
+            self._background.land(transport)
+        except BaseException:
+            self._given = 0
+            raise
+
+    def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
+        return self._reduce.all_reduce(transport, self._buckets.buckets[place].flat, trailer)
+
+    def _agree(self, here: world.World) -> None:
+        """Agree on the buckets, once in each generation and after each change of the parameters."""
+        total = self._buckets.total_bytes
+        described = describe(self._names)
+        is_on_device = self._buckets.device.type != "cpu"
+        sizes = agree_on_buckets(here, self._digest, described, total, self._pinned_bytes, is_on_device, self._fastest)
+        self._autotune = BucketAutotune(sizes) if len(sizes) > 1 else None
+        self._cut(sizes[0])
+        self._agreed_in = here
+        if self._autotune is None and sizes[0] and here.placement.rank == 0:
+            logger.info("%.1f MB of gradients are reduced in buckets of %s", total / 2**20, _format_size(sizes[0]))
+
+    def _cut(self, least_bytes: int) -> None:
+        self._least_bytes = self._next_bytes = least_bytes
+        self._buckets.cut(least_bytes)
+        self._reduce.forget()
+        buckets = enumerate(self._buckets.buckets)
+        self._place = {id(each): place for place, bucket in buckets for each in bucket.parameters}
+
+    def _take_turns(self) -> None:
+        """Advance the autotune after each reduction."""
+        began_s, self._began_s = self._began_s, None
+        if self._autotune is not None:
+            self._autotune.record(None if began_s is None else now_s() - began_s)
+            self._next_bytes = self._autotune.size
+        if self._next_bytes != self._least_bytes:
+            self._cut(self._next_bytes)
+
+    def _end_autotune(self, here: world.World, autotune: BucketAutotune) -> None:
+        """Choose the same size on all ranks; it applies from the next step on."""
+        medians = struct.Struct(f"<{len(autotune.sizes)}d")
+        by_rank = [medians.unpack(each) for each in here.transport.all_gather(medians.pack(*autotune.medians_s()))]
+        self._autotune = None
+        self._fastest = self._next_bytes = fastest(autotune.sizes, by_rank)
+        if here.placement.rank == 0:
+            times = zip(autotune.sizes, map(max, zip(*by_rank, strict=True)), strict=True)
+            logger.info(
+                "%.1f MB of gradients are reduced in buckets of %s, after the autotune; first gradient to last sum: %s",
+                self._buckets.total_bytes / 2**20,
+                _format_size(self._fastest),
+                ", ".join(f"{1e3 * seconds:.1f} ms with {_format_size(size)}" for size, seconds in times),
+            )
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, after reduce()."""
+        if factor != 1.0:
+            for flat in self._buckets.flats:
+                flat.mul_(factor)
+
+    # From the sum to .grad -------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Set every `.grad` to its part of the bucket."""
+        self._buckets.show_all()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all gradients, in as few tensors as possible."""
+        return self._buckets.flats
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return all tensors that put() writes."""
+        self._small.write()
+        return self._buckets.flats
+
+
+def release(parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor, is_final: bool) -> None:
+    """Release `.grad`, whose values are taken, in the bucket's part `view`: the next micro-batch must not accumulate on
+    top of them."""
+    if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
+        parameter.grad = None
+    else:
+        gradient.zero_()
+
+
+def _format_size(least_bytes: int) -> str:
+    if not least_bytes:
+        return "any size, after the end of backward"
+    return f"{least_bytes / 2**20:.1f} MB, during backward"
+
+
+# An all-reduce with fewer bytes on the wire ---------------------------------------------------------------------------
+#
+# All ranks add rounded values and receive the rounded sum: their results are bitwise equal, on the owner of a part
+# too.
+
+_COMPRESSED_DTYPES: dict[object, torch.dtype] = {BF16Compressor: torch.bfloat16, FP16Compressor: torch.float16}
+
+
+class CompressedReduce:
+    """All-reduce with a compressor. It keeps the memory of the sent tensors, whose sizes are equal in each step.
+
+    Farandole's own compressors cost only the casts in both directions; others return new tensors each time.
+    """
+
+    def __init__(self, compression: Compressor) -> None:
+        self._compression = compression
+        self._dtype = _COMPRESSED_DTYPES.get(compression)
+        self._sent: dict[tuple[int, int], torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Drop the buffers, since other tensors will follow."""
+        self._sent.clear()
+
+    def all_reduce(self, transport: Transport, flat: torch.Tensor, trailer: bytes) -> list[bytes]:
+        """Reduce as the transport does: `flat` is overwritten with the sum."""
+        if self._compression is NoneCompressor or flat.dtype == self._dtype:
+            return transport.all_reduce(flat, trailer)
+        if self._dtype is None or not flat.is_floating_point():
+            sent, ctx = self._compression.compress(flat)
+            trailers = transport.all_reduce(sent, trailer)
+            if sent is not flat:
+                flat.copy_(self._compression.decompress(sent, ctx))
+            return trailers
+        key = (flat.data_ptr(), flat.numel())
+        small = self._sent.get(key)
+        if small is None:
+            small = self._sent[key] = shareable_zeros(flat.numel(), self._dtype, flat.device)
+        small.copy_(flat)
+        trailers = transport.all_reduce(small, trailer)
+        flat.copy_(small)
+        return trailers
+
+
+# The agreement before the first reduction of a generation: the same gradients, in the same buckets --------------------
+
+# Digest, bytes, whether tensors go by the network, whether there is a core to spare; the requested bytes of a bucket,
+# and the bytes that were fastest in an earlier generation, each -1 if there are none.
+_PROPOSAL = struct.Struct("<6q")
+
+
+def agree_on_buckets(
+    here: World,
+    digest: int,
+    described: Sequence[str],
+    total_bytes: int,
+    pinned_bytes: int | None,
+    is_on_device: bool = False,
+    tried_bytes: int | None = None,
+) -> list[int]:
+    """Return the candidates for the least bytes of a bucket, equal on all ranks, which all call it. Rank 0's request
+    comes first, then the result of an earlier autotune.
+
+    is_on_device  gradients and computations are on a device
+    tried_bytes   the fastest size on this rank, over any connections; None: unknown
+
+    Raises CollectiveMismatch, alike on every rank, naming the first parameter that differs, unless all have the same
+    digest. Raises the errors of transports, too.
+    """
+    around = Surroundings(
+        cores=usable_cores(),
+        local_size=here.placement.local_size,
+        threads=torch.get_num_threads(),
+        is_by_network=not isinstance(host_transport(here.transport), SharedMemoryTransport),
+        is_on_device=is_on_device,
+    )
+    is_by_network = around.is_by_network or is_on_device
+    asked, tried = (-1 if each is None else each for each in (pinned_bytes, tried_bytes))
+    proposal = _PROPOSAL.pack(digest, total_bytes, is_by_network, around.has_core_to_spare, asked, tried)
+    proposals = [_PROPOSAL.unpack(each) for each in here.transport.all_gather(proposal)]
+    if any(each[0] != digest for each in proposals):
+        texts = here.transport.all_gather("\n".join(described).encode())
+        raise CollectiveMismatch(difference_of_models([text.decode().split("\n") for text in texts]))
+    pinned = None if proposals[0][4] < 0 else proposals[0][4]
+    sizes = bucket_sizes(
+        total_bytes, len(proposals), any(each[2] for each in proposals), all(each[3] for each in proposals), pinned
+    )
+    tried_by_some = [each[5] for each in proposals if each[5] >= 0]
+    return tried_by_some[:1] if tried_by_some and len(sizes) > 1 else sizes
+
+
+def difference_of_models(by_rank: Sequence[Sequence[str]]) -> str:
+    """Return a text about the first difference between models, and the ranks. `by_rank`: for each rank, the result of
+    describe() for its parameters."""
+    places = range(max(map(len, by_rank)))
+    place = next((place for place in places if len({_kind(_at(each, place)) for each in by_rank}) > 1), 0)
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(by_rank):
+        ranks.setdefault(_at(each, place), []).append(rank)
+    found = "; ".join(f"{text} on {_on(numbers)}" for text, numbers in ranks.items())
+    return (
+        f"workers have different models. The first parameter of the optimizer that differs is number {place}: {found}. "
+        f"Every worker must build the same model, and pass its parameters in the same order; nothing was applied"
+    )
+
+
+def _at(described: Sequence[str], place: int) -> str:
+    return described[place] if place < len(described) and described[place] else "nothing"
+
+
+def _kind(text: str) -> str:
+    """Return the text without the name."""
+    return text.partition(" ")[2] or text
+
+
+def _on(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

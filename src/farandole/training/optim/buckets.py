@@ -1,0 +1,225 @@
+"""Flat buffers into which gradients are copied while they are in the cache, and from which they are reduced; and the
+order of what writes them on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from farandole.training.collectives.shared_memory_tensors import reserve_zeros, shareable_zeros
+from farandole.training.optim.bucket_size import cut
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced at once. `flat` is a part of a buffer, `parameters` those whose gradients are in
+    it."""
+
+    flat: torch.Tensor
+    parameters: tuple[torch.Tensor, ...]
+
+
+class Part(NamedTuple):
+    """The part of a buffer that belongs to a parameter.
+
+    place    number of the buffer, and of the element where the part begins
+    pointer  address of its first byte
+    """
+
+    place: tuple[int, int]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    pointer: int
+
+
+class Buckets:
+    """Buffers, one for each dtype, on the parameters' device, with their partition into buckets. Their order is that in
+    which gradients arrive: the last parameter's first.
+
+    flats    the buffers
+    buckets  at least one; empty if there are no parameters
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._order = list(reversed(parameters))
+        self.device = self._order[0].device if self._order else torch.device("cpu")
+        self.flats = []
+        self._view: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, Part] = {}
+        for number, (dtype, members) in enumerate(_by_dtype(self._order).items()):
+            sizes = [member.numel() for member in members]
+            flat = shareable_zeros(sum(sizes), dtype, self.device)
+            self.flats.append(flat)
+            begin = 0
+            for member, piece in zip(members, torch.split(flat, sizes), strict=True):
+                self._view[id(member)] = view = laid_out(piece, member)
+                part = Part((number, begin), view.shape, view.stride(), dtype, view.data_ptr())
+                self._parts[id(member)] = part
+                begin += part.shape.numel()
+        wait_for_device(self.device)  # other streams that write gradients here need not know the current one
+        self.cut(0)
+
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the buffer part for the parameter's gradient; same shape, dtype and order in memory."""
+        view = self._view[id(parameter)]
+        return view if view.data_ptr() == self._parts[id(parameter)].pointer else self._again(parameter)
+
+    def part(self, parameter: torch.Tensor) -> Part:
+        return self._parts[id(parameter)]
+
+    def _again(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Make the view of a part anew. show_all() had made it the `.grad`, and `.grad.data = ...`, which the casts of
+        a module use, too, has led it to another memory."""
+        part = self._parts[id(parameter)]
+        number, begin = part.place
+        flat = self.flats[number]
+        view = flat.as_strided(part.shape, part.stride, flat.storage_offset() + begin)
+        self._view[id(parameter)] = view
+        return view
+
+    def show_all(self) -> None:
+        """Set every `.grad` to its part, or to None if the parameter needs none, as publish() does, but to the same
+        tensor each time, which takes a quarter of the time."""
+        for parameter in self._order:
+            part, view = self._parts[id(parameter)], self._view[id(parameter)]
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif not part.shape.numel():
+                parameter.grad = torch.zeros_like(view)
+            else:
+                parameter.grad = view if view.data_ptr() == part.pointer else self._again(parameter)
+
+    def publish(self, parameter: torch.Tensor) -> None:
+        """Set the parameter's `.grad` to its part. It is a tensor of its own: `.grad.data = ...`, which the casts of a
+        module use, too, leads another memory to it, and must not lead it to view()."""
+        view = self._view[id(parameter)]
+        parameter.grad = view.detach() if view.numel() else torch.zeros_like(view)
+
+    def apart(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a gradient that is to be copied into its part, outside of autograd: a copy if it is anywhere in the
+        buffers."""
+        if gradient is None:
+            return None
+        gradient = gradient.detach()
+        if gradient.layout != torch.strided:
+            return gradient
+        start = gradient.data_ptr()
+        is_here = any(0 <= start - flat.data_ptr() < flat.numel() * flat.element_size() for flat in self.flats)
+        return gradient.clone() if is_here else gradient
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+
+    def cut(self, least_bytes: int) -> None:
+        """Make buckets of at least this size; with 0 one for each dtype."""
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self._order]
+        groups = cut(sizes, [str(parameter.dtype) for parameter in self._order], least_bytes)
+        self.buckets = [self._bucket([self._order[place] for place in group]) for group in groups]
+        if not self.buckets:
+            self.buckets = [Bucket(torch.empty(0), ())]
+
+    def _bucket(self, parameters: list[torch.Tensor]) -> Bucket:
+        """Make a bucket of parameters that are adjacent in a buffer: they have one dtype, and follow each other."""
+        first = self.view(parameters[0])
+        flat = next(each for each in self.flats if each.dtype == first.dtype)
+        begin = first.storage_offset() - flat.storage_offset()
+        count = sum(parameter.numel() for parameter in parameters)
+        return Bucket(flat[begin : begin + count], tuple(parameters))
+
+
+def reserve(parameters: Iterable[torch.Tensor]) -> None:
+    """Allocate the memory that Buckets of these parameters will need, if they are on the CPU. A newcomer does so, so
+    that no worker waits for it in its first step."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.device.type == "cpu"]
+    for dtype, members in _by_dtype(trained).items():
+        reserve_zeros(sum(member.numel() for member in members), dtype)
+
+
+def _by_dtype(parameters: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return found
+
+
+# The order of a gradient's elements in memory -------------------------------------------------------------------------
+#
+# It is that of the parameter, as for the gradients that autograd makes (torch 2.13, the "Gradient Layout Contract" in
+# torch/csrc/autograd/functions/accumulate_grad.h): fused optimizers go through both in the order of their memory.
+
+
+def has_own_order(parameter: torch.Tensor) -> bool:
+    """Return whether gradients of the parameter are not contiguous, e.g. of one in channels_last: it fills its memory
+    in another order."""
+    # The operator exists in torch 2.6 to 2.15 at least; its Python form in torch/_prims_common has had several names.
+    return not parameter.is_contiguous() and bool(torch.ops.aten.is_non_overlapping_and_dense(parameter))
+
+
+def is_same_memory(gradient: torch.Tensor | None, view: torch.Tensor) -> bool:
+    """Return whether a `.grad` is this part of a buffer, which has elements."""
+    return (
+        gradient is not None
+        and gradient.layout == torch.strided
+        and view.numel() > 0
+        and gradient.data_ptr() == view.data_ptr()
+        and gradient.stride() == view.stride()
+        and gradient.shape == view.shape
+        and gradient.dtype == view.dtype
+    )
+
+
+def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of contiguous memory in the shape and order of a gradient of the parameter."""
+    if has_own_order(parameter):
+        return flat.view(-1).as_strided(parameter.shape, parameter.stride())
+    return flat.view(parameter.shape)
+
+
+# The order of a device's operations in several streams ----------------------------------------------------------------
+#
+# Gradients are written in the streams of backward(), and a thread reduces them in another stream. On the CPU there is
+# nothing to do.
+
+T = TypeVar("T")
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the operations queued in the current stream have completed."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class Arrivals:
+    """The streams that have written to a bucket. The writing thread calls record()."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_needed = device, device.type == "cuda"
+        self._streams: set[Any] = set()
+
+    def record(self) -> None:
+        """Note that the current stream has just received a write."""
+        if self._is_needed:
+            self._streams.add(torch.cuda.current_stream(self._device))
+
+    def before(self, task: Callable[[], T]) -> Callable[[], T]:
+        """Return the task for another thread, ordered after all recorded writes. It is not ordered after later
+        operations of these streams, so that backward() continues meanwhile."""
+        if not self._is_needed:
+            return task
+        events = [stream.record_event() for stream in self._streams]
+        self._streams.clear()
+        return partial(self._run, events, task)
+
+    def _run(self, events: list[Any], task: Callable[[], T]) -> T:
+        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        for event in events:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            return task()

@@ -1,0 +1,652 @@
+"""The current step, and its status; loader, optimizers and run loop share it. Main thread only.
+
+              next micro-batch        another pass or optimizer, padding
+                    ┌─┐                        ┌─┐
+                    │ ▼                        │ ▼
+    NONE ─ open ─► OPEN ── mark_reduced ──► REDUCED ── decide ──► DECIDED
+                    │                          │
+                    └───────── abort ──────────┴─────► ABORTED ◄─ open, of a rehearsal
+                                                         │ ▲
+                                                         └─┘ next micro-batch of the rehearsal
+
+    any status ─ open ─► OPEN        the next global batch, or the same one again after ABORTED
+    any status ─ close ─► NONE       the batches of an epoch are through, or workers have regrouped
+    NONE ─ decide ─► NONE            a step without a loader of Farandole: there is no batch
+    OPEN, REDUCED ─ leave_out ─► DECIDED     all workers leave the batch out: the step is decided, and nothing applied
+    DECIDED ─ mark_reduced, abort or decide ─► REDUCED, ABORTED or DECIDED
+                                     another optimizer, for the same batch: where no state has the optimizers, each of
+                                     them makes a step by itself
+
+Who makes which transition:
+
+    open, pad       the loader, with each micro-batch (data/elastic_loader.py), and with padding
+    mark_reduced    an optimizer whose gradients are those of the global batch (optim/loader_path.py, ddp/ddp_passes.py)
+    abort           an optimizer whose collective failed, or the run loop (worker/step_loop.py)
+    mark_stepped    an optimizer that has applied its gradients. It decides the step when it is the last of several
+                    optimizers (a GAN)
+    end_body        the loader, when the loop body asks for the next batch or has left the loop. It decides a step that
+                    only some of several optimizers have made (a generator that steps for every fifth batch)
+    leave_out       the run loop, where the loop body has made no step on any worker
+    take_back       the run loop, before the same batch comes again: it aborts, and undoes the optimizers' changes
+    close           the loader and the run loop
+
+A step is *undecided* while it is OPEN, REDUCED or ABORTED: the changes of its optimizers can be undone. A transition
+that is not in the diagram raises StepError. Each optimizer has a status of its own within the step (`GradientStatus` in
+optim/loader_path.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import torch
+
+from farandole.base.liveness import status_reporting
+from farandole.errors import StepError
+from farandole.training.state import loop_hooks
+
+if TYPE_CHECKING:
+    from farandole.training.collectives.shard_tree import Division
+    from farandole.training.state.shard_audit import Audit
+
+
+class StepStatus(enum.StrEnum):
+    """The status of the current step. The values stand in error messages."""
+
+    NONE = "none"  # no batch was handed out
+    OPEN = "open"  # a batch was handed out; its gradients are not reduced yet
+    REDUCED = "reduced"  # every gradient of the global batch has arrived
+    ABORTED = "aborted"  # a fault came first: the same global batch will be handed out again
+    DECIDED = "decided"  # the optimizer step is applied (or skipped by all, as GradScaler does on inf)
+
+
+# The names of the diagram. A look-up in an Enum takes 0.3 us in Python 3.11, and a step makes many.
+NONE, OPEN, REDUCED, ABORTED, DECIDED = StepStatus
+
+_UNDECIDED = frozenset({OPEN, REDUCED, ABORTED})
+
+# The statuses in which a transition may be made. open() and close() may follow any status.
+_PADS_AFTER = frozenset({REDUCED})
+_REDUCED_AFTER = frozenset({OPEN, REDUCED, DECIDED})
+_ABORTS_AFTER = frozenset({OPEN, REDUCED, ABORTED, DECIDED})
+_LEFT_OUT_AFTER = frozenset({OPEN, REDUCED})
+_DECIDES_AFTER = frozenset({NONE, REDUCED, DECIDED})
+
+
+class Undoable(Protocol):
+    """A copy of the values that an optimizer can change (`Undo` in optim/optimizer_mixin.py)."""
+
+    @property
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """Parameters that put_back() restores."""
+        ...
+
+    def put_back(self) -> None:
+        """Restore the copied values."""
+        ...
+
+
+class Participant(Protocol):
+    """An optimizer's part in the open step (optim/loader_path.py)."""
+
+    def begin_micro_batch(self) -> None:
+        """Note that the next micro-batch is handed out."""
+        ...
+
+    def begin_padding(self) -> None:
+        """Keep the gradients that are reduced so far: loop bodies follow whose gradients do not count."""
+        ...
+
+    def end_overlap(self, reason: str) -> None:
+        """Complete or drop all transfers to other ranks, since the step ends."""
+        ...
+
+
+class Observer(Protocol):
+    """Watches the tensors that user code may change before a step is decided (state/step_state.py)."""
+
+    def pass_ended(self, batch: Batch) -> None:
+        """Note, in strict mode, that a backward pass of the batch has ended, and counts."""
+        ...
+
+    def name_of(self, item: torch.Tensor | torch.nn.Module) -> str:
+        """Return the name of a parameter or of a layer, with that of its model."""
+        ...
+
+    def combine_shards(self, batch: Batch) -> None:
+        """Combine, in strict mode, what forward passes have changed in each shard. All ranks call it, before the
+        gradients are reduced. Raises the errors of transports."""
+        ...
+
+    def digest_of_statistics(self, shard: int) -> int:
+        """Return a digest of the running statistics that a shard of this global batch has left; 0 without any."""
+        ...
+
+    def before_applying(self) -> None:
+        """Note that the first optimizer of the step is about to apply its gradients, or would if the step was not
+        aborted."""
+        ...
+
+    def keeps_scaler(self) -> bool:
+        """Return whether there is a GradScaler in the state."""
+        ...
+
+    def aborted(self) -> None:
+        """Note that the step is aborted; the rest of the loop body still runs."""
+        ...
+
+    def trust(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note that the step of an optimizer was undone: these parameters are as they were before it."""
+        ...
+
+
+@dataclass
+class _OpenStep:
+    status: StepStatus = NONE
+    batch: Batch | None = None
+    on_decided: Callable[[Batch | None], None] | None = None
+    tracked: frozenset[int] = frozenset()
+    stepped: set[int] = field(default_factory=set)
+    undo: dict[int, Undoable] = field(default_factory=dict)  # by id of the optimizer
+    participants: list[Participant] = field(default_factory=list)
+    weight: float | None = None
+    adds_losses: bool = False
+    is_weighed: bool = False
+    is_rehearsal: bool = False
+    has_passed: bool = False
+    was_handed_out: bool = False  # see take_handed_out()
+    passed_in: Batch | None = None  # the batch of the last backward pass
+    passed: int = 0  # samples of this worker, in the global batch, for which a backward pass has run
+    has_untrained: bool = False  # no backward pass has run for some of all workers' samples
+    is_without_pass: bool = False  # ... for none of them
+    is_left_out: bool = False  # by all workers
+    has_early_step: bool = False  # step() was called before the last micro-batch
+    has_inf: bool = False  # an optimizer has skipped its update, since a GradScaler has found inf or NaN
+    has_updated: bool = False  # an optimizer has not
+
+
+_step = _OpenStep()
+_when_decided: Callable[[], None] | None = None
+_observer: Observer | None = None
+
+
+def open(batch: Batch, is_rehearsal: bool = False) -> None:
+    """Open a step, since the loader hands out `batch`. In a rehearsal the step is aborted in any case."""
+    if batch.index == 0:
+        _forget()
+        _step.passed, _step.has_untrained, _step.is_without_pass = 0, False, False
+        _step.has_inf = _step.has_updated = _step.is_left_out = _step.has_early_step = False
+    else:
+        for participant in _step.participants:
+            participant.begin_micro_batch()
+    _step.status, _step.batch = ABORTED if is_rehearsal else OPEN, batch
+    _step.weight, _step.is_weighed, _step.is_rehearsal = None, False, is_rehearsal
+    _step.has_passed = False
+    _step.was_handed_out |= not is_rehearsal
+    if is_rehearsal and _observer is not None:
+        _observer.aborted()
+
+
+def take_handed_out() -> bool:
+    """Return whether a batch, other than a rehearsal's, was handed out since the last call."""
+    was, _step.was_handed_out = _step.was_handed_out, False
+    return was
+
+
+def pad(batch: Batch) -> None:
+    """Run the loop body again with a batch that does not count: the gradients of the global batch are reduced, and the
+    body has not called step()."""
+    _refuse_unless(_PADS_AFTER, "padding is handed out")
+    if _step.batch is not None and not _step.batch.is_padding:
+        for participant in _step.participants:
+            participant.begin_padding()
+    _step.batch, _step.weight, _step.is_weighed = batch, None, False
+
+
+def close() -> None:
+    """End the open step: the loader has ended its epoch, or was closed. The applied part of an undecided step is
+    undone."""
+    _end_overlaps("its step was abandoned")
+    _undo()
+    _forget()
+    _step.status, _step.batch, _step.is_rehearsal = NONE, None, False
+
+
+def status() -> StepStatus:
+    """Return the status of the current step."""
+    return _step.status
+
+
+def batch() -> Batch | None:
+    """Return the current batch; None without a loader of Farandole."""
+    return _step.batch
+
+
+def is_undecided() -> bool:
+    """Return whether there is a batch whose step has not been applied."""
+    return _step.status in _UNDECIDED
+
+
+def is_aborted() -> bool:
+    """Return whether the current step has no effect: a fault came first, or it is a rehearsal."""
+    return _step.status is ABORTED
+
+
+def is_rehearsal() -> bool:
+    """Return whether the current batch belongs to a rehearsal."""
+    return _step.is_rehearsal
+
+
+def expects_micro_batch() -> bool:
+    """Return whether the current batch is a micro-batch and further ones of its global batch follow."""
+    if _step.batch is None or _step.batch.is_last:
+        return False
+    return _step.status is OPEN or (_step.status is ABORTED and _step.is_rehearsal)
+
+
+def begin_pass(batch: Batch) -> None:
+    """Note that a backward pass of a batch has begun, and counts; also repeatedly."""
+    if _step.passed_in is not batch:
+        _step.passed_in = batch
+        _step.passed += 0 if batch.is_dummy else batch.samples
+
+
+def passed() -> int:
+    """Return the number of this worker's samples of the global batch for which a backward pass has run."""
+    return _step.passed
+
+
+def agree_on_passes(samples: int, passed: int) -> None:
+    """Note, from the headers of all ranks, the samples of a global batch, and those for which a backward pass has
+    run."""
+    _step.has_untrained, _step.is_without_pass = passed < samples, not passed
+
+
+def note_early_step() -> None:
+    """Note that step() was called before the last micro-batch of the global batch, without effect."""
+    _step.has_early_step = True
+
+
+def has_early_step() -> bool:
+    """Return whether step() was called before the last micro-batch of the global batch."""
+    return _step.has_early_step
+
+
+def refuse_unknown_scaler() -> None:
+    """Raise StepError where a GradScaler is used that the state of the current batch does not have."""
+    if _step.batch is not None and _observer is not None and not _observer.keeps_scaler():
+        raise StepError(
+            "a GradScaler scales the loss, and the state does not have it: its scale would be another one on a worker "
+            "that joins. Pass it to the state: TorchState(..., scaler=scaler)"
+        )
+
+
+def note_update(is_skipped: bool) -> None:
+    """Note that an optimizer has applied its gradients; or has not, since a GradScaler has found inf or NaN."""
+    _step.has_inf |= is_skipped
+    _step.has_updated |= not is_skipped
+
+
+def is_left_out() -> bool:
+    """Return whether the step that is decided was left out by all workers."""
+    return _step.is_left_out
+
+
+def trains_nothing() -> bool:
+    """Return whether the step that is decided has trained none of its samples: it was left out, had no backward pass,
+    or its update was skipped."""
+    return _step.is_left_out or _step.is_without_pass or (_step.has_inf and not _step.has_updated)
+
+
+def trains_in_part() -> bool:
+    """Return whether the step that is decided has trained only some of its samples: there was no backward pass for
+    others."""
+    return _step.has_untrained and not trains_nothing()
+
+
+def end_pass(batch: Batch) -> None:
+    """Note that a backward pass of a batch of strict mode has ended, and counts."""
+    _step.has_passed = True
+    if _observer is not None:
+        _observer.pass_ended(batch)
+
+
+def has_passed() -> bool:
+    """Return whether a backward pass of the current batch of strict mode has ended, and counts: of any optimizer."""
+    return _step.has_passed
+
+
+def combine_shards(batch: Batch) -> None:
+    """Combine what forward passes have changed in the shards of a global batch of strict mode."""
+    if _observer is not None:
+        _observer.combine_shards(batch)
+
+
+def digest_of_statistics(shard: int) -> int:
+    """Return a digest of the running statistics that a shard of this global batch has left; 0 without any."""
+    return 0 if _observer is None else _observer.digest_of_statistics(shard)
+
+
+def name_of(item: torch.Tensor | torch.nn.Module) -> str:
+    """Return the name of a parameter or of a layer for people."""
+    return type(item).__name__ if _observer is None else _observer.name_of(item)
+
+
+def mark_reduced() -> None:
+    """Note that every gradient of the global batch has arrived on this rank."""
+    _refuse_unless(_REDUCED_AFTER, "its gradients are reduced")
+    _step.status = REDUCED
+
+
+def abort() -> None:
+    """Abort the current step and drop its gradients. The loop body runs on to its end; take_back() then undoes the
+    changes that optimizers have made until then."""
+    _refuse_unless(_ABORTS_AFTER, "it is aborted")
+    _end_overlaps("its step was aborted")
+    if _step.status is not ABORTED and _observer is not None:
+        _observer.aborted()
+    _step.status = ABORTED
+
+
+def leave_out() -> None:
+    """Decide the step without applying it: all workers leave its batch out. What single optimizers have done is
+    undone."""
+    _refuse_unless(_LEFT_OUT_AFTER, "its batch is left out")
+    _end_overlaps("its batch was left out")
+    _undo()
+    _step.is_left_out = True
+    _conclude()
+
+
+def take_back() -> None:
+    """Undo the optimizers' changes in an undecided step, after the loop body has ended or was left."""
+    abort()
+    _undo()
+
+
+def _refuse_unless(allowed: frozenset[StepStatus], what: str) -> None:
+    """Raise StepError for a transition that the diagram does not have."""
+    if _step.status not in allowed:
+        raise StepError(
+            f"the status of the step for {_step.batch} is {_step.status.value!r}, and {what}, which is possible only "
+            f"while it is {' or '.join(sorted(allowed))}. This is a defect of Farandole, or of code that calls its "
+            f"internal functions"
+        )
+
+
+# Several optimizers ---------------------------------------------------------------------------------------------------
+
+
+def track(optimizers: Iterable[object]) -> None:
+    """Set the optimizers that decide a step together. Without any, each step of an optimizer is one."""
+    _step.tracked = frozenset(map(id, optimizers))
+    _forget()
+
+
+def take_part(participant: Participant) -> None:
+    """Register an optimizer that has gradients of the current batch; once for each global batch."""
+    _step.participants.append(participant)
+
+
+def is_noticed() -> bool:
+    """Return whether any optimizer of Farandole has taken part in the current batch."""
+    return bool(_step.participants)
+
+
+def is_shared() -> bool:
+    """Return whether several optimizers decide a step together."""
+    return len(_step.tracked) > 1
+
+
+def is_tracked(optimizer: object) -> bool:
+    """Return whether this optimizer decides steps, as each optimizer does where there is no state."""
+    return id(optimizer) in _step.tracked or (not _step.tracked and _observer is None)
+
+
+def awaits_others(optimizer: object) -> bool:
+    """Return whether the step is still undecided once this optimizer has stepped."""
+    return bool(_step.tracked - _step.stepped - {id(optimizer)}) and id(optimizer) in _step.tracked
+
+
+def begin_applying(optimizer: object) -> None:
+    """Note that an optimizer is about to change values, or would if the step was not aborted."""
+    if _observer is not None and not _step.stepped and id(optimizer) not in _step.undo:
+        _observer.before_applying()
+
+
+def undo_by(optimizer: object, undo: Undoable) -> None:
+    """Register the undo of an optimizer before it changes anything, in case the step is not decided."""
+    _step.undo[id(optimizer)] = undo
+
+
+def undo_of(optimizer: object) -> Undoable | None:
+    """Return the undo registered for an optimizer in the open step."""
+    return _step.undo.get(id(optimizer))
+
+
+def mark_stepped(optimizer: object) -> None:
+    """Note that the optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
+    loop_hooks.record_updated(optimizer)
+    _step.stepped.add(id(optimizer))
+    if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
+        decide()
+
+
+def end_body() -> None:
+    """End the loop body. If some of several optimizers have stepped in it, the step is decided. The same ones must have
+    stepped on all ranks, or the header of the next reduction differs."""
+    if _step.status is REDUCED and _step.stepped:
+        decide()
+
+
+def decide() -> None:
+    """Decide the step after the optimizers have stepped: the rest of the step happens now, or not at all."""
+    _refuse_unless(_DECIDES_AFTER, "it is decided")
+    _conclude()
+
+
+def _conclude() -> None:
+    _forget()
+    try:
+        if _step.on_decided is not None:
+            _step.on_decided(_step.batch)
+    finally:  # even if a callback has raised: the gradients are applied
+        if _step.status is not NONE:
+            _step.status = DECIDED
+    status_reporting.report_progress()
+    notify_decided()
+
+
+def when_next_decided(callback: Callable[[], None]) -> None:
+    """Call `callback` once, as soon as a step is decided. It replaces an earlier one."""
+    global _when_decided
+    _when_decided = callback
+
+
+def notify_decided() -> None:
+    """Run the callback of when_next_decided(): a step is decided, or, where none are counted, a commit was made."""
+    global _when_decided
+    if _when_decided is not None:
+        callback, _when_decided = _when_decided, None
+        callback()
+
+
+def on_decided(callback: Callable[[Batch | None], None] | None, observer: Observer | None = None) -> None:
+    """Set the callback that advances counter, cursor and schedulers with the step (a TorchState's); None removes it.
+    The step counts even when the callback raises."""
+    global _observer
+    _step.on_decided, _observer = callback, observer
+    if callback is None:
+        track(())
+
+
+def _end_overlaps(reason: str) -> None:
+    for participant in _step.participants:
+        participant.end_overlap(reason)
+
+
+def _undo() -> None:
+    if _step.status in _UNDECIDED:
+        while _step.undo:
+            undo = _step.undo.popitem()[1]
+            undo.put_back()
+            loop_hooks.record_undone()
+            if _observer is not None:
+                _observer.trust(undo.parameters)
+    _step.stepped.clear()
+
+
+def _forget() -> None:
+    _step.stepped.clear()
+    _step.undo.clear()
+    _step.participants.clear()
+
+
+# The weight of a micro-batch ------------------------------------------------------------------------------------------
+
+
+def set_weight(weight: float) -> None:
+    """Set the weight of the current batch's mean loss, in the user's units. Raises StepError when it is too late."""
+    if _step.is_weighed and _step.weight != weight:
+        raise StepError(
+            f"weight({weight:g}) after backward(): its gradients already have weight {_step.weight}; call it "
+            f"before the backward() of the same loop body"
+        )
+    _step.weight = weight
+
+
+def weight() -> float | None:
+    """Return the argument of set_weight() for the current batch; None: the weight is the number of its samples."""
+    _step.is_weighed = True
+    return _step.weight
+
+
+def add_losses(are_sums: bool) -> None:
+    """Note whether losses are sums over samples instead of means, from now on."""
+    _step.adds_losses = are_sums
+
+
+def share() -> float:
+    """Return the factor with which the gradient of the current loop body counts in that of the step; 1 without a batch
+    of a loader. Only the ratios between ranks matter."""
+    batch = _step.batch
+    if batch is None:
+        return 1.0
+    if batch.is_dummy:
+        return 0.0
+    if _step.adds_losses:
+        return 1.0
+    return batch.weight if _step.weight is None else _step.weight / batch.global_batch.global_samples
+
+
+# The samples of one global batch, as handed to one worker: the atomic unit of progress --------------------------------
+
+
+# Structs of msgspec: the loader creates both for each batch, and frozen dataclasses would take five times as long.
+class GlobalBatch(msgspec.Struct, frozen=True):
+    """A global batch, positions [start, stop) of the epoch's order, seen from one rank.
+
+    epoch        number of the epoch, from 0
+    start, stop  positions of the global batch in the epoch's order; stop - start samples in all
+    low, high    positions of this rank's local batch; empty for a dummy batch
+    micro_batches  number of runs of the loop body for this global batch, the same on every rank unless has_own_bodies
+    division     in strict mode, the shards of each rank: one run of the loop body for each; None: not strict
+    place        this rank's place in it
+    audit        in strict mode, the shards that other ranks compute again; the first run of the loop body is for it
+    has_own_bodies  the number of runs is this rank's own: local batches follow the speed of the workers
+    has_equal_shards  in strict mode, all shards have equally many samples
+    added        number of loop bodies of a script whose gradients are added up in one step on each worker of the start
+                 of its job, which may have other workers now; 0: gradients are those of the mean of all samples
+    cuts         bounds of the micro-batches, where they are those that the script's own sampler has listed; their mean
+                 losses count alike. Empty: the local batch is divided evenly, and all samples count alike
+    content      of a stream, a hash of samples of it, the same on every rank that reads the same stream; else 0
+    """
+
+    epoch: int
+    start: int
+    stop: int
+    low: int
+    high: int
+    micro_batches: int = 1
+    division: Division | None = None
+    place: int = 0
+    audit: Audit | None = None
+    has_own_bodies: bool = False
+    has_equal_shards: bool = False
+    added: int = 0
+    cuts: tuple[int, ...] = ()
+    content: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in this rank's local batch."""
+        return self.high - self.low
+
+    @property
+    def is_divided(self) -> bool:
+        """True where the loop body may run several times for this global batch: if not here and now, in strict mode, in
+        another world."""
+        return self.micro_batches > 1 or (self.division is not None and self.division.shards > 1)
+
+    @property
+    def global_samples(self) -> int:
+        """Number of samples in the whole global batch."""
+        return self.stop - self.start
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """A run of the loop body: a micro-batch of a global batch.
+
+    low, high  positions of the real samples of this micro-batch; equal for a dummy batch
+    index      number of the micro-batch in the global batch, from 0
+    shard      in strict mode, number of the shard; -1: none
+    is_audit   the shard is another rank's, and computed again to compare the results
+    """
+
+    global_batch: GlobalBatch
+    low: int
+    high: int
+    index: int = 0
+    shard: int = -1
+    is_audit: bool = False
+
+    @property
+    def samples(self) -> int:
+        return self.high - self.low
+
+    @property
+    def is_strict(self) -> bool:
+        """True in strict mode, where each run of the loop body has a shard, or none."""
+        return self.global_batch.division is not None
+
+    @property
+    def is_dummy(self) -> bool:
+        """True when no sample counts. The tensors hold real samples all the same, so that the loop body runs."""
+        return self.low == self.high or self.is_audit
+
+    @property
+    def is_padding(self) -> bool:
+        """True when all micro-batches were handed out, and the loop body runs on until it calls step()."""
+        return self.index >= self.global_batch.micro_batches
+
+    def padding(self) -> Batch:
+        """Return the batch for a run of the loop body that does not count."""
+        return Batch(self.global_batch, self.high, self.high, self.global_batch.micro_batches)
+
+    @property
+    def is_last(self) -> bool:
+        """True for the micro-batch whose backward pass reduces the gradients, and for padding after it."""
+        return self.index >= self.global_batch.micro_batches - 1
+
+    @property
+    def weight(self) -> float:
+        """Factor for the gradient of this micro-batch's mean loss. With it, the sum over all ranks and micro-batches is
+        the gradient of the global batch's mean loss."""
+        whole = self.global_batch
+        if whole.cuts:  # each rank has as many samples as this one
+            return whole.samples / (whole.global_samples * whole.micro_batches)
+        return self.samples / whole.global_samples

@@ -1,0 +1,592 @@
+"""The state under the step rule: with a loader of Farandole no commits are needed. TorchState creates it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from farandole.base.membership import Progress, Shortfall
+from farandole.errors import ConfigError
+from farandole.training.collectives import world
+from farandole.training.state import loop_hooks, step
+from farandole.training.state.deep_copy import refuse_circles, refuse_learnable
+from farandole.training.state.metadata import (
+    MetadataSnapshot,
+    is_same,
+    is_stateful,
+    load_stateful,
+    load_value,
+    pack_metadata,
+    refuse_other_model,
+)
+from farandole.training.state.module_values import ModuleValues
+from farandole.training.state.object_state import State
+from farandole.training.state.optimizer_state import OptimizerState, with_inner
+from farandole.training.state.packing import Packed, unpack
+from farandole.training.state.state_digest import StateDigest, named_tensors
+from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.torch_state import TorchState, broadcast_value, current_rank
+from farandole.training.state.watched_tensors import (
+    ExtraState,
+    WatchedTensors,
+    buffers_of,
+    extra_state_of,
+    layers_with_statistics,
+    load_extra_state,
+    modules_with_extra_state,
+)
+
+if TYPE_CHECKING:
+    from farandole.training.state.shard_statistics import ShardStatistics
+
+logger = logging.getLogger("farandole")
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """The part of a loader that the state needs: its position, which moves with a decided step."""
+
+    epoch: int
+    cursor: int
+    seed: int
+    hooks: Any  # the run loop installs itself here (data/elastic_loader.py)
+
+    def commit(self, global_batch: GlobalBatch) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def set_world(self, rank: int, size: int) -> None: ...
+    def warm_up(self) -> None: ...
+    def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int: ...
+    def end_rehearsals(self) -> None: ...
+    def shortfall(self) -> Shortfall | None: ...
+    def note_untrained(self, is_all: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """The values that a state was given, by name. `values` has the names of plain values, which fit no other field."""
+
+    modules: dict[str, torch.nn.Module]
+    extra: dict[str, ExtraState]
+    optimizers: dict[str, torch.optim.Optimizer]
+    states: list[OptimizerState]  # of the optimizers
+    stateful: dict[str, Any]
+    scalers: list[torch.amp.GradScaler]
+    values: list[str]
+
+
+_GIVEN = ("model", "optimizer")
+
+
+class StepState(TorchState):
+    """Model, optimizer, loader and all other values that change with a step. TorchState(loader=...) returns it.
+
+    `state.step` is the number of decided steps. The *tensors* of a state are parameters and optimizer tensors; metadata
+    is the rest.
+
+    Further optimizers may be among the keywords (a GAN). A step is decided when the last of them has stepped, or when
+    the loop body ends in which only some have. A fault before that undoes the steps of these, from a copy made for this
+    purpose.
+
+    See the example of `DataLoader`.
+
+    Args:
+        model: The model to train.
+        optimizer: A DistributedOptimizer.
+        loader: A loader of Farandole.
+        after_step: Functions called without arguments when a step is decided, inside the atomic step: in the step() of
+            the optimizer (of the last one of several), or at the next batch where not all of them step.
+        rehearse: Hand out the second batch of a job twice. The first time its step is aborted on purpose, to find out
+            which values the loop body changes before optimizer.step(), and whether they can be restored. A worker that
+            joins also runs the elastic function with a few batches without effect before the others wait for it, so
+            that everything that is compiled at its first run is compiled by then.
+        on_divergence: The reaction to workers with different states. "mend": workers that differ copy the state of the
+            majority (of the lowest rank where there is none). "fail": the job ends.
+        hash_every: In strict mode, the state is hashed each time that so many steps are decided, besides the end of
+            each epoch; 0: not. None: as `farandole run --hash-every` says.
+        **tracked: Values that become attributes: objects with state_dict()/load_state_dict() (schedulers, a GradScaler,
+            further modules) and picklable values. On a regroup they come from the source rank. When a step is repeated
+            they are restored to their values before it, wherever in the loop body they were changed. Tensors, lists,
+            dictionaries and sets are restored in place.
+
+    Raises:
+        ConfigError: A value cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        loader: Loader | None = None,
+        after_step: Iterable[Callable[[], object]] = (),
+        rehearse: bool = True,
+        on_divergence: Literal["mend", "fail"] = "mend",
+        hash_every: int | None = None,
+        **tracked: Any,
+    ) -> None:
+        if hash_every is not None and hash_every < 0:
+            raise ConfigError(f"TorchState: hash_every is a number of steps, 0 or more, got {hash_every}")
+        if on_divergence not in ("mend", "fail"):
+            raise ConfigError(f'TorchState: on_divergence must be "mend" or "fail", got {on_divergence!r}')
+        if "commit_follows_step" in tracked:
+            raise ConfigError("TorchState(loader=...) needs no commits: leave commit_follows_step out")
+        self._kinds: _Kinds | None = None
+        State.__init__(self, bcast_object=broadcast_value, get_rank=current_rank)
+        # Any: otherwise type checkers would require a check for None at each use.
+        self.model: Any = model
+        self.optimizer: Any = optimizer
+        self.loader: Any = loader
+        self.step = 0
+        self.run_id = 1
+        self.boundary_number = 0
+        self.is_holder = False
+        self.on_divergence = on_divergence
+        self.hash_every = hash_every
+        # A step is applied whole, from the same gradients, or not at all: workers at the same step have the same state.
+        self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__, self.is_strict))
+        self.after_step = list(after_step)
+        refuse_learnable(tracked)
+        refuse_circles(tracked)
+        self._names = list(tracked)
+        for name, value in tracked.items():
+            if hasattr(self, name) and name != "log":  # a value of that name is older than the method, and replaces it
+                raise ConfigError(f"TorchState: the name {name!r} is reserved; give the value another name")
+            setattr(self, name, value)
+        self.rehearse, self.has_rehearsed = rehearse, not rehearse
+        self.on_step: Callable[[], None] | None = None  # in a rehearsal: inspects the state when a step is called
+        for optimizer in self.optimizers():
+            refuse_optimizer(optimizer)
+        self._snapshot = MetadataSnapshot()
+        self._module_values: ModuleValues | None = None
+        self._watched = WatchedTensors()
+        self._is_tracking = False  # the watched tensors are those of the current values
+        self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
+        self._statistics: ShardStatistics | None = None  # in strict mode
+        self._buffers: list[tuple[torch.Tensor, int]] = []  # with their versions at the last capture()
+        step.on_decided(self._on_decided, self)
+        self.track_optimizers()
+
+    def track_optimizers(self) -> None:
+        """Determine again which optimizers of the state decide steps. A plain optimizer steps unseen: it is part of the
+        state, and does not decide."""
+        step.track(each for each in self._optimizers_by_name().values() if hasattr(each, "abandon_step"))
+
+    # Methods that Horovod's scripts call -----------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Do nothing: the state is always at the last decided step, and the loader notices planned changes."""
+
+    def check_host_updates(self) -> None:
+        """Do nothing, as in commit()."""
+
+    def save(self) -> None:
+        """Call capture(). The loader does so at each boundary."""
+        self.capture()
+
+    def restore(self) -> None:
+        """Call put_back(), which restores the metadata only. Parameters are never rolled back."""
+        self.put_back()
+
+    def sync(self) -> None:
+        """Raise ConfigError: the run loop synchronizes a state with a loader.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("a TorchState with a loader is synchronized by elastic.run; do not call sync()")
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the modules that the state was given."""
+        return list(self._modules().values())
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that the state was given."""
+        return list(self._optimizers_by_name().values())
+
+    # Progress --------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        epoch, cursor = (self.loader.epoch, self.loader.cursor) if self.loader is not None else (0, 0)
+        return Progress(self.run_id, self.step, epoch, cursor, self.boundary_number)
+
+    def _how_far(self) -> Progress:
+        return self.progress
+
+    def _on_decided(self, batch: Batch | None) -> None:
+        """Complete the atomic step, inside optimizer.step(). The gradients are applied: the step counts even when a
+        callback raises."""
+        try:
+            if not step.is_left_out():
+                if self._statistics is not None and batch is not None:
+                    self._statistics.install(batch)
+                for callback in self.after_step:
+                    callback()
+        finally:
+            if self.loader is not None and batch is not None:
+                loop_hooks.record_applied(batch)
+                if step.trains_nothing() or step.trains_in_part():
+                    self.loader.note_untrained(is_all=step.trains_nothing())
+                self.loader.commit(batch.global_batch)
+            self.step += 1
+
+    # Metadata -----------------------------------------------------------------------------------------
+
+    def capture(self, is_whole: bool = False) -> None:
+        """Remember the metadata as it is now; called at each boundary. Also remember the parameters that user code may
+        change until the next boundary; with `is_whole`, before the code after an epoch's batches, the bytes of all of
+        them."""
+        self._snapshot.take(self._metadata())
+        if is_whole or not self._is_tracking:
+            self._track()
+        self._watched.capture(is_whole)
+        kinds = self._kinds or self._sort()
+        if self.is_strict:
+            self._buffers = [
+                (each, each._version) for module in kinds.modules.values() for each in buffers_of(module).values()
+            ]
+        self._scalers = [(each, each.state_dict()) for each in kinds.scalers]
+
+    def put_back(self) -> None:
+        """Return to the last capture(), before a step is repeated: restore the metadata, and parameters that user code
+        has changed. Parameters that only optimizers change are those of the last decided step already."""
+        packed = self._snapshot.read()
+        if packed.skeleton:
+            self.load_metadata(unpack(packed))
+            lost = self._watched.put_back()
+            if lost:
+                self.is_holder = False
+                logger.error(
+                    "state.%s was changed in the loop body before optimizer.step(), for the first time in this job, "
+                    "and a worker was lost in the same step: it cannot be restored, and is copied from a worker "
+                    "that has not changed it, if there is one. Change it after optimizer.step(), or in after_step",
+                    ", state.".join(lost),
+                )
+
+    def begin_micro_batch(self) -> None:
+        """Restore the GradScalers before another micro-batch of the same step: they count steps, not runs of the loop
+        body. In strict mode a run without a step leaves nothing behind, in modules and optimizers and schedulers, since
+        their number depends on that of the workers.
+
+        Raises ConfigError for a tensor that cannot be restored: it changes for the first time in this job.
+        """
+        for scaler, saved in self._scalers:
+            load_stateful(scaler, saved)
+        if self.is_strict:
+            batch = step.batch()
+            if batch is not None and not step.is_aborted():
+                self._statistics_by_shard().end_body(batch)
+            self._take_back_run()
+
+    def _take_back_run(self) -> None:
+        """Take back what the last run of the loop body has changed. Plain values of the state, and objects of types
+        that are not known here, stay: they may add up something over the shards, such as a metric."""
+        # BatchNorm writes its statistics without a new version (torch 2.13, native_functions.yaml, native_batch_norm).
+        changed = [each for each, version in self._buffers if each._version != version]
+        self._snapshot.put_back([*changed, *self._statistics_by_shard().values])
+        kinds, kept = self._kinds or self._sort(), self._snapshot.fresh()
+        if kept is None:
+            return  # a warm-up, before the first capture()
+        for each in kinds.states:
+            if not all(is_same(groups, kept["groups"][name]) for name, groups in each.options().items()):
+                each.load_options(kept["groups"])
+        for name, value in kinds.stateful.items():
+            if isinstance(value, LRScheduler) and not is_same(value.state_dict(), kept["stateful"][name]):
+                load_stateful(value, kept["stateful"][name])
+        for name in kinds.extra:
+            load_extra_state(kinds.modules[name], kept["extra"].get(name, {}))
+        self._values_of_modules().load(kept["flags"])
+        lost = self._watched.put_back_run()
+        if lost:
+            further = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise ConfigError(
+                f"strict mode: state.{lost[0]}{further} changed in a run of the loop body whose optimizer.step() made "
+                f"no step, since further shards of the global batch follow. It cannot be restored, since the rehearsal "
+                f"(TorchState(rehearse=True)), which is in the job's second step, has not seen it change. It would "
+                f"change as often as a worker has shards, which depends on the number of workers. Change it "
+                f"in TorchState(after_step=[...]), or where optimizer.step() returns True"
+            )
+
+    def capture_after(self, function: Callable[[], object]) -> None:
+        """Call the function, and remember the new values of everything that it changed: put_back() keeps them."""
+        kept: dict[str, Any] = unpack(self._snapshot.read())
+        before, mark = self.copy_of_metadata(), self._watched.mark()
+        function()
+        after = self.copy_of_metadata()
+        for part in ("buffers", "extra", "groups", "stateful", "values"):
+            for name, value in after[part].items():
+                if not is_same(before[part].get(name), value):
+                    kept[part][name] = value
+        kept["boundary"], kept["flags"] = self.boundary_number, after["flags"]
+        if self.loader is not None:
+            kept["loader"] = self.loader.state_dict()  # it contains the number of calls
+        self._snapshot.take(kept)
+        self._watched.adopt(mark)
+
+    def copy_of_metadata(self) -> dict[str, Any]:
+        """Return a copy of the current metadata that shares nothing with it."""
+        packed = pack_metadata(self._metadata())
+        copy: dict[str, Any] = unpack(Packed(packed.skeleton, [each.detach().clone() for each in packed.tensors]))
+        return copy
+
+    @property
+    def is_strict(self) -> bool:
+        """True when the model must not depend on the number of workers by a single bit."""
+        return getattr(self.loader, "shards", 0) > 0
+
+    def hash(self) -> str:
+        """Return a SHA-256 of parameters, buffers and the optimizers' state, as 64 hexadecimal digits. It does not
+        depend on a DistributedDataParallel around the model."""
+        from farandole.training.state.state_hash import hash_of  # loaded only in strict mode
+
+        kinds = self._kinds or self._sort()
+        modules = {name: _without_parallel(each) for name, each in kinds.modules.items()}
+        kinds = dataclasses.replace(kinds, modules=modules, stateful={}, values=[])
+        return hash_of(named_tensors(kinds, {}, has_all_buffers=True))
+
+    def pass_ended(self, batch: Batch) -> None:
+        """See step.Observer."""
+        self._statistics_by_shard().record(batch)
+
+    def combine_shards(self, batch: Batch) -> None:
+        """See step.Observer."""
+        self._statistics_by_shard().combine(batch, world.current().transport)
+
+    def digest_of_statistics(self, shard: int) -> int:
+        """See step.Observer."""
+        return self._statistics_by_shard().digest_of(shard)
+
+    def name_of(self, item: torch.Tensor | torch.nn.Module) -> str:
+        """See step.Observer."""
+        named: dict[str, torch.Tensor | torch.nn.Module] = {
+            f"{name}.{key}".strip("."): each
+            for name, group in self._parameters().items()
+            for key, each in group.items()
+        }
+        for name, module in self._modules().items():
+            named |= {f"{name}.{key}".strip("."): each for key, each in module.named_modules()}
+        return next((name for name, each in named.items() if each is item), type(item).__name__)
+
+    def _statistics_by_shard(self) -> ShardStatistics:
+        if self._statistics is None or self._kinds is None:
+            from farandole.training.state.shard_statistics import ShardStatistics  # loaded only in strict mode
+
+            self._sort()
+            self._statistics = ShardStatistics(layers_with_statistics(self.modules()))
+        return self._statistics
+
+    def before_applying(self) -> None:
+        """See step.Observer."""
+        if self.on_step is not None:
+            self.on_step()
+        else:
+            self._watched.look()
+
+    def keeps_scaler(self) -> bool:
+        """See step.Observer."""
+        return bool((self._kinds or self._sort()).scalers)
+
+    def aborted(self) -> None:
+        """See step.Observer."""
+        self._watched.save()
+
+    def trust(self, parameters: Sequence[torch.Tensor]) -> None:
+        """See step.Observer."""
+        self._watched.trust(parameters)
+
+    def watched(self) -> WatchedTensors:
+        """Return the parameters, as user code may have changed them since the last capture()."""
+        return self._watched
+
+    def captured(self) -> Packed:
+        """Return the metadata of the last capture(); the caller must not change it."""
+        return self._snapshot.read()
+
+    def load_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Load the metadata, captured here or on another worker."""
+        for name, module in self._modules().items():
+            for key, buffer in buffers_of(module).items():
+                buffer.detach().copy_(metadata["buffers"][name][key])
+            load_extra_state(module, metadata["extra"].get(name, {}))
+        for each in (self._kinds or self._sort()).states:
+            each.remove_groups(metadata["groups"])
+            each.load_options(metadata["groups"])
+        if "flags" in metadata:  # a checkpoint of an earlier release has none
+            self._values_of_modules().load(metadata["flags"])
+        for name, saved in metadata["stateful"].items():
+            load_stateful(getattr(self, name), saved)
+        for name, value in metadata["values"].items():
+            setattr(self, name, load_value(getattr(self, name), value))
+        self.run_id, self.step, self.boundary_number = metadata["run_id"], metadata["step"], metadata["boundary"]
+        self.has_rehearsed = metadata["has_rehearsed"]
+        changing, changing_late = metadata["changing"]
+        self._watched.add_changing(changing)
+        self._watched.add_changing_late(changing_late)
+        if self.loader is not None:
+            self.loader.load_state_dict(metadata["loader"])
+        if self.is_strict and metadata.get("arithmetic", "") not in ("", _arithmetic()):
+            from farandole.training.state.numerics import warn_of_other_arithmetic  # loaded only in strict mode
+
+            warn_of_other_arithmetic(self.step)
+
+    def _metadata(self) -> dict[str, Any]:
+        kinds = self._kinds or self._sort()
+        return {
+            "run_id": self.run_id,
+            "step": self.step,
+            "boundary": self.boundary_number,  # the key in checkpoints
+            "has_rehearsed": self.has_rehearsed,
+            "changing": self._watched.changing,
+            "loader": self.loader.state_dict() if self.loader is not None else None,
+            "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
+            "extra": {name: extra_state_of(modules) for name, modules in kinds.extra.items()},
+            "groups": {name: groups for each in kinds.states for name, groups in each.options().items()},
+            "flags": self._values_of_modules().changed(),
+            "stateful": {name: value.state_dict() for name, value in kinds.stateful.items()},
+            "values": {name: getattr(self, name) for name in kinds.values},
+            **({"arithmetic": _arithmetic()} if self.is_strict else {}),
+        }
+
+    def _values_of_modules(self) -> ModuleValues:
+        if self._module_values is None:
+            self._module_values = ModuleValues(self._modules())
+        return self._module_values
+
+    def restore_module_values(self) -> None:
+        """Return the values of modules to those of the last capture(): code that runs once for each worker, before its
+        first batch, may have set others, as `model.train()` does."""
+        kept = self._snapshot.fresh()
+        if kept is not None:
+            self._values_of_modules().load(kept["flags"])
+
+    def _track(self) -> None:
+        self._values_of_modules().search()
+        groups = self._parameters().items()
+        named = {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
+        ids = {id(parameter) for each in self._sort().states for parameter in each.parameters}
+        self._watched.track(named, {name for name, each in named.items() if id(each) in ids})
+        self._is_tracking = True
+
+    # Tensors -----------------------------------------------------------------------------------------
+
+    def live_tensors(self) -> dict[str, Any]:
+        """Return parameters by module and name, and the optimizers' state (optimizer_state.py); live, not copied."""
+        entries = {name: entry for each in self._sort().states for name, entry in each.entries().items()}
+        members = {
+            each.name: each.members(self._names_of_parameters()) for each in (self._kinds or self._sort()).states
+        }
+        return {"parameters": self._parameters(), "optimizer": entries, "members": members}
+
+    def load_tensors(self, tensors: Mapping[str, Any]) -> None:
+        """Load parameters and optimizer tensors from another worker. Raises ConfigError, with nothing changed, when its
+        model has other parameters."""
+        named = {name: each for each, name in self._names_of_parameters().items()}
+        for each in self._sort().states:
+            each.add_groups(tensors.get("members", {}).get(each.name, []), named)
+        ours = self._parameters()
+        refuse_other_model(ours, tensors["parameters"])
+        with torch.no_grad():
+            for name, parameters in ours.items():
+                for key, parameter in parameters.items():
+                    parameter.copy_(tensors["parameters"][name][key])
+        for each in self._sort().states:
+            each.load(tensors["optimizer"])
+
+    def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return parameters by module and name; an optimizer's parameters outside of all modules, by place in it."""
+        named: dict[str, dict[str, torch.Tensor]] = {
+            name: dict(module.named_parameters()) for name, module in self._modules().items()
+        }
+        known = {id(parameter) for group in named.values() for parameter in group.values()}
+        loose = {
+            f"{each.name}.{index}": parameter
+            for each in (self._kinds or self._sort()).states
+            for index, parameter in enumerate(each.parameters)
+            if id(parameter) not in known
+        }
+        return {**named, "": loose}
+
+    def _names_of_parameters(self) -> dict[torch.Tensor, str]:
+        """Return the names of the parameters in modules."""
+        modules = self._modules().items()
+        return {each: f"{name}.{key}" for name, module in modules for key, each in module.named_parameters()}
+
+    # Classification of the values ------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name in _GIVEN or name in self.__dict__.get("_names", ()):
+            object.__setattr__(self, "_kinds", None)
+            object.__setattr__(self, "_module_values", None)
+            object.__setattr__(self, "_is_tracking", False)
+
+    def _sort(self) -> _Kinds:
+        """Classify the values. The result is kept until one of them is replaced, since it is needed in each step."""
+        named = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            **{name: getattr(self, name) for name in self._names},
+        }
+        modules = {name: value for name, value in named.items() if isinstance(value, torch.nn.Module)}
+        optimizers = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
+        states = [OptimizerState(name, each) for name, each in optimizers.items()]
+        others = [name for name in self._names if name not in modules and name not in optimizers]
+        stateful = {name: named[name] for name in others if is_stateful(named[name])}
+        extra = {name: found for name, module in modules.items() if (found := modules_with_extra_state(module))}
+        scalers = [each for each in stateful.values() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
+        values = [name for name in others if name not in stateful]
+        self._kinds = _Kinds(modules, extra, optimizers, states, stateful, scalers, values)
+        return self._kinds
+
+    def _optimizers_by_name(self) -> dict[str, torch.optim.Optimizer]:
+        return (self._kinds or self._sort()).optimizers
+
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        return (self._kinds or self._sort()).modules
+
+
+def _without_parallel(module: torch.nn.Module) -> torch.nn.Module:
+    inner: Any = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
+    return cast(torch.nn.Module, inner)
+
+
+def _arithmetic() -> str:
+    """Return what tells this process's arithmetic from that of another kind of processor."""
+    from farandole.training.state.numerics import own_arithmetic  # loaded only in strict mode
+
+    return own_arithmetic().digest
+
+
+# Optimizers that cannot train with a loader of Farandole: they are refused when a state is created with them ----------
+
+_WHY_REFUSED = {
+    torch.optim.LBFGS: (
+        "evaluates its closure as often as the loss on this worker's local batch requires, so that workers would run "
+        "different numbers of reductions"
+    ),
+    torch.optim.SparseAdam: (
+        "needs sparse gradients, and those of the global batch are dense; use torch.optim.Adam for them"
+    ),
+}
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer that cannot train with a loader of Farandole, or that contains one."""
+    for each in with_inner("optimizer", optimizer).values():
+        if each is not optimizer and hasattr(each, "abandon_step"):
+            raise ConfigError(
+                f"the {type(optimizer).__name__} of the TorchState contains a DistributedOptimizer, and would step "
+                f"even when the step is skipped: wrap the outermost optimizer in DistributedOptimizer(...)"
+            )
+        for kind, why in _WHY_REFUSED.items():
+            if isinstance(each, kind):
+                raise ConfigError(
+                    f"torch.optim.{kind.__name__} {why}. Use another optimizer, or train without a DataLoader of "
+                    f"Farandole, under the commit rule"
+                )

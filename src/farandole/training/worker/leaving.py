@@ -1,0 +1,104 @@
+"""The end of a worker's part in an elastic function: it leaves at SIGTERM without loss of work, or waits until all have
+finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+from farandole.base.events import TrainingCutShort
+from farandole.base.liveness.status_reporting import InPhase
+from farandole.base.membership import Phase, Shortfall
+from farandole.base.wire.messages import Finished
+from farandole.errors import CollectiveMismatch, RecoverableError
+from farandole.training.collectives import world
+from farandole.training.collectives.stages import LEAVE_TOGETHER
+from farandole.training.collectives.world import World
+from farandole.training.worker.context import WorkerJob
+
+logger = logging.getLogger("farandole")
+
+
+# Leaving at SIGTERM: preemption notices come as SIGTERM ---------------------------------------------------------------
+
+
+class leaving_on_sigterm:  # noqa: N801 - reads as a statement
+    """Make SIGTERM mean "leave at the next boundary, without loss of work" while an elastic function runs.
+
+    may_end  called when the job is over: True when the main thread may be interrupted. Otherwise it finds out by
+             itself.
+    """
+
+    def __init__(self, job: WorkerJob | None, may_end: Callable[[], bool] = lambda: True) -> None:
+        self._job, self._may_end = job, may_end
+        self._is_installed = False
+
+    def __enter__(self) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._job is not None and in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._is_installed = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
+        assert self._job is not None
+        if world.is_forked_child():  # not the worker is asked to leave: the child ends, as without this handler
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        if self._job.link.is_over:
+            if not self._may_end():
+                return
+            raise SystemExit(128 + signal.SIGTERM)
+        self._job.link.ask_to_leave()
+
+
+# The barrier at the end of an elastic function, which both run loops pass ---------------------------------------------
+
+
+def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None, static_because: str = "") -> bool:
+    """Wait until the function has returned on every worker. Return False when a worker was lost before all had passed;
+    regroup and call again, since the others may need this worker in the collectives of the function's last lines.
+
+    shortfall  the part of its loader's promised work that the function did not do; for the job's report
+    static_because  as in Finished
+    """
+    here = world.current()
+    if job is None:
+        _meet_at_end(here)
+        if shortfall is not None and here.placement.rank == 0:  # there is no coordinator to report it
+            logger.warning(TrainingCutShort.of(shortfall).line())
+        return True
+    with InPhase(Phase.FINISHED):
+        job.link.send(Finished(here.id.number, shortfall, static_because))
+        with suppress(RecoverableError):  # the coordinator's order says what to do
+            _meet_at_end(here)
+        job.has_finished = job.link.wait_for_release(here.id.number)
+    return job.has_finished
+
+
+def _meet_at_end(here: World) -> None:
+    """Meet all workers at the end of the function. Raises CollectiveMismatch, on all of them, when another one waits
+    for this one in a collective within the function: both would wait for ever."""
+    end = here.named.begin_end() if here.named is not None else None
+    try:
+        here.transport.barrier()
+    except CollectiveMismatch as error:
+        raise CollectiveMismatch(
+            f"this worker has left the elastic function, and another one has not ({error}): {LEAVE_TOGETHER}"
+        ) from error
+    except RecoverableError:
+        if end is not None:
+            end.take()  # raises the mismatch that has made the other worker leave
+        raise
+    if end is not None:
+        end.take()

@@ -1,0 +1,203 @@
+"""The trial of the loss: is the gradient of a batch the mean of those of its samples, as the loop says that it is?
+
+Only then is a step the same for each number of workers. A sum over the samples, a mean over something else (words that
+are not padding, weights of classes), or a comparison of samples with each other is something else, unless the loop says
+so: `loss="sum"`, or fd.weight(n). No list of losses would be complete, so the rehearsal, whose step does not count, has
+three batches instead of the workers' own: one as a whole, and both of its halves. Each is run by another worker where
+there are so many; each further worker, or all of them where something differs, runs the whole again with other random
+numbers, which may be the reason. docs/decisions/0072-trial-of-the-loss.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from farandole.training.collectives.transport import Transport
+from farandole.training.data.elastic_loader import has_compiled
+from farandole.training.state import step
+from farandole.training.state.step_state import StepState
+from farandole.training.worker.trial_body import TrialBody
+from farandole.training.worker.warm_up import is_plain
+
+PARTS = ((0, 1), (0, 2), (1, 2))
+"""Number of a part of the batch, and the number of parts: the whole, and its halves."""
+
+_AGAIN = len(PARTS)
+_RESIZED = _AGAIN + 1
+_IMPOSSIBLE = b"-"
+_ELEMENTS = 8192
+"""Elements of all gradients together that are compared. The comparison is linear, so that some stand for all."""
+
+_DIFFERENT, _DIFFERENT_COARSELY = 3e-3, 3e-2
+"""Relative difference above which gradients are different ones; the second with layers in half precision."""
+
+
+class Taken(msgspec.Struct, array_like=True):
+    """A run on one worker.
+
+    role      place in PARTS, _AGAIN, or _RESIZED: as the first run of this worker, with another number of workers
+    share     the factor with which its gradients would count in those of the whole
+    values    elements of its gradients, float64
+    asks      the script has asked for the number of workers
+    """
+
+    role: int
+    share: float
+    values: bytes
+    is_coarse: bool
+    asks: bool = False
+
+
+class LossTrial:
+    """The trial on this worker. All workers have as many runs.
+
+    Attributes:
+        runs: Number of those that are over.
+    """
+
+    def __init__(self, state: StepState, rank: int, size: int) -> None:
+        self._is_possible = not has_compiled() and is_plain(state)  # it would be compiled for layers that are off
+        modules = state.modules()
+        count = sum(1 for module in modules for _ in module.parameters())
+        self._body = TrialBody(modules, lambda gradient: _some_of(gradient, max(16, _ELEMENTS // max(count, 1))))
+        self._rank, self._size, self.runs = rank, size, 0
+        self._taken = dict[int, Taken]()
+        self._asks, self._is_resized = False, False
+
+    @property
+    def seed(self) -> int:
+        """A number for the random numbers of the next run: another one for each run, unless one is repeated."""
+        return self._rank if self._is_resized else self._rank + self._size * self.runs
+
+    @property
+    def _role(self) -> int:
+        return min(self.seed, _AGAIN)
+
+    def told_size(self, size: int) -> int:
+        """Return the number of workers that the script is told."""
+        self._asks = True
+        return size + 1 if self._is_resized else size
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """The part of the batch that comes next on this worker: its number, and the number of parts; None: there is no
+        trial here."""
+        if not self._is_possible:
+            return None
+        return PARTS[self._role] if self._role < _AGAIN else PARTS[0]
+
+    def begin(self) -> None:
+        if self._is_possible:
+            self._body.begin()
+
+    def take(self, transport: Transport) -> None:
+        """Take the gradients of the run, and tell all workers. The step is not closed yet. Raises RecoverableError."""
+        gradients = self._body.end()
+        role = _RESIZED if self._is_resized else self._role
+        parts = [gradients[key].reshape(-1).double().cpu() for key in sorted(gradients)]
+        values = torch.cat(parts).numpy().tobytes() if parts else b""
+        taken = Taken(role, step.share(), values, self._body.is_coarse, self._asks)
+        if role == _AGAIN:  # by another worker than the whole, if there is one: workers may have different data
+            is_needed = self._size == 1 or self._rank == 1 or (self.seed == _AGAIN and self._rank > 0)
+        else:
+            is_needed = role < _AGAIN or self._rank == 0
+        payload = msgspec.msgpack.encode(taken) if is_needed else b""
+        gathered = transport.all_gather(payload if self._is_possible else _IMPOSSIBLE)
+        self._is_possible = _IMPOSSIBLE not in gathered
+        if not self._is_possible:
+            return
+        for each in (msgspec.msgpack.decode(each, type=Taken) for each in gathered if each):
+            self._taken.setdefault(each.role, each)
+        self.runs += 1
+        self._is_possible = self.runs <= len(PARTS) + 2
+
+    def is_over(self) -> bool:
+        """Return whether no further run is due. The same on all workers."""
+        if not self._is_possible:
+            return True
+        if len(self._taken.keys() & set(range(_AGAIN))) < _AGAIN:
+            return False
+        found = self.judge()
+        self._is_resized = not found and self._taken[0].asks and _RESIZED not in self._taken
+        return not self._is_resized and (not found or _AGAIN in self._taken)
+
+    def judge(self) -> str:
+        """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told."""
+        if not self._is_possible:
+            return ""
+        again = self._taken.get(_AGAIN)
+        if _RESIZED in self._taken and (found := judge_size(self._taken[0], self._taken[_RESIZED], again)):
+            return found
+        if self._size < _AGAIN and all(self._taken[role].share == 1 for role in range(_AGAIN)):
+            return ""  # a sum that may be divided by a count over all workers, which is another one in each run
+        return judge([self._taken[role] for role in range(_AGAIN)], again)
+
+    def drop(self) -> None:
+        """Remove what a run needs. Idempotent."""
+        self._body.end()
+
+
+def judge(parts: Sequence[Taken], again: Taken | None) -> str:
+    """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told. Pure.
+
+    Args:
+        parts: The runs of PARTS.
+        again: The first one with other random numbers.
+    """
+    whole, first, second = map(_values, parts)
+    shares = [each.share for each in parts]
+    tolerance = _DIFFERENT_COARSELY if any(each.is_coarse for each in parts) else _DIFFERENT
+    if whole.numel() and not (first.numel() and second.numel()):
+        return (
+            "a part of a batch trains nothing: a loop that leaves out small batches (`continue`) leaves out other ones"
+        )
+    if not whole.numel() == first.numel() == second.numel() or not all(shares):
+        return ""
+    if not _differ(shares[0] * whole, shares[1] * first + shares[2] * second, tolerance):
+        return ""
+    if again is not None and _is_by_chance(whole, again, tolerance):
+        return ""
+    if not _differ(whole, first + second, tolerance):
+        return 'it is a sum over the samples: write DistributedOptimizer(..., loss="sum")'
+    if not _differ(2 * whole, first + second, tolerance):
+        return "it is a mean over the samples: leave loss='sum', or fd.weight(), out"
+    return (
+        "if it is a mean over words, over weights, over labels of which some are ignored, call fd.weight(n) before "
+        "backward(), with the number that the mean divides by"
+    )
+
+
+def judge_size(one: Taken, resized: Taken, again: Taken | None) -> str:
+    """Return what to do about gradients that depend on the number of workers; empty: they do not, as far as can be
+    told. Pure. `one`: a run; `resized`: the same with another number; `again`: the same with other random numbers."""
+    values, others = _values(one), _values(resized)
+    tolerance = _DIFFERENT_COARSELY if one.is_coarse else _DIFFERENT
+    if values.numel() != others.numel() or not _differ(values, others, tolerance):
+        return ""
+    if again is not None and _is_by_chance(values, again, tolerance):
+        return ""
+    return "it depends on fd.size(): leave that out, and write fd.mean(n) for a sum over the workers that it divides"
+
+
+def _is_by_chance(whole: torch.Tensor, again: Taken, tolerance: float) -> bool:
+    repeated = _values(again)
+    return repeated.numel() != whole.numel() or _differ(whole, repeated, tolerance)
+
+
+def _values(taken: Taken) -> torch.Tensor:
+    return torch.frombuffer(bytearray(taken.values), dtype=torch.float64) if taken.values else torch.zeros(0)
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+    difference = float((one - other).norm())
+    return math.isfinite(difference) and difference > tolerance * float(one.norm())
+
+
+def _some_of(gradient: torch.Tensor, most: int) -> torch.Tensor:
+    """Return a copy of at most so many elements of a gradient, at places that follow from its shape."""
+    flat = gradient.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // most))].clone()

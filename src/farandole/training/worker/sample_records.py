@@ -1,0 +1,247 @@
+"""Records of a worker for the sample ledger, under either rule."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from farandole.base.env import read_job_env, read_worker_env
+from farandole.registry import factory
+from farandole.training.collectives import world
+from farandole.training.ledger.records import (
+    Applied,
+    Differed,
+    Entered,
+    EpochEnded,
+    EpochLeft,
+    Hashed,
+    Intent,
+    LedgerWriter,
+    Listed,
+    Started,
+    Trained,
+    compact,
+    ids_hash,
+)
+from farandole.training.state import loop_hooks, step
+from farandole.training.state.loop_hooks import Samples, TrainedSamples
+from farandole.training.state.state_digest import Divergence
+from farandole.training.state.step import Batch
+from farandole.training.state.step_state import StepState
+from farandole.training.state.sync import CommittedState
+
+# The step rule --------------------------------------------------------------------------------------------------------
+
+
+class SampleRecords:
+    """Writes records for the worker of `state`, which has a loader."""
+
+    def __init__(self, state: StepState, writer: LedgerWriter) -> None:
+        self._state, self._writer = state, writer
+        self._ids: list[int] = []  # of the current global batch, from all of its micro-batches so far
+        self._intended: int | None = None  # their hash, once it is written
+        self._agreed: tuple[int, int] | None = None
+        self._updates: list[int] = []  # optimizers, by id, that have moved weights since the last applied step
+
+    def started(self, has_copied: bool) -> None:
+        """Record that the members of the generation all have this state.
+
+        Args:
+            has_copied: parameters and optimizer state of this worker are copies of another worker's.
+        """
+        if has_copied:
+            self._updates.clear()
+        here, progress = world.current(), self._state.progress
+        run_id, number = self._generation()
+        loader = self._state.loader.state_dict()
+        self._writer.write(
+            Started(
+                run_id=run_id,
+                generation=number,
+                nonce=here.id.nonce,
+                rank=here.placement.rank,
+                size=here.placement.size,
+                step=progress.step,
+                epoch=progress.epoch,
+                cursor=progress.cursor,
+                samples=loader.get("size", 0),
+                order=str(loader.get("order", "")),
+                copied=has_copied,
+            )
+        )
+
+    def listed(self, epoch: int, samples: int, left_out: Samples, repeats: Samples) -> None:
+        """Record which samples of the data set an epoch has not, and which ones more than once: its order is that of a
+        script's own samplers."""
+        self._writer.write(Listed(*self._generation(), epoch, samples, compact(left_out), compact(repeats)))
+
+    def epoch_ended(self) -> None:
+        """Record that all workers have returned for the next epoch; the loader has not moved yet."""
+        progress = self._state.progress
+        self._writer.write(EpochEnded(*self._generation(), progress.step, progress.epoch, progress.cursor))
+
+    def hashed(self, state_hash: str) -> None:
+        """Record the hash of the state at the end of an epoch, or within it."""
+        progress = self._state.progress
+        self._writer.write(Hashed(*self._generation(), progress.step, progress.epoch, state_hash))
+
+    def differed(self, found: Divergence) -> None:
+        """Record that the states of the members differed. This worker may have replaced its own since."""
+        self._updates.clear()
+        self._writer.write(
+            Differed(
+                *self._generation(),
+                found.step,
+                world.current().placement.rank,
+                found.name,
+                found.objects,
+                found.ranks,
+                found.source,
+                found.is_trained,
+            )
+        )
+
+    def found_local(self, step: int, names: Sequence[str]) -> None:
+        """Record that some tensors are computed from each worker's own samples, and are no longer compared."""
+        rank = world.current().placement.rank
+        self._writer.write(Differed(*self._generation(), step, rank, names[0], len(names), (), rank, False))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    # Reports of loader, optimizer and state (state/loop_hooks.py) ------------------------------------------
+
+    def delivered(self, batch: Batch, ids: Sequence[int]) -> None:
+        if batch.index == 0:
+            self._ids = []
+        self._ids += ids
+        self._intended = self._agreed = None
+
+    def intend(self, batch: Batch) -> int:
+        """Record the samples, once for each global batch, also when several optimizers reduce their gradients for
+        it."""
+        if self._intended is None:
+            global_batch = batch.global_batch
+            ids, key = compact(self._ids), self._generation()
+            rank, number = world.current().placement.rank, self._state.step
+            self._writer.write(
+                Intent(
+                    *key,
+                    number,
+                    rank,
+                    global_batch.epoch,
+                    global_batch.start,
+                    global_batch.stop,
+                    global_batch.low,
+                    global_batch.high,
+                    ids,
+                )
+            )
+            self._intended = ids_hash(self._ids)
+        return self._intended
+
+    def agree(self, samples: int, ids_hash: int) -> None:
+        self._agreed = samples, ids_hash
+
+    def apply(self, batch: Batch) -> None:
+        """Record that the step was applied. The next global batch is another one, also of a loader that does not report
+        its samples."""
+        if self._agreed is not None:
+            global_batch, key = batch.global_batch, self._generation()
+            updates = max(Counter(self._updates).values(), default=0)
+            place = (self._state.step, global_batch.epoch, global_batch.start, global_batch.stop)
+            digest, is_skipped = loop_hooks.digest(), step.trains_nothing()
+            self._writer.write(Applied(*key, *place, *self._agreed, digest, updates, is_skipped))
+        self._ids, self._intended, self._agreed = [], None, None
+        self._updates.clear()
+
+    def updated(self, optimizer: object) -> None:
+        self._updates.append(id(optimizer))
+
+    def undone(self) -> None:
+        self._updates.pop()
+
+    def _generation(self) -> tuple[int, int]:
+        """Return the run id and the number of the generation. A job that resumes from a checkpoint has a higher run id,
+        and counts its generations anew."""
+        id = world.current().id
+        return max(id.run_id, self._state.run_id), id.number
+
+
+def sample_records(state: StepState) -> SampleRecords | None:
+    """Return None without a ledger to keep, or without a loader."""
+    folder = read_job_env().sample_ledger
+    if not folder or state.loader is None:
+        return None
+    env = read_worker_env()
+    return SampleRecords(
+        state, LedgerWriter(Path(folder), env.worker if env is not None else "alone", socket.gethostname())
+    )
+
+
+# The commit rule ------------------------------------------------------------------------------------------------------
+
+
+class CommitRecords:
+    """Writes records for the worker of `committed`. Samplers that its state does not contain are not recorded: their
+    records are not rolled back either."""
+
+    def __init__(self, committed: CommittedState, writer: LedgerWriter) -> None:
+        self._committed, self._writer = committed, writer
+        self._entry = (0, 0, 0)
+        self._calls: Counter[str] = Counter()  # by sampler, in this entry
+
+    def entered(self) -> None:
+        """Record that the members of the generation all have this state, and the function is about to be called."""
+        here = world.current()
+        generation = here.id.run_id, here.id.number
+        entry = self._entry[2] + 1 if self._entry[:2] == generation else 0
+        self._entry, self._calls = (*generation, entry), Counter()
+        kind, named = factory("elastic sampler"), self._committed.samplers().items()
+        samplers = [(name, each.samples) for name, each in named if isinstance(each, kind)]
+        place = here.placement
+        self._writer.write(Entered(*self._entry, here.id.nonce, place.rank, place.size, self._commit, samplers))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    # Reports of samplers (state/loop_hooks.py) -------------------------------------------------------------
+
+    def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None:
+        name = self._name(sampler)
+        if name is None:
+            return
+        rank = world.current().placement.rank
+        for part in parts:
+            samples, whole = (-1, 0) if part.everyone is None else (len(part.everyone), ids_hash(part.everyone))
+            ids, repeats = compact(part.ids), compact(part.repeats)
+            call = self._calls[name]
+            self._writer.write(
+                Trained(*self._entry, self._commit, rank, name, call, part.epoch, ids, repeats, samples, whole)
+            )
+        self._calls[name] += 1
+
+    def left(self, sampler: object, epoch: int, samples: int | None) -> None:
+        name = self._name(sampler)
+        if name is not None:
+            rank, left = world.current().placement.rank, -1 if samples is None else samples
+            self._writer.write(EpochLeft(*self._entry, self._commit, rank, name, epoch, left))
+
+    @property
+    def _commit(self) -> int:
+        return self._committed.progress.step
+
+    def _name(self, sampler: object) -> str | None:
+        return next((name for name, each in self._committed.samplers().items() if each is sampler), None)
+
+
+def commit_records(committed: CommittedState | None) -> CommitRecords | None:
+    """Return None without a ledger to keep, or without a TorchState."""
+    folder = read_job_env().sample_ledger
+    if not folder or committed is None:
+        return None
+    env = read_worker_env()
+    writer = LedgerWriter(Path(folder), env.worker if env is not None else "alone", socket.gethostname())
+    return CommitRecords(committed, writer)

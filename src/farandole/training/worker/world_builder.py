@@ -1,0 +1,310 @@
+"""The construction of this worker's world from a START: one transport for the steps, one for the named collectives, and
+one for each process set. Used by context.py and fixed_job.py."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from farandole.base.env import read_reconfigure, read_transport
+from farandole.base.membership import DataAddress, Peer, Placement
+from farandole.base.wire.messages import Start
+from farandole.errors import ConfigError
+from farandole.integrations.horovod.named import process_sets
+from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.named.negotiation import NamedSettings
+from farandole.training.collectives import torch_versions
+from farandole.training.collectives.hierarchical_transport import RINGS_PER_RANK
+from farandole.training.collectives.kept_group import KeptGroup
+from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
+from farandole.training.collectives.ring import OnBroken, RingTransport
+from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.shared_memory_transport import ControlBlockRefs, ControlBlocks, OwnControlBlocks
+from farandole.training.collectives.transport import Transport
+from farandole.training.collectives.transport_choice import (
+    Devices,
+    Way,
+    choice_within_tls,
+    choose,
+    decide,
+    for_devices,
+    own_devices,
+)
+from farandole.training.collectives.world import World, log_remark
+from farandole.training.worker.worker_recovery import Abortable, AbortRegistry
+
+logger = logging.getLogger("farandole")
+
+# Channels of one generation. A session is the time from init() to shutdown(): its rings have channels of their own. A
+# transport has one for the ring of all its ranks, and others for rings of some of them.
+_CHANNELS_PER_SESSION = 1 << 20
+_CHANNELS_PER_TRANSPORT = 1 + RINGS_PER_RANK
+_STEPS, _NAMED, _FIRST_PROCESS_SET = 0, 1, 2
+_TRANSPORTS = 2  # of every world: for the steps, and for the named collectives
+
+
+SUBSET_TIMEOUT_S = 5.0
+"""Seconds for the members of a process set to connect, once all have agreed on it."""
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """The data that a worker sends to all others when they have connected."""
+
+    worker: str
+    address: DataAddress
+    host: str  # Placement.cross_rank does not tell hosts apart: it counts only those that have this local rank
+    has_process_sets: bool
+    p2p: DataAddress
+    devices: Devices = Devices()
+    control_blocks: ControlBlockRefs = ControlBlockRefs()
+
+
+@dataclass(frozen=True)
+class Built:
+    """A new world, to be entered; then, if `has_process_sets` (on any member), process_sets.recreate() is due."""
+
+    world: World
+    has_process_sets: bool
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the environment says of the worlds; `reconfigures` is None where it does not mention that."""
+
+    transport: str
+    reconfigures: bool | None
+    named: NamedSettings
+
+
+class WorldBuilder:
+    """Builds worlds one after the other, always by the same listener.
+
+    worker     this worker's id
+    host       the same for all workers of this host, and only for them
+    settings   called for the first world, and for the first one after forget_settings()
+    on_broken  called with (worker of the peer, direction, detail) when a connection cannot be made, or fails
+    check      called at least once a second during a wait; may raise
+    aborts     gets each builder and transport before it can block; None where no coordinator ends generations
+    on_way     called on rank 0 with a generation's number and how tensors move in it, when that differs from the one
+               before
+    slot       the worker's slot on its host
+    on_remark  as in World
+    """
+
+    def __init__(
+        self,
+        listener: DataListener,
+        worker: str,
+        host: str,
+        settings: Callable[[], NamedSettings],
+        on_broken: Callable[[int, str, str, str], None] | None = None,
+        check: Callable[[], None] | None = None,
+        aborts: AbortRegistry | None = None,
+        on_way: Callable[[int, str], None] = lambda _number, _way: None,
+        slot: int = 0,
+        on_remark: Callable[[str, str], None] = log_remark,
+    ) -> None:
+        self._listener, self._worker, self._host, self._named_settings = listener, worker, host, settings
+        self._settings: _Settings | None = None
+        self._on_way, self._slot, self._on_remark = on_way, slot, on_remark
+        self._last_way = ""
+        self._on_broken, self._check, self._aborts = on_broken, check, aborts
+        self._kept = KeptGroup()
+
+    def forget_settings(self) -> None:
+        """Read the environment anew for the next world: scripts change it between shutdown() and init()."""
+        self._settings = None
+
+    def _current(self) -> _Settings:
+        if self._settings is None:
+            self._settings = _Settings(read_transport(), read_reconfigure(), self._named_settings())
+        return self._settings
+
+    def build(self, start: Start, session: int, timeout_s: float) -> Built:
+        """Build the world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
+        first. Raises PeerLost, GenerationEnded, and the errors of `check`."""
+        channel = session * _CHANNELS_PER_SESSION
+        ring = self._ring(start, channel + _STEPS, timeout_s)
+        for_p2p = DataListener(*self._listener.address.hosts, tls=self._listener.tls)
+        try:
+            own = OwnControlBlocks(start.placement.rank, _TRANSPORTS if self._may_share_memory(start) else 0)
+            directory = _directory(ring, self._member(for_p2p.address, own.refs))
+            p2p = self._p2p(for_p2p, start, directory)
+            control_blocks = _open_pages(ring, own, directory, self._current().transport)
+            return self._build_upon(ring, start, directory, channel, timeout_s, p2p, control_blocks)
+        except BaseException:
+            for_p2p.close()
+            raise
+
+    def _build_upon(
+        self,
+        ring: Transport,
+        start: Start,
+        directory: list[Member],
+        channel: int,
+        timeout_s: float,
+        p2p: PointToPoint,
+        control_blocks: Sequence[ControlBlocks | str | None],
+    ) -> Built:
+        settings = self._current()
+        host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, control_blocks[_STEPS])
+        hosts, choice = [each.host for each in directory], settings.transport
+        steps, description = for_devices(
+            host,
+            ring,
+            way,
+            hosts,
+            [each.devices for each in directory],
+            choice if self._listener.tls is None else choice_within_tls(choice, hosts),
+            self._kept_group(),
+        )
+        if steps is not host:
+            self._register(start, steps)
+        named_channel = channel + _NAMED * _CHANNELS_PER_TRANSPORT
+        for_names = self._ring(start, named_channel, timeout_s)
+        for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s, control_blocks[_NAMED])
+
+        def connect(ranks: tuple[int, ...], process_set: int) -> Transport:
+            members = [directory[rank] for rank in ranks]
+            subset = _among(start, members, ranks.index(start.placement.rank), range(len(ranks)))
+            set_channel = channel + (_FIRST_PROCESS_SET + process_set) * _CHANNELS_PER_TRANSPORT
+            ring = self._ring(subset, set_channel, SUBSET_TIMEOUT_S)
+            return self._upon(ring, subset, members, set_channel, SUBSET_TIMEOUT_S)[0]
+
+        named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=settings.named)
+        is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
+        entered = World(start.id, start.placement, steps, named, is_homogeneous, p2p, self._on_remark)
+        self._report_way(description, start)
+        return Built(entered, any(member.has_process_sets for member in directory))
+
+    def _member(self, p2p: DataAddress, control_blocks: ControlBlockRefs) -> Member:
+        devices = own_devices(self._current().transport, self._slot)
+        return Member(
+            self._worker, self._listener.address, self._host, process_sets.has_added(), p2p, devices, control_blocks
+        )
+
+    def _may_share_memory(self, start: Start) -> bool:
+        return start.placement.size > 1 and self._current().transport != "tcp"
+
+    def _p2p(self, listener: DataListener, start: Start, directory: list[Member]) -> PointToPoint:
+        endpoints = [
+            # A worker without control blocks has no shared memory, or was told to use none.
+            Endpoint(member.worker, member.p2p, member.host if member.control_blocks.refs else None)
+            for member in directory
+        ]
+        number, rank = start.id.number, start.placement.rank
+        p2p = PointToPoint(listener, start.id, start.data_key, rank, endpoints, self._reporter(number), self._check)
+        self._register(start, p2p)
+        return p2p
+
+    def _ring(self, start: Start, channel: int, timeout_s: float) -> Transport:
+        """Return the ring of all members of `start`."""
+        on_broken = self._reporter(start.id.number)
+        builder = RingBuilder(self._listener, start, self._worker, timeout_s, on_broken, self._check, channel)
+        self._register(start, builder, is_builder=True)
+        ring = builder.build()
+        self._register(start, ring, replaces=builder)
+        return ring
+
+    def _upon(
+        self,
+        ring: Transport,
+        start: Start,
+        members: list[Member],
+        channel: int,
+        timeout_s: float,
+        control_blocks: ControlBlocks | str | None = None,
+    ) -> tuple[Transport, Way]:
+        """Return the fastest transport that can be built upon the ring of these members."""
+
+        def connect(ranks: Sequence[int], number: int) -> RingTransport:
+            subset = _among(start, [members[rank] for rank in ranks], ranks.index(start.placement.rank), ranks)
+            connected = self._ring(subset, channel + 1 + number, timeout_s)
+            assert isinstance(connected, RingTransport), "there are at least two ranks"
+            return connected
+
+        hosts = [member.host for member in members]
+        transport, way = choose(ring, hosts, self._current().transport, connect, control_blocks)
+        if transport is not ring:
+            self._register(start, transport)
+        return transport, way
+
+    def _kept_group(self) -> KeptGroup | None:
+        """Return the process group of the devices, which lives through the generations; None: each has its own, unless
+        FARANDOLE_RECONFIGURE requires it.
+
+        Raises ConfigError if this torch does not have such groups.
+        """
+        settings = self._current()
+        if not settings.reconfigures or settings.transport not in ("auto", "nccl"):
+            return None
+        if torch_versions.can_reconfigure():
+            return self._kept
+        if settings.transport == "nccl":
+            raise ConfigError(
+                f"FARANDOLE_RECONFIGURE=1 needs torch 2.14 or newer, this is {torch.__version__}: unset it, and each "
+                f"generation has a process group of its own"
+            )
+        return None
+
+    def _register(
+        self, start: Start, abortable: Abortable, is_builder: bool = False, replaces: Abortable | None = None
+    ) -> None:
+        """Let aborts reach an object from now on. Raises GenerationEnded if the abort came first."""
+        if self._aborts is not None:
+            self._aborts.register(start.id.number, abortable, is_builder=is_builder, replaces=replaces)
+
+    def _report_way(self, way: str, start: Start) -> None:
+        """Report how tensors move, once, and when that has changed."""
+        if way != self._last_way and start.placement.rank == 0:
+            logger.info("transport of generation %s: %s", start.id, way)
+            self._on_way(start.id.number, way)
+        self._last_way = way
+
+    def _reporter(self, number: int) -> OnBroken | None:
+        on_broken = self._on_broken
+        if on_broken is None:
+            return None
+        return lambda peer, direction, detail: on_broken(number, peer, direction, detail)
+
+
+def _directory(ring: Transport, mine: Member) -> list[Member]:
+    """Return every member's data, by rank. START names the neighbours only: the coordinator cannot send all members to
+    each worker."""
+    return [msgspec.msgpack.decode(each, type=Member) for each in ring.all_gather(msgspec.msgpack.encode(mine))]
+
+
+def _open_pages(
+    ring: Transport, own: OwnControlBlocks, directory: list[Member], asked_for: str
+) -> Sequence[ControlBlocks | str | None]:
+    """Return for each transport the control blocks of this host's ranks, or why there are none; None where they were
+    not requested. All at once: every exchange between the ranks costs the slowest one's time to wake up."""
+    if not isinstance(ring, RingTransport) or not (own.refs.refs or own.refs.problem):
+        return [None] * _TRANSPORTS
+    hosts = [member.host for member in directory]
+    if decide(hosts, asked_for) not in (Way.SHARED_MEMORY, Way.HIERARCHICAL):
+        return [None] * _TRANSPORTS
+    mates = [rank for rank, host in enumerate(hosts) if host == hosts[ring.rank]]
+    opened = own.open_those_of(ring, mates, [member.control_blocks for member in directory])
+    return [opened] * _TRANSPORTS if isinstance(opened, str) else opened
+
+
+def _among(start: Start, members: list[Member], place: int, names: Sequence[int]) -> Start:
+    """Return the same START for a ring of some of the members; `place`: this worker's among them. In errors they have
+    these names."""
+    size = len(members)
+    hosts = list(dict.fromkeys(member.host for member in members))
+    by_host = [hosts.index(member.host) for member in members]
+    mine = by_host[place]
+    peers = [Peer(member.worker, name, member.address) for member, name in zip(members, names, strict=True)]
+    return msgspec.structs.replace(
+        start,
+        placement=Placement(place, size, by_host[:place].count(mine), by_host.count(mine), mine, len(hosts)),
+        previous=peers[place - 1],
+        next=peers[(place + 1) % size],
+    )

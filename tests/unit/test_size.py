@@ -1,0 +1,89 @@
+"""The size of the source: a number here only goes down, or its commit says why not, and what it made superfluous."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "farandole"
+
+LINES = {
+    "base": 7400,
+    "job": 21050,
+    "training": 30050,
+    "integrations": 25050,
+    "testing": 2600,
+    "doors": 600,
+}
+"""The most lines of each storey, in its Python files."""
+
+LONGEST = 500
+LONG_FILES = {
+    "base/events.py": 1260,  # a list: one class for each event
+    "base/wire/channel.py": 520,
+    "base/wire/messages.py": 860,  # a list: one class for each message
+    "integrations/horovod/named/negotiation.py": 520,
+    "integrations/horovod/named/operations.py": 670,
+    "integrations/horovod/named/tensor_queue.py": 660,
+    "integrations/torchrun/in_place/script_step_loop.py": 730,
+    "integrations/torchrun/in_place/training.py": 690,
+    "integrations/torchrun/torchrun_parser.py": 530,
+    "job/agent/agent.py": 760,
+    "job/coordinator/capacity.py": 760,
+    "job/coordinator/job.py": 690,
+    "job/coordinator/regroup.py": 590,
+    "job/coordinator/server.py": 920,
+    "job/coordinator/store_server.py": 700,
+    "job/launch/arguments.py": 570,
+    "job/launch/job_runner.py": 520,
+    "job/launch/output.py": 520,
+    "job/launch/run_parser.py": 520,
+    "training/collectives/point_to_point.py": 550,
+    "training/collectives/ring.py": 620,
+    "training/collectives/ring_builder.py": 530,
+    "training/collectives/shared_memory_transport.py": 760,
+    "training/data/elastic_loader.py": 670,
+    "training/data/loader.py": 720,
+    "training/data/sample_order.py": 690,
+    "training/ledger/check.py": 540,
+    "training/state/metadata.py": 540,
+    "training/state/optimizer_state.py": 560,
+    "training/state/state_digest.py": 530,
+    "training/state/step.py": 660,
+    "training/state/step_state.py": 600,
+    "training/state/sync.py": 510,
+    "training/worker/context.py": 650,
+    "training/worker/step_loop.py": 950,
+}
+"""Files that are longer than LONGEST, with the most lines that each may have."""
+
+SIZES = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+
+
+def lines_by_storey() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for file, size in SIZES.items():
+        first = file.partition("/")[0]
+        found[first if first in LINES else "doors"] += size
+    return found
+
+
+@pytest.mark.parametrize("storey", LINES)
+def test_a_storey_does_not_grow(storey: str) -> None:
+    assert lines_by_storey()[storey] <= LINES[storey]
+
+
+def test_no_file_becomes_long() -> None:
+    too_long = {file: size for file, size in SIZES.items() if size > LONG_FILES.get(file, LONGEST)}
+    assert too_long == {}
+
+
+def test_a_file_that_has_become_short_is_listed_no_more() -> None:
+    assert {file: SIZES.get(file, 0) for file in LONG_FILES if SIZES.get(file, 0) <= LONGEST} == {}
+
+
+def test_the_budget_has_no_room_to_grow() -> None:
+    slack = {storey: most - lines_by_storey()[storey] for storey, most in LINES.items()}
+    assert {storey: lines for storey, lines in slack.items() if lines > 200} == {}
