@@ -21,7 +21,9 @@ import torch
 
 import farandole as fd
 from farandole.training.data.augmentation import KeyedSampler
-from farandole.training.data.sample_order import BatchLayout, IndexStream, Shuffled
+from farandole.training.data.index_stream import IndexStream
+from farandole.training.data.partition import BatchLayout
+from farandole.training.data.sample_order import Shuffled
 
 GLOBAL_BATCH = 256
 SIZES = [1_280_000, 10**9, 10**12]

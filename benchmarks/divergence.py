@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.training.state.state_digest import EVERY, TURN
+from farandole.training.state.digest_schedule import EVERY, TURN
 from farandole.training.state.sync import SyncReport
-from farandole.training.worker.step_loop import StateWatch
+from farandole.training.worker.state_watch import StateWatch
 
 KINDS = ("weight", "momentum", "buffer", "ema")
 LATEST = TURN + EVERY + 1  # steps: a turn, and the boundary after the one where it was hashed

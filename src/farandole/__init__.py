@@ -34,6 +34,12 @@ if TYPE_CHECKING:
         grouped_reducescatter_async as grouped_reducescatter_async,
         reducescatter_async as reducescatter_async,
     )
+    from farandole.integrations.horovod.named.grouped import (
+        grouped_allgather as grouped_allgather,
+        grouped_allreduce as grouped_allreduce,
+        grouped_allreduce_ as grouped_allreduce_,
+        grouped_reducescatter as grouped_reducescatter,
+    )
     from farandole.integrations.horovod.named.negotiation import (
         Adasum as Adasum,
         Average as Average,
@@ -56,13 +62,8 @@ if TYPE_CHECKING:
         barrier as barrier,
         broadcast as broadcast,
         broadcast_ as broadcast_,
-        grouped_allgather as grouped_allgather,
-        grouped_allreduce as grouped_allreduce,
-        grouped_allreduce_ as grouped_allreduce_,
-        grouped_reducescatter as grouped_reducescatter,
         join as join,
         reducescatter as reducescatter,
-        sparse_allreduce_async as sparse_allreduce_async,
     )
     from farandole.integrations.horovod.named.process_sets import (
         ProcessSet as ProcessSet,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
         global_process_set as global_process_set,
         remove_process_set as remove_process_set,
     )
+    from farandole.integrations.horovod.named.sparse import sparse_allreduce_async as sparse_allreduce_async
     from farandole.integrations.horovod.named.tensor_queue import poll as poll, synchronize as synchronize
     from farandole.integrations.horovod.named.timeline import (
         start_timeline as start_timeline,

@@ -16,7 +16,7 @@ from farandole.errors import CollectiveMismatch, ConfigError, RecoverableError, 
 from farandole.training.collectives import world
 from farandole.training.collectives.connection_pair import bytes_of
 from farandole.training.state import step
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.batch import Batch, GlobalBatch
 
 MANY = 0.0001  # megabytes
 SAMPLES = 12

@@ -34,8 +34,9 @@ from farandole.job.coordinator import store_server
 from farandole.job.coordinator.control_requests import status_of
 from farandole.job.coordinator.decide import decide, next_deadline
 from farandole.job.coordinator.inputs import AgentConnected, AgentReported
-from farandole.job.coordinator.job import Log, SendAgent, new_job
+from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.store_server import MAGIC, Query, StoreServer
+from farandole.job.coordinator.transition import Log, SendAgent
 from farandole.job.engines.host_list import parse_host
 from tests.fuzz.inputs import mutated, pieces, valid_messages
 

@@ -21,8 +21,9 @@ from farandole.base.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from farandole.job.agent.worker_server import WorkerServer
 from farandole.job.coordinator.server import Coordinator
 from farandole.job.launch.control_client import Client
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.point_to_point import CHANNEL, Incoming
-from farandole.training.collectives.ring_builder import DataListener, Dialer
+from farandole.training.collectives.ring_builder import Dialer
 from tests.fuzz.decoders import HELLO_TO_STORE, store_requests
 from tests.fuzz.inputs import mutated, pieces, valid_messages
 

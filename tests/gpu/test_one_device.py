@@ -17,8 +17,8 @@ from farandole.training.collectives.device_transport import DeviceTransport, Sta
 from farandole.training.collectives.nccl_transport import NcclGroups, own_nccl_problem
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.optim.buckets import Arrivals
-from farandole.training.state.state_digest import digest_of
-from farandole.training.worker.step_loop import reseed
+from farandole.training.state.tensor_digest import digest_of
+from farandole.training.worker.step_randomness import reseed
 from tests.checks.running import explain, problems
 from tests.integration.test_elastic_job import SAMPLES, EndlessJob, beyond, job
 from tests.scripts.process_group_on_a_device import CHECKS

@@ -18,9 +18,10 @@ from farandole.base.membership import DataAddress, GenerationId
 from farandole.base.wire.authentication import Introduction, ListenerHandshake, Purpose
 from farandole.errors import GenerationEnded
 from farandole.testing.running_job import all_training
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.dialer import Dialer
 from farandole.training.collectives.point_to_point import CHANNEL, Incoming
-from farandole.training.collectives.ring_builder import Acceptor, DataListener, RingBuilder
+from farandole.training.collectives.ring_builder import Acceptor, RingBuilder
 from farandole.training.worker.link import find_answering
 from tests.support.jobs import ELASTIC_JOB, RunningJob
 from tests.support.rings import CHALLENGE_BYTES, DEADLINE_S, KEY, build, hello, in_threads, listeners, make_start

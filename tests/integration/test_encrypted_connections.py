@@ -27,9 +27,10 @@ from farandole.job.launch.control_client import Client
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
 from farandole.training.collectives.connection_pair import Broken, ConnectionPair, PeerCalled
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.encrypted_socket import EncryptedSocket
 from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
-from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.ring_builder import RingBuilder
 from tests.support.certificates import made, of_this_process
 from tests.support.jobs import ELASTIC_JOB, RunningJob, check_job, farandole
 from tests.support.rings import KEY, build, listeners, make_start

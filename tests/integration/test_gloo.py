@@ -16,7 +16,8 @@ import torch
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
 from farandole.training.collectives.connection_pair import dtype_code
 from farandole.training.collectives.kept_group import KeptGroup
-from farandole.training.collectives.ring import Header, RingTransport, TransportOperation
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.collectives.ring_header import Header, TransportOperation
 from farandole.training.collectives.transport import Reduction, Transport
 from tests.support import gloo_transport, rings
 from tests.support.gloo_transport import GlooTransport, shut_down_connections, use_gloo

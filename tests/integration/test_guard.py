@@ -43,7 +43,7 @@ signal.pause()
 # An agent without workers that is killed while it ends: when it begins to remove its folder. Says the guard's pid.
 ENDING_AGENT = """
 import asyncio, os, shutil, signal, sys, tempfile
-from farandole.job.agent.agent import WorkerProcesses
+from farandole.job.agent.worker_processes import WorkerProcesses
 tempfile.tempdir = sys.argv[1]
 
 class Spawner:

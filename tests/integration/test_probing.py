@@ -13,7 +13,7 @@ import pytest
 from farandole.base.machine import now_s
 from farandole.base.membership import DataAddress, Peer
 from farandole.base.wire.messages import Probed
-from farandole.training.collectives.ring_builder import DataListener
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.worker.link import ATTEMPTS, Connections, LinkProbe, find_answering
 from tests.support.waiting import DEADLINE_S
 

@@ -19,7 +19,8 @@ import torch
 from farandole.base.membership import GenerationId
 from farandole.base.wire.authentication import Introduction
 from farandole.errors import GenerationEnded, PeerLost, ProtocolError
-from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.data_listener import DataListener
+from farandole.training.collectives.ring_builder import RingBuilder
 from farandole.training.collectives.transport import Transport
 from tests.support.rings import DEADLINE_S, build, hello, in_threads, listeners, make_start, outcomes_in_threads
 

@@ -25,15 +25,10 @@ from farandole.training.data.division_by_speed import (
     even_counts,
     slowest,
 )
-from farandole.training.data.sample_order import (
-    BatchLayout,
-    IndexStream,
-    batches,
-    global_batch_range,
-    make_global_batch,
-)
+from farandole.training.data.index_stream import IndexStream
+from farandole.training.data.partition import BatchLayout, batches, global_batch_range, make_global_batch
 from farandole.training.state import step
-from farandole.training.state.step import Batch
+from farandole.training.state.batch import Batch
 from tests.property.test_gradient_weights import Sequences, loss_of, net
 from tests.support.read_ahead import read_ahead
 from tests.support.thread_workers import run_workers

@@ -14,22 +14,20 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from farandole.errors import DataError, StepError
-from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.data.boundary_hooks import NoLoaderHooks
 from farandole.training.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
+from farandole.training.data.index_stream import IndexStream
 from farandole.training.data.loader import DataLoader
-from farandole.training.data.sample_order import (
+from farandole.training.data.partition import (
     BatchLayout,
-    IndexStream,
-    Order,
-    Permutation,
-    Sequential,
-    Shuffled,
     batches,
     even_slice,
     global_batch_range,
     make_global_batch,
     micro_batches,
 )
+from farandole.training.data.permutation import Permutation
+from farandole.training.data.sample_order import Order, Sequential, Shuffled
 from farandole.training.state import step
 from tests.support.read_ahead import read_ahead
 

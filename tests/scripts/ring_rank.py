@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from farandole.base.membership import DataAddress
 from farandole.errors import RecoverableError
-from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.data_listener import DataListener
+from farandole.training.collectives.ring_builder import RingBuilder
 from tests.support.rings import DEADLINE_S, make_start
 
 

@@ -35,7 +35,8 @@ from farandole.training.collectives.kept_group import (
     agreed_members,
     make_reconfigurable,
 )
-from farandole.training.collectives.ring import Header, RingTransport, TransportOperation
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.collectives.ring_header import Header, TransportOperation
 from farandole.training.collectives.ring_store import ExchangedStore
 from farandole.training.collectives.torch_group import NO_LIMIT_S, OPS, Construction, GroupOperations
 from farandole.training.collectives.transport import Reduction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from farandole.training.data.sample_order import even_slice
+from farandole.training.data.partition import even_slice
 from farandole.training.ledger.check import Line
 from farandole.training.ledger.records import (
     FORMAT,

@@ -9,7 +9,7 @@ import torch
 
 from farandole.base.membership import Placement
 from farandole.integrations.horovod.named.engine import NamedCollectives
-from farandole.integrations.horovod.named.negotiation import NamedSettings
+from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
 from farandole.training.collectives.stages import GLOBAL_SET, Key, Kind, Request
 from farandole.training.collectives.transport import Reduction

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
+from farandole.training.data.index_stream import IndexedBatch, IndexStream
 from farandole.training.data.prefetch import Prefetch
-from farandole.training.data.sample_order import IndexedBatch, IndexStream
 
 
 class ReadAhead:

@@ -17,6 +17,7 @@ from farandole.base.membership import Address, GenerationId, Peer, Placement
 from farandole.base.wire.authentication import DialerHandshake, Introduction, Purpose
 from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.messages import Start
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
 from farandole.training.collectives.hierarchical_transport import share_memory_within_hosts
 from farandole.training.collectives.host_layout import layout
@@ -24,7 +25,7 @@ from farandole.training.collectives.kept_group import KeptGroup
 from farandole.training.collectives.nccl_transport import NcclGroups
 from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
 from farandole.training.collectives.ring import OnBroken, RingTransport
-from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.ring_builder import RingBuilder
 from farandole.training.collectives.shared_memory_transport import share_memory
 from farandole.training.collectives.torch_versions import can_reconfigure
 from farandole.training.collectives.transport import Reduction, Transport

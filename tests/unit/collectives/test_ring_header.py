@@ -3,7 +3,13 @@ from __future__ import annotations
 import torch
 
 from farandole.training.collectives.connection_pair import dtype_code
-from farandole.training.collectives.ring import HEADER_BYTES, Header, TransportOperation, describe_packed, sequence_of
+from farandole.training.collectives.ring_header import (
+    HEADER_BYTES,
+    Header,
+    TransportOperation,
+    describe_packed,
+    sequence_of,
+)
 from farandole.training.collectives.transport import Reduction
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.job.coordinator.job import format_exit, listed
+from farandole.job.coordinator.sentences import format_exit, listed
 
 
 @pytest.mark.parametrize(

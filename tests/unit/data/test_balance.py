@@ -24,7 +24,7 @@ from farandole.training.data.division_by_speed import (
     mean_speed_cost,
 )
 from farandole.training.data.loader import DataLoader
-from farandole.training.data.sample_order import BatchLayout, make_global_batch
+from farandole.training.data.partition import BatchLayout, make_global_batch
 from farandole.training.data.stream_loader import StreamLoader
 from farandole.training.state import step
 

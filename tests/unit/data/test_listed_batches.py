@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from farandole.errors import ConfigError
 from farandole.training.data.listed_batches import ListedBatches, of_lists
-from farandole.training.data.sample_order import BatchLayout, batches, make_global_batch
+from farandole.training.data.partition import BatchLayout, batches, make_global_batch
 
 
 def lists_of(workers: int, sizes: list[int]) -> list[list[list[int]]]:

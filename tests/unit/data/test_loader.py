@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError, StepError
-from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.data.boundary_hooks import NoLoaderHooks
 from farandole.training.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
 from farandole.training.data.loader import DataLoader
 from farandole.training.data.sample_order import Order, Shuffled

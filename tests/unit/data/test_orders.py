@@ -19,7 +19,9 @@ from farandole.training.data.grouped_order import (
     derived_seed,
 )
 from farandole.training.data.loader import DataLoader
-from farandole.training.data.sample_order import BatchLayout, Order, Permutation, Sequential, Shuffled
+from farandole.training.data.partition import BatchLayout
+from farandole.training.data.permutation import Permutation
+from farandole.training.data.sample_order import Order, Sequential, Shuffled
 
 pytestmark = pytest.mark.core
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.errors import DataError
-from farandole.training.data.sample_order import (
+from farandole.training.data.partition import (
     BatchLayout,
     batches,
     delivered,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from farandole.errors import DataError
-from farandole.training.data.sample_order import FORMAT_VERSION, Permutation
+from farandole.training.data.permutation import FORMAT_VERSION, Permutation
 
 # (size, seed, epoch): the first samples of the order, in format version 1.
 GOLDEN = {

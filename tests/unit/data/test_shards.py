@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from farandole.errors import ConfigError, DataError
 from farandole.training.data.loader import DataLoader
-from farandole.training.data.sample_order import BatchLayout, batches, delivered, make_global_batch
+from farandole.training.data.partition import BatchLayout, batches, delivered, make_global_batch
 from farandole.training.data.stream_loader import StreamLoader
 from farandole.training.state import step
 from farandole.training.state.shard_audit import AuditRule

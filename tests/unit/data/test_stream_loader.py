@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError, StepError
-from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.data.boundary_hooks import NoLoaderHooks
 from farandole.training.data.stream_loader import StreamLoader
 from farandole.training.state import step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from farandole.job.launch.output import HOLD_S, TracebackFolder
+from farandole.job.launch.tracebacks import HOLD_S, TracebackFolder
 
 SIMPLE = b"""Traceback (most recent call last):
   File "train.py", line 3, in <module>

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.errors import StepError
 from farandole.training.optim.step_reduction import ActiveOptimizers
-from farandole.training.state.step import GlobalBatch
+from farandole.training.state.batch import GlobalBatch
 
 pytestmark = pytest.mark.core
 

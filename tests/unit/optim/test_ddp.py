@@ -22,7 +22,8 @@ from farandole.training.collectives.alone import AloneTransport
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
 from farandole.training.optim.step_agreement import weight
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.step import Batch, GlobalBatch, StepStatus
+from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.step import StepStatus
 from tests.support.run_loops import RepeatingRunLoop
 from tests.support.thread_workers import run_workers
 

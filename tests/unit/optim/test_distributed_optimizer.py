@@ -18,7 +18,7 @@ from farandole.training.collectives.alone import AloneTransport
 from farandole.training.optim.compression import Compression
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.batch import Batch, GlobalBatch
 from tests.support.run_loops import RepeatingRunLoop
 
 pytestmark = pytest.mark.core

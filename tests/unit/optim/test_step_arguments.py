@@ -13,7 +13,7 @@ from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
 from farandole.training.state import step
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.batch import Batch, GlobalBatch
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ from torch import nn
 from farandole.integrations.data_parallel.data_parallel import DataParallel
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
 from farandole.training.state import step
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.batch import Batch, GlobalBatch
 from tests.support.thread_workers import run_workers
 
 pytestmark = pytest.mark.core

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farandole.training.collectives.connection_pair import as_bytes
-from farandole.training.state.state_digest import digest, digest_of
+from farandole.training.state.tensor_digest import digest, digest_of
 
 pytestmark = pytest.mark.core
 

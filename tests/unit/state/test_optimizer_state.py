@@ -14,8 +14,9 @@ from farandole.errors import ConfigError
 from farandole.training.checkpoint.snapshot import from_json, to_json
 from farandole.training.optim.optimizer_mixin import Undo
 from farandole.training.state.metadata import OptimizerStateHandler
-from farandole.training.state.optimizer_state import OptimizerState, _is_permuted, outline, with_inner
+from farandole.training.state.optimizer_state import OptimizerState, outline, with_inner
 from farandole.training.state.packing import pack, unpack
+from farandole.training.state.sent_optimizer_state import _is_permuted
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,8 @@ import torch
 
 from farandole.errors import StepError
 from farandole.training.state import step
-from farandole.training.state.step import Batch, GlobalBatch, StepStatus
+from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.step import StepStatus
 
 pytestmark = pytest.mark.core
 

@@ -11,6 +11,7 @@ import torch
 from farandole.errors import ConfigError, StepError
 from farandole.training.collectives import world
 from farandole.training.state import loop_hooks
+from farandole.training.state.commit_states import CommittedState
 from farandole.training.state.metadata import (
     ModelStateHandler,
     SamplerStateHandler,
@@ -19,7 +20,6 @@ from farandole.training.state.metadata import (
     set_handler_registry,
 )
 from farandole.training.state.step_state import StepState
-from farandole.training.state.sync import CommittedState
 from farandole.training.state.torch_state import TorchState
 
 pytestmark = pytest.mark.core

@@ -11,7 +11,7 @@ import torch
 
 import farandole as fd
 from farandole.errors import GenerationEnded
-from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.data.boundary_hooks import NoLoaderHooks
 from farandole.training.state.packing import unpack
 
 pytestmark = pytest.mark.core

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.integrations.horovod.named.negotiation import NamedSettings
+from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.training.collectives import torch_versions
-from farandole.training.collectives.ring_builder import DataListener
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.worker.world_builder import WorldBuilder
 
 pytestmark = pytest.mark.core

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.state import step
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.worker.loss_trial import LossTrial
 from tests.support.losses import Loss, State, mean, total, weighted
 

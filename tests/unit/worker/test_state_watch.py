@@ -11,9 +11,9 @@ import pytest
 from farandole.base.wire.messages import StatesDiffered
 from farandole.errors import StateDiverged
 from farandole.training.collectives import world
-from farandole.training.state.state_digest import Divergence
+from farandole.training.state.divergence import Divergence
 from farandole.training.state.sync import SyncReport
-from farandole.training.worker.step_loop import StateWatch
+from farandole.training.worker.state_watch import StateWatch
 from tests.support.one_worker import Orders
 
 pytestmark = pytest.mark.core

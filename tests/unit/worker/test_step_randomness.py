@@ -10,7 +10,7 @@ import torch
 
 import farandole as fd
 from farandole.errors import GenerationEnded
-from farandole.training.worker.step_loop import reseed
+from farandole.training.worker.step_randomness import reseed
 
 pytestmark = pytest.mark.core
 

@@ -28,7 +28,7 @@ from farandole.training.collectives import world
 from farandole.training.optim.buckets import Arrivals, laid_out
 from farandole.training.optim.step_agreement import StepHeader, absorb, conclude, packed_at_end
 from farandole.training.state import step
-from farandole.training.state.step import Batch
+from farandole.training.state.batch import Batch
 
 
 class Pass(Protocol):

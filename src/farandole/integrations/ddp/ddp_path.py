@@ -23,7 +23,7 @@ from farandole.training.collectives.world import World
 from farandole.training.optim.end_of_pass import at_end_of_pass
 from farandole.training.optim.step_agreement import Weights, absorb, conclude_alone, digest, header_of
 from farandole.training.state import step
-from farandole.training.state.step import Batch
+from farandole.training.state.batch import Batch
 
 
 class DdpPath:

@@ -22,7 +22,8 @@ from farandole.training.optim.optimizer_mixin import (
     zeroing,
 )
 from farandole.training.state import step
-from farandole.training.state.step import Batch, GlobalBatch, StepStatus
+from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.step import StepStatus
 
 _OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: their import is slow
 

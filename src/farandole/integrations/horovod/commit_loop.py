@@ -28,10 +28,11 @@ from farandole.integrations.horovod.host_update_listeners import PlannedUpdates
 from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
 from farandole.training.state import loop_hooks, step
+from farandole.training.state.commit_states import CommittedState, can_be_staged, synchronize_commits
 from farandole.training.state.deep_copy import finish_all
 from farandole.training.state.loop_hooks import HostUpdateResult
 from farandole.training.state.object_state import KeptValues, ObjectState, State, can_be_kept
-from farandole.training.state.sync import CommittedState, SyncReport, can_be_staged, synchronize_commits
+from farandole.training.state.sync import SyncReport
 from farandole.training.state.torch_state import TorchState
 from farandole.training.worker.checkpoints import Checkpoints, checkpoints
 from farandole.training.worker.context import WorkerJob

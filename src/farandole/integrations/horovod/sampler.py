@@ -19,8 +19,8 @@ from farandole.errors import DataError
 from farandole.training.collectives import world
 from farandole.training.data import intervals
 from farandole.training.data.intervals import Intervals
+from farandole.training.data.permutation import FORMAT_VERSION, Permutation
 from farandole.training.data.remainder import OrderFunction, Remainder, parts_by_epoch
-from farandole.training.data.sample_order import FORMAT_VERSION, Permutation
 from farandole.training.state import loop_hooks
 
 

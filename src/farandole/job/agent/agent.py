@@ -8,11 +8,8 @@ import asyncio
 import contextlib
 import enum
 import os
-import shutil
-import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +18,10 @@ import msgspec
 from farandole.base.config import ForkServerUse
 from farandole.base.env import WorkerEnv, environment_of, horovod_environment, torchrun_environment
 from farandole.base.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
-from farandole.base.liveness.exit_notice import is_main_thread_ending
-from farandole.base.liveness.heartbeats import Heartbeats, HeartbeatSeal, heartbeat_period_s
+from farandole.base.liveness.heartbeats import Heartbeats, heartbeat_period_s
 from farandole.base.machine import now_s, since_boot_s, wall_time_s
 from farandole.base.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry
-from farandole.base.wire.authentication import Role, derive_data_key, derive_key
+from farandole.base.wire.authentication import derive_data_key, derive_key
 from farandole.base.wire.channel import TO_AGENT, Channel, connect
 from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.function_call import PART_BYTES, call_file, return_file
@@ -63,12 +59,12 @@ from farandole.errors import AuthenticationError, ProtocolError
 from farandole.job.agent.completion import to_its_end
 from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.job.agent.error_file import ErrorFiles
-from farandole.job.agent.guard import Guard
-from farandole.job.agent.guard_process import remove_shared_memory
+from farandole.job.agent.heartbeat_datagrams import HeartbeatSocket
 from farandole.job.agent.network_addresses import data_hosts
-from farandole.job.agent.process import StoppedWatch, WorkerProcess, reap_group
-from farandole.job.agent.spawner import Spawner, make_spawner
+from farandole.job.agent.process import StoppedWatch
+from farandole.job.agent.spawner import make_spawner
 from farandole.job.agent.stack_dumps import StackDumps
+from farandole.job.agent.worker_processes import WorkerProcesses
 from farandole.job.agent.worker_server import StatusPages, WorkerServer
 from farandole.job.agent.worker_telemetry import TELEMETRY_EVERY_S, TelemetryMeter
 
@@ -566,190 +562,3 @@ def _service(order: JobOver | Dismissed) -> Service:
     if isinstance(order, JobOver):
         return Service(EndOfService.JOB_ENDED, order.reason, order.exit_code)
     return Service(EndOfService.DRAINED if order.is_drained else EndOfService.LEFT, order.reason)
-
-
-# Heartbeats as datagrams, beside the connection -----------------------------------------------------------------------
-
-
-class HeartbeatSocket(asyncio.DatagramProtocol):
-    """Calls `on_heartbeat(sequence, received)` for each valid heartbeat of the coordinator. Open from `open` to
-    `close`."""
-
-    def __init__(self, token: bytes, heartbeat_id: bytes, on_heartbeat: Callable[[int, int], object]) -> None:
-        self._seal, self._on_heartbeat = HeartbeatSeal(token, heartbeat_id, Role.DIALER), on_heartbeat
-        self._transport: asyncio.DatagramTransport | None = None
-
-    async def open(self, to: Address) -> None:
-        """Open the socket. Raises OSError when the system has no socket."""
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.create_datagram_endpoint(lambda: self, remote_addr=(to.host, to.port))
-
-    def send(self, sequence: int, received: int) -> None:
-        """Send a heartbeat. The datagram may be lost."""
-        if self._transport is not None:
-            with contextlib.suppress(OSError):
-                self._transport.sendto(self._seal.seal(sequence, received))
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def datagram_received(self, data: bytes, addr: object) -> None:
-        if (heartbeat := self._seal.open(data)) is not None:
-            self._on_heartbeat(*heartbeat)
-
-    def error_received(self, exc: Exception) -> None:
-        """Ignore the error: an unreachable coordinator is silent, and silence is judged elsewhere."""
-
-
-# The worker processes of one agent, from spawn to reaped --------------------------------------------------------------
-
-_REAP_DEADLINE_S = 10.0  # from SIGKILL to the exit: the kernel has to free the memory first
-
-
-class WorkerProcesses:
-    """The worker processes, used on one event loop. `make_spawner` returns the spawner that starts them; its processes
-    are under the guard. `on_exit(worker, exit_code, last_lines, pid)` is called once a process is reaped and its
-    process group was killed, `on_spawn_failed(worker, error)` when it could not be started at all.
-
-    silence_limit_s  the workers are killed when `heartbeat` was not called for this time; None: it need not be called
-    """
-
-    def __init__(
-        self,
-        make_spawner: Callable[[Guard], Spawner],
-        sink: Sink,
-        on_exit: Callable[[str, int, tuple[str, ...], int], Awaitable[None]],
-        on_spawn_failed: Callable[[str, str], None],
-        silence_limit_s: float | None = None,
-    ) -> None:
-        self._make_spawner, self._sink = make_spawner, sink
-        self._on_exit, self._on_spawn_failed = on_exit, on_spawn_failed
-        self._silence_limit_s = silence_limit_s
-        self._running: dict[str, WorkerProcess] = {}
-        self._lives: dict[str, asyncio.Task[None]] = {}
-        self._callers: dict[str, int] = {}
-        self._grace_s: dict[str, float] = {}  # of workers that are to end, also while they are being spawned
-        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails with the error when this class itself failed; its workers may be unwatched then."""
-
-    def start(self, last_message: tuple[int, bytes] | None = None) -> None:
-        """Prepare to spawn. `last_message`: as in Guard. Raises OSError when no folder, or no further process, can be
-        created."""
-        self.scratch = Path(tempfile.mkdtemp(prefix="farandole-"))
-        """Folder for the files that killed workers would otherwise leave in the temp folder; removed with the job."""
-        self._guard = Guard(self.scratch, self._silence_limit_s, last_message)
-        try:
-            self._guard.start()
-        except OSError:
-            self.scratch.rmdir()
-            raise
-        self._spawner = self._make_spawner(self._guard)
-
-    def training_begins(self) -> None:
-        """Note that a generation has been started: from now on workers may have to be replaced."""
-        self._spawner.training_begins()
-
-    def heartbeat(self) -> None:
-        """Note that the agent is not stopped."""
-        self._guard.heartbeat()
-
-    def renew_guard(self, last_message: tuple[int, bytes]) -> None:
-        """Give the guard another last message."""
-        with contextlib.suppress(OSError):  # the one that runs watches, and can only not report
-            self._guard.renew(last_message)
-
-    def pids(self) -> dict[str, int]:
-        """Return the processes that run and have not been asked to end, by worker."""
-        return {name: process.pid for name, process in self._running.items() if name not in self._grace_s}
-
-    def callers(self) -> dict[str, int]:
-        """Return the processes that called init(), and of other workers those that were started, by worker."""
-        return {name: self._callers.get(name, process.pid) for name, process in self._running.items()}
-
-    def stopped(self) -> dict[str, bool]:
-        """Return, for the same workers, whether a signal has stopped the process, or the one below it that called
-        init()."""
-        return {worker: self._running[worker].is_stopped(self._callers.get(worker)) for worker in self.pids()}
-
-    def spawn(self, worker: str, environment: Mapping[str, str]) -> None:
-        """Start the command in this environment. Its end, or a failure to start, is reported by a callback."""
-        life = asyncio.create_task(self._live(worker, dict(environment)))
-        self._lives[worker] = life
-        life.add_done_callback(partial(self._on_life_over, worker))
-
-    def note_children(self) -> None:
-        """Remember the current processes of the workers; call it regularly."""
-        for worker, process in self._running.items():
-            process.note_children(self._callers.get(worker, process.pid))
-
-    def called_init(self, worker: str, pid: int) -> None:
-        """Note that `pid`, often that of the worker's process itself, called init(): it gets the SIGTERM."""
-        self._callers[worker] = pid
-
-    def kill(self, worker: str, grace_s: float) -> None:
-        """Send SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0."""
-        if worker not in self._lives:
-            return  # Outdated: it has ended already.
-        self._grace_s[worker] = grace_s
-        if (process := self._running.get(worker)) is None:
-            self._spawner.wait_no_longer()
-            return  # It is being spawned; _live kills it.
-        process.terminate(grace_s, self._callers.get(worker))
-
-    def end_if_dying(self, worker: str) -> bool:
-        """Check, after a hint, whether the process that called init() is ending, and the worker with it. The rest of
-        its group is killed then. Returns False for a process that runs below another one, such as a shell, which may
-        have more to do."""
-        process = self._running.get(worker)
-        if process is None or self._callers.get(worker) != process.pid or not is_main_thread_ending(process.pid):
-            return False
-        process.kill()
-        return True
-
-    def caller(self, worker: str) -> int | None:
-        """Return the process that called init(); None: it runs no more, or none has called it."""
-        process, pid = self._running.get(worker), self._callers.get(worker)
-        return pid if process is not None and pid is not None and process.has_member(pid) else None
-
-    def kill_all(self, grace_s: float) -> None:
-        """Call `kill` for each worker."""
-        for worker in list(self._lives):
-            self.kill(worker, grace_s)
-
-    async def end(self, grace_s: float) -> None:
-        """End all running workers; none is left then."""
-        self.kill_all(grace_s)
-        await self._spawner.close()
-        if self._lives:
-            await asyncio.wait(self._lives.values(), timeout=grace_s + _REAP_DEADLINE_S)
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        self._guard.stop()  # last: it removes the folder if this process is killed meanwhile
-
-    async def _live(self, worker: str, environment: dict[str, str]) -> None:
-        try:
-            child = await self._spawner.spawn(environment)
-        except OSError as error:
-            self._on_spawn_failed(worker, str(error))
-            return
-        process = WorkerProcess(child, partial(self._sink.line, worker))
-        self._guard.watch(process.pid)
-        self._running[worker] = process
-        if (grace_s := self._grace_s.get(worker)) is not None:
-            self.kill(worker, grace_s)
-        exit_code = await process.wait()
-        del self._running[worker]
-        self._guard.release(process.pid)
-        await self._on_exit(worker, exit_code, process.last_lines, process.pid)
-        await process.wait_for_output()
-        self._sink.closed(worker)
-        remove_shared_memory(process.children)
-        await reap_group(process.pid)
-
-    def _on_life_over(self, worker: str, life: asyncio.Task[None]) -> None:
-        del self._lives[worker]
-        self._callers.pop(worker, None)
-        self._grace_s.pop(worker, None)
-        if not life.cancelled() and (error := life.exception()) is not None and not self.broken.done():
-            self.broken.set_exception(error)  # an internal error: the caller that serves the job must learn of it

@@ -15,7 +15,8 @@ from farandole.job.coordinator.inputs import (
     Tick,
     UndrainRequested,
 )
-from farandole.job.coordinator.job import Action, EndJob, Job, Log, SendAgent, new_job
+from farandole.job.coordinator.job import Job, new_job
+from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 
 __all__ = [
     "Action",

@@ -21,7 +21,8 @@ from farandole.base.wire.control import (
 )
 from farandole.job.coordinator import capacity
 from farandole.job.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
-from farandole.job.coordinator.job import AgentRecord, Job, Worker, counted, listed
+from farandole.job.coordinator.job import AgentRecord, Job, Worker
+from farandole.job.coordinator.sentences import counted, listed
 
 
 def judge(job: Job, asked: AskScale | AskDrain | AskUndrain) -> tuple[Accepted | Declined, Input | None]:

@@ -33,8 +33,11 @@ from farandole.base.wire.messages import (
     WorkerMet,
 )
 from farandole.job.coordinator import (
+    backoff,
+    bootstrap,
     capacity,
     failure_detection,
+    hosts,
     regroup,
     shutdown,
     whole_restart,
@@ -55,7 +58,8 @@ from farandole.job.coordinator.inputs import (
     Tick,
     UndrainRequested,
 )
-from farandole.job.coordinator.job import Action, Job, Transition
+from farandole.job.coordinator.job import Job
+from farandole.job.coordinator.transition import Action, Transition
 
 
 def decide(job: Job, inputs: Sequence[Input], now_s: float) -> tuple[Job, list[Action]]:
@@ -90,8 +94,8 @@ def next_deadline(job: Job) -> float | None:
     deadlines = [
         job.start_deadline_s,
         *(() if regroup.awaits_exits(job) else of_regroup),
-        capacity.quarantine_deadline(job),
-        capacity.backoff_deadline(job),
+        hosts.quarantine_deadline(job),
+        backoff.backoff_deadline(job),
         None if job.whole_restart is None else whole_restart.deadline(job),
         None if job.workers else capacity.last_call_deadline(job),
         job.restart_deferred_until_s,
@@ -104,9 +108,9 @@ def next_deadline(job: Job) -> float | None:
 def _apply_input(transition: Transition, input: Input) -> None:
     match input:
         case HostsOffered():
-            capacity.hosts_offered(transition, input)
+            hosts.hosts_offered(transition, input)
         case AgentConnected():
-            capacity.agent_connected(transition, input)
+            hosts.agent_connected(transition, input)
         case AgentLost():
             worker_failure.agent_lost(transition, input)
         case AgentReported(agent, message):
@@ -116,9 +120,9 @@ def _apply_input(transition: Transition, input: Input) -> None:
         case ScaleRequested(size):
             capacity.scale_requested(transition, size)
         case DrainRequested(host, reason):
-            capacity.drain_host(transition, host, reason)
+            hosts.drain_host(transition, host, reason)
         case UndrainRequested(host):
-            capacity.undrain_host(transition, host)
+            hosts.undrain_host(transition, host)
         case StepsStalled():
             failure_detection.steps_stalled(transition, input)
         case StepsSeen(step):
@@ -148,7 +152,7 @@ def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -
             if worker is not None and worker.slot.agent == agent:
                 worker_messages.worker_met(transition, worker, has_met)
         case AgentLeaving(reason):
-            capacity.agent_leaves(transition, agent, reason)
+            hosts.agent_leaves(transition, agent, reason)
         case _:
             pass  # An AgentHello comes as AgentConnected, and the shell handles heartbeats.
 
@@ -157,10 +161,10 @@ def _settle(transition: Transition) -> None:
     if transition.job.ending is None:
         regroup.abort_for_faults(transition)
         worker_messages.kill_overdue(transition)
-        capacity.end_quarantines(transition)
-        capacity.end_backoffs(transition)
+        hosts.end_quarantines(transition)
+        backoff.end_backoffs(transition)
         regroup.end_deferral_in_time(transition)
-        capacity.dismiss_idle(transition)
+        hosts.dismiss_idle(transition)
         regroup.conclude_recovery(transition)  # before capacity.fill, which starts the replacement
         capacity.follow_hosts(transition)
         if not transition.job.is_elastic or transition.job.whole_restart is not None:
@@ -171,7 +175,7 @@ def _settle(transition: Transition) -> None:
         if transition.job.whole_restart is not None:
             pass  # Only exits are awaited.
         elif transition.job.generation is None:
-            regroup.advance_bootstrap(transition)
+            bootstrap.advance_bootstrap(transition)
         elif transition.job.is_released:
             shutdown.advance_completion(transition)
         elif transition.job.is_elastic:

@@ -16,7 +16,9 @@ from farandole.base.membership import LONGEST_BETWEEN_S, Phase, WorkerStatus
 from farandole.base.wire.messages import LinkBroken, Probe, Probed
 from farandole.job.coordinator import regroup
 from farandole.job.coordinator.inputs import StepsStalled
-from farandole.job.coordinator.job import Finding, Job, LinkTrouble, StepStall, Transition, Worker, listed
+from farandole.job.coordinator.job import Finding, Job, LinkTrouble, StepStall, Worker
+from farandole.job.coordinator.sentences import listed
+from farandole.job.coordinator.transition import Transition
 
 NOTICE_S = 60.0
 """Seconds after which, without a step timeout, the workers that block the others are named, once in a generation."""

@@ -20,17 +20,9 @@ from farandole.base.events import JobRebuilt
 from farandole.base.membership import GenerationId
 from farandole.base.wire.messages import AgentHello, Leaving, Newcomer, ToldWorker, WorkersTold
 from farandole.job.coordinator import regroup, worker_failure, worker_messages
-from farandole.job.coordinator.job import (
-    Action,
-    AgentRecord,
-    Generation,
-    Job,
-    Slot,
-    SlotUse,
-    Transition,
-    Worker,
-    counted,
-)
+from farandole.job.coordinator.job import AgentRecord, Generation, Job, Slot, SlotUse, Worker
+from farandole.job.coordinator.sentences import counted
+from farandole.job.coordinator.transition import Action, Transition
 
 _NAME = re.compile(r"w(0|[1-9]\d{0,8})")
 _AHEAD = 1000

@@ -21,25 +21,13 @@ from farandole.base.events import (
     RegroupBegan,
     TooFewWorkers,
     TrainingCutShort,
-    WorkersNeverMet,
 )
 from farandole.base.membership import GenerationId
 from farandole.base.wire.messages import Abort, FirstStep, Left, Prepare, Start, StartWorkers
-from farandole.job.coordinator import capacity
-from farandole.job.coordinator.job import (
-    Change,
-    Generation,
-    Job,
-    LinkTrouble,
-    LostMember,
-    Recovery,
-    Transition,
-    Worker,
-    counted,
-    listed,
-    why_not_refilled,
-    worker_name,
-)
+from farandole.job.coordinator import capacity, placements
+from farandole.job.coordinator.job import Change, Generation, Job, LinkTrouble, LostMember, Recovery, Worker
+from farandole.job.coordinator.sentences import counted, listed, why_not_refilled
+from farandole.job.coordinator.transition import Transition
 from farandole.job.coordinator.worker_messages import is_state_lost, resume_from_checkpoint
 
 # The effect of a planned change on the membership, in Horovod's numbers; their sum for both.
@@ -130,10 +118,10 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
     number = change.number
     id = GenerationId(job.run_id, job.coordinator_epoch, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
-    places = capacity.placements(
-        [(job.host_of(worker), capacity.number_on_host(job, worker.slot)) for worker in members]
+    places = placements.placements(
+        [(job.host_of(worker), placements.number_on_host(job, worker.slot)) for worker in members]
     )
-    neighbours = capacity.ring_neighbours([(name, address) for name, address in addresses if address is not None])
+    neighbours = placements.ring_neighbours([(name, address) for name, address in addresses if address is not None])
     starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
     for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):
         starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, bootstrap=not job.was_synced)
@@ -344,104 +332,6 @@ def _why_hopeless(job: Job) -> str | None:
     if not (any(job.each_survivor()) or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
         return f"No worker is left ({how}), and none can be started: {why_not_refilled(job)}."
     return None
-
-
-# The bootstrap, from the first agent to generation 1: all workers call init(), then they start together ---------------
-
-
-def advance_bootstrap(transition: Transition) -> None:
-    """Start generation 1 once all workers wait in init(), or detect that it cannot start."""
-    job = transition.job
-    waiting = [worker for worker in job.newcomers() if worker.address is not None]
-    _report_never_met(transition)
-    if job.plain_exits and not job.workers and not _awaits_hosts(job):
-        transition.end(0, f"All workers exited with code 0{_how_they_met(job)}.")
-    elif job.plain_exits and waiting:
-        transition.end(
-            1,
-            f"{_are_waiting(waiting)} in init(), but {listed(job.plain_exits)} exited with code 0 "
-            "without calling it: either all workers of a job call init(), or none.",
-        )
-    elif job.target == 0 and not job.config.fills_slots:
-        transition.end(1, "All workers were asked to leave before training began.")
-    elif _can_never_start(job):
-        needed = counted(job.config.num_proc, "worker")
-        transition.end(1, f"Training cannot begin with {needed} (-np): {why_not_refilled(job)}.")
-    elif len(waiting) == job.target and _has_slots(job):
-        transition.change(start_deadline_s=None)
-        start(transition, sorted(waiting, key=job.slot_order))
-    else:
-        _watch_the_clock(transition, waiting)
-
-
-def _report_never_met(transition: Transition) -> None:
-    """Report workers that have ended while others wait in a process group of torch.distributed, which notices nothing
-    until its timeout of half an hour. Once for each."""
-    job = transition.job
-    waiting = tuple(name for name, worker in job.workers.items() if worker.has_met and worker.address is None)
-    if job.never_met and waiting:
-        transition.change(never_met=())
-        transition.log(WorkersNeverMet(job.never_met, waiting))
-
-
-def _awaits_hosts(job: Job) -> bool:
-    """Return whether workers are still to be started on offered hosts, whose agents have not joined yet."""
-    return not _has_slots(job) and any(each.slot is None for each in capacity.slot_candidates(job))
-
-
-def _how_they_met(job: Job) -> str:
-    """Return the end of the sentence about workers that have all ended without init()."""
-    if job.has_met:  # in a process group of torch.distributed
-        return ""
-    return f"; none of them called init(){' or torch.distributed.init_process_group()' if job.alone else ''}"
-
-
-def _watch_the_clock(transition: Transition, waiting: list[Worker]) -> None:
-    """Keep the deadline for the start. A plain script may run for hours without init(); but once one worker waits, the
-    others must come in time."""
-    job = transition.job
-    lacks_slots = (bool(job.agents) or job.offers is not None) and not _has_slots(job)
-    if not (waiting or lacks_slots):
-        transition.change(start_deadline_s=None)
-    elif job.start_deadline_s is None:
-        transition.change(start_deadline_s=transition.now_s + job.config.start_timeout_s)
-    elif transition.now_s < job.start_deadline_s:
-        return
-    elif job.config.fills_slots and len(waiting) >= job.config.num_proc:
-        transition.change(start_deadline_s=None)
-        start(transition, sorted(waiting, key=job.slot_order))
-    else:
-        transition.end(1, _too_late(job, waiting))
-
-
-def _has_slots(job: Job) -> bool:
-    """Return whether there are slots for all workers with which training begins."""
-    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
-    return sum(use.is_open for use in job.slots.values()) >= needed
-
-
-def _can_never_start(job: Job) -> bool:
-    """Return whether too many hosts are banned permanently."""
-    needed = job.config.num_proc if job.config.fills_slots else job.target
-    return any(map(job.is_banned, job.bans)) and capacity.worker_capacity(job) < needed and not job.may_get_slots()
-
-
-def _too_late(job: Job, waiting: list[Worker]) -> str:
-    silent = [worker_name(job, worker) for worker in job.newcomers() if worker.address is None]
-    reasons = []
-    if silent:
-        reasons.append(f"{listed(silent)} did not call init()")
-    if not _has_slots(job):
-        reasons.append(why_not_refilled(job))
-    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
-    return (
-        f"{len(waiting)} of {counted(needed, 'worker')} waited in init() for "
-        f"{job.config.start_timeout_s:g} s (--start-timeout): {'; '.join(reasons)}."
-    )
-
-
-def _are_waiting(waiting: list[Worker]) -> str:
-    return f"{listed(worker.name for worker in waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
 
 
 # Recovery -------------------------------------------------------------------------------------------------------------

@@ -83,10 +83,11 @@ from farandole.job.coordinator.inputs import (
     StopRequested,
     Tick,
 )
-from farandole.job.coordinator.job import Action, EndJob, Log, SendAgent, new_job
+from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.journal import AgentSession, CoordinatorState
 from farandole.job.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed
 from farandole.job.coordinator.store_server import Store, StoreServer
+from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 
 _SHORTEST_WAIT_S = 0.001
 

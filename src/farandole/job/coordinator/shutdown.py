@@ -18,7 +18,9 @@ from farandole.base.wire.messages import (
 )
 from farandole.job.coordinator import capacity, whole_restart, worker_messages
 from farandole.job.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
-from farandole.job.coordinator.job import EndJob, Generation, Job, LinkTrouble, Transition, Worker, counted
+from farandole.job.coordinator.job import Generation, Job, LinkTrouble, Worker
+from farandole.job.coordinator.sentences import counted
+from farandole.job.coordinator.transition import EndJob, Transition
 
 # Completion: members that send Finished are released when all have, and their exits are awaited -----------------------
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from farandole.base.events import AllWorkersRestart, WorkerFailed
 from farandole.base.wire.messages import WorkerExited
 from farandole.job.coordinator import capacity
-from farandole.job.coordinator.job import Job, LinkTrouble, Transition, WholeRestart, Worker
+from farandole.job.coordinator.job import Job, LinkTrouble, WholeRestart, Worker
+from farandole.job.coordinator.transition import Transition
 
 
 def is_possible(job: Job) -> bool:

@@ -19,9 +19,12 @@ from dataclasses import dataclass, replace
 
 from farandole.base.events import AgentWasLost, WorkerEnded, WorkerLost
 from farandole.base.wire.messages import SpawnFailed, WorkerExited
-from farandole.job.coordinator import capacity, regroup, whole_restart
+from farandole.job.coordinator import backoff, capacity, regroup, whole_restart
+from farandole.job.coordinator.hosts import quarantine_host
 from farandole.job.coordinator.inputs import AgentLost
-from farandole.job.coordinator.job import Job, Loss, LostMember, Transition, Worker, format_exit, listed, worker_name
+from farandole.job.coordinator.job import Job, Loss, LostMember, Worker
+from farandole.job.coordinator.sentences import format_exit, listed, worker_name
+from farandole.job.coordinator.transition import Transition
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
             transition.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
         else:
             unexpected.append(one)
-            capacity.count_failure(transition, one.worker, one.exit_code)
+            backoff.count_failure(transition, one.worker, one.exit_code)
     if transition.job.generation is None:
         _before_generation_1(transition, unexpected)
     elif transition.job.is_released:
@@ -161,7 +164,7 @@ def _take_hosts_out(transition: Transition, gone: list[ExitRecord]) -> list[str]
     if transition.job.config.on_failure != "host":
         return []
     hosts = dict.fromkeys(transition.job.host_of(one.worker) for one in gone)
-    stopped = {host: capacity.quarantine_host(transition, host) for host in hosts}
+    stopped = {host: quarantine_host(transition, host) for host in hosts}
     return [f"stopping {listed(names)} on {host} with it" for host, names in stopped.items() if names]
 
 

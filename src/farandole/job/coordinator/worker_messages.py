@@ -46,8 +46,9 @@ from farandole.base.wire.messages import (
     WorkerMessage,
     WorkersFixed,
 )
-from farandole.job.coordinator import capacity, failure_detection, regroup, shutdown
-from farandole.job.coordinator.job import Job, Transition, Worker
+from farandole.job.coordinator import capacity, failure_detection, hosts, regroup, shutdown
+from farandole.job.coordinator.job import Job, Worker
+from farandole.job.coordinator.transition import Transition
 
 
 def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> None:
@@ -189,7 +190,7 @@ def _computed_wrongly(transition: Transition, message: ShardDiffered) -> None:
         transition.change_worker(worker.name, killed_for=why, kill_at_s=kill_at_s)
         elsewhere = sum(transition.job.host_of(each) != host for each in transition.job.each_survivor())
         if elsewhere >= transition.job.config.min_np:
-            capacity.drain_host(transition, host, f"{worker.name} has computed wrongly there")
+            hosts.drain_host(transition, host, f"{worker.name} has computed wrongly there")
 
 
 def _straggles(transition: Transition, message: StragglerSeen) -> None:

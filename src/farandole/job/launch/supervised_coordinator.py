@@ -27,7 +27,6 @@ from farandole.job.coordinator.coordinator_factory import (
     SoftwareChanged,
 )
 from farandole.job.coordinator.failure_detection import JobClock, Silence
-from farandole.job.coordinator.job import format_exit
 from farandole.job.coordinator.journal import JournalFiles, files_in_memory
 from farandole.job.coordinator.launcher_link import (
     AdmitToStore,
@@ -46,6 +45,7 @@ from farandole.job.coordinator.launcher_link import (
     Over,
     StoreOpened,
 )
+from farandole.job.coordinator.sentences import format_exit
 from farandole.job.coordinator.server import Outcome
 from farandole.job.coordinator.store_server import StoreServer
 from farandole.job.launch.state_copies import CopiesFailed, StateCopies

@@ -18,7 +18,7 @@ from farandole.base.membership import Progress
 from farandole.errors import ConfigError
 from farandole.training.state.deep_copy import BackgroundCopy, tensors_in
 from farandole.training.state.packing import Packed, unpack
-from farandole.training.state.state_digest import digest_of
+from farandole.training.state.tensor_digest import digest_of
 
 
 class Kept(Protocol):

@@ -16,7 +16,8 @@ import torch
 
 from farandole.errors import ConfigError
 from farandole.training.collectives.connection_pair import combiner, dtype_code, flat_on_its_device
-from farandole.training.collectives.ring import Header, RingTransport, TransportOperation
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.collectives.ring_header import Header, TransportOperation
 from farandole.training.collectives.torch_group import GroupOperations, TorchGroup
 from farandole.training.collectives.transport import Reduction, Transport
 

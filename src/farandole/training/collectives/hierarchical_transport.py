@@ -23,7 +23,9 @@ from farandole.training.collectives.connection_pair import (
     flat_view,
 )
 from farandole.training.collectives.host_layout import HostLayout, pack_trailers, unpack_trailers
-from farandole.training.collectives.ring import HEADER_BYTES, Combine, Header, RingTransport, TransportOperation
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
+from farandole.training.collectives.ring_schedules import Combine
 from farandole.training.collectives.shared_memory_transport import (
     DATA_BYTES,
     MAX_PAYLOAD_BYTES,

@@ -13,11 +13,10 @@ import selectors
 import socket
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
@@ -26,10 +25,11 @@ from farandole.base.wire.authentication import Introduction
 from farandole.base.wire.sockets import can_write
 from farandole.errors import AuthenticationError, FarandoleError, GenerationEnded, PeerLost, ProtocolError
 from farandole.training.collectives.connection_pair import Broken
+from farandole.training.collectives.data_listener import Caller, DataListener
 from farandole.training.collectives.dialer import Dialer
 from farandole.training.collectives.encrypted_socket import DataSocket, EncryptedSocket, has_input
+from farandole.training.collectives.messages_in_order import Expected, MessageQueue, P2PMessage
 from farandole.training.collectives.ring import OnBroken
-from farandole.training.collectives.ring_builder import Caller, DataListener
 
 _SLICE_S = 1.0
 _END_OF_FILE = "end of file"
@@ -483,64 +483,3 @@ class _Reader:
 
     def _begin(self, buffer: bytearray) -> None:
         self._buffer, self._wanted = buffer, memoryview(buffer)
-
-
-# Messages, and the calls that wait for them ---------------------------------------------------------------------------
-
-
-class P2PMessage(NamedTuple):
-    """A message between two ranks.
-
-    Attributes:
-        source: The global rank that sent it.
-        subject: Agreed on by sender and receiver only: a group, and a tag or the number of an operation.
-        content: Memory of its own.
-    """
-
-    source: int
-    subject: bytes
-    content: bytearray
-
-
-class Expected:
-    """A message that a call waits for: the first one of this subject from `source`, or from any rank.
-
-    `message` is None until it has come.
-    """
-
-    def __init__(self, source: int | None, subject: bytes) -> None:
-        self.source, self.subject = source, subject
-        self.message: P2PMessage | None = None
-
-    def matches(self, message: P2PMessage) -> bool:
-        return self.subject == message.subject and self.source in (None, message.source)
-
-
-class MessageQueue:
-    """The messages of one rank.
-
-    Messages of one source and subject are returned in the order of their arrival, to calls in the order in which they
-    began to wait.
-    """
-
-    def __init__(self) -> None:
-        self._unclaimed: deque[P2PMessage] = deque()
-        self._expected: deque[Expected] = deque()
-
-    def deliver(self, message: P2PMessage) -> None:
-        for expected in self._expected:
-            if expected.matches(message):
-                expected.message = message
-                self._expected.remove(expected)
-                return
-        self._unclaimed.append(message)
-
-    def expect(self, source: int | None, subject: bytes) -> Expected:
-        expected = Expected(source, subject)
-        for message in self._unclaimed:
-            if expected.matches(message):
-                expected.message = message
-                self._unclaimed.remove(message)
-                return expected
-        self._expected.append(expected)
-        return expected

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -16,9 +14,8 @@ from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
 from farandole.base.membership import Peer
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
-from farandole.training.collectives.chunks import Algorithm, blocks, choose_algorithm, chunk_bounds
+from farandole.training.collectives.chunks import Algorithm, choose_algorithm
 from farandole.training.collectives.connection_pair import (
-    DTYPES,
     Broken,
     ConnectionPair,
     Interruption,
@@ -31,6 +28,20 @@ from farandole.training.collectives.connection_pair import (
     flat_view,
 )
 from farandole.training.collectives.encrypted_socket import DataSocket
+from farandole.training.collectives.ring_header import (
+    HEADER_BYTES,
+    Header,
+    TransportOperation,
+    sequence_of,
+)
+from farandole.training.collectives.ring_schedules import (
+    Agreement,
+    Combine,
+    broadcast_around,
+    compare_around,
+    gather_around,
+    reduce_around,
+)
 from farandole.training.collectives.transport import Reduction
 
 if TYPE_CHECKING:
@@ -388,226 +399,3 @@ def _combine_into(flat: torch.Tensor, blobs: list[bytearray], combine: Combine, 
     for number, other in enumerate(others, start=1):
         function = last if number == len(others) else combine
         function(flat if number > 1 else first, other, out=flat)
-
-
-# The header -----------------------------------------------------------------------------------------------------------
-#
-# The header in front of every operation on the ring, by which neighbours detect a mismatch.
-#
-# All ranks send the same header for the same call, so one comparison of bytes checks everything: operation, dtype,
-# size, source, length of the trailer, and the number of earlier operations.
-
-_LAYOUT = struct.Struct("!4sBBHQQQ")
-_MAGIC = b"Frd1"
-
-HEADER_BYTES = _LAYOUT.size
-
-
-class TransportOperation(enum.IntEnum):
-    """The codes on the wire; the names are those of the transport's methods."""
-
-    ALL_REDUCE = 1
-    ALL_GATHER = 2
-    BROADCAST = 3
-    BARRIER = 4
-    ALL_REDUCE_ON_DEVICE = 5  # all_reduce and broadcast of a tensor that stays on its device
-    BROADCAST_ON_DEVICE = 6
-    ADD_SHARDS = 7
-    EXCHANGE = 8
-
-
-_REDUCING = (TransportOperation.ALL_REDUCE, TransportOperation.ALL_REDUCE_ON_DEVICE)
-_BROADCASTING = (TransportOperation.BROADCAST, TransportOperation.BROADCAST_ON_DEVICE)
-
-
-class Header(NamedTuple):
-    """The description of one operation on a rank.
-
-    Attributes:
-        sequence: The number of operations of this generation, including this one.
-        dtype_code: That of tensor_bytes.dtype_code(); 0 where there is no tensor.
-        source: The rank whose tensor is broadcast; the Reduction of an all_reduce; the number of shards to be added
-            up; 0 elsewhere.
-        total_bytes: The size of the tensor, or of all payloads together once their lengths are known.
-        trailer_bytes: The size of one rank's trailer.
-    """
-
-    operation: TransportOperation
-    sequence: int
-    dtype_code: int = 0
-    source: int = 0
-    total_bytes: int = 0
-    trailer_bytes: int = 0
-
-    def pack(self) -> bytes:
-        operation, sequence, dtype_code, source, total_bytes, trailer_bytes = self
-        return _LAYOUT.pack(_MAGIC, operation, dtype_code, source, sequence, total_bytes, trailer_bytes)
-
-    def describe(self) -> str:
-        """Describe the operation for an error message: `all_reduce of 4000 bytes of float32 (operation 7)`."""
-        text = self.operation.name.lower()
-        if self.dtype_code:
-            dtype = str(DTYPES[self.dtype_code - 1]).removeprefix("torch.")
-            text += f" of {self.total_bytes} bytes of {dtype}"
-        elif self.total_bytes:
-            text += f" of {self.total_bytes} bytes"
-        if self.trailer_bytes:
-            text += f" with a trailer of {self.trailer_bytes} bytes"
-        if self.operation in _BROADCASTING:
-            text += f" from rank {self.source}"
-        if self.operation is TransportOperation.ADD_SHARDS:
-            text += f" of {self.source} shards"
-        if self.operation in _REDUCING and self.source != Reduction.SUM:
-            text += f" by {Reduction(self.source).name.lower()}"
-        return f"{text} (operation {self.sequence})"
-
-
-def sequence_of(packed: bytes) -> int | None:
-    """Return the sequence number in a header; None if it is not a header."""
-    if len(packed) != HEADER_BYTES:
-        return None
-    magic, _, _, _, sequence, _, _ = _LAYOUT.unpack(packed)
-    return int(sequence) if magic == _MAGIC else None
-
-
-def describe_packed(packed: bytes) -> str:
-    """Describe a neighbour's header, or report that it is not a header."""
-    magic, operation, dtype_code, source, sequence, total_bytes, trailer_bytes = _LAYOUT.unpack(packed)
-    known = magic == _MAGIC and dtype_code <= len(DTYPES) and operation in list(TransportOperation)
-    if not known or (operation in _REDUCING and source not in list(Reduction)):
-        return "an operation that this version does not know"
-    return Header(TransportOperation(operation), sequence, dtype_code, source, total_bytes, trailer_bytes).describe()
-
-
-# Schedules ------------------------------------------------------------------------------------------------------------
-#
-# Order the sends and receives of each algorithm on the ring, as generators, which a ConnectionPair runs.
-#
-# A schedule yields one buffer after the other, to be filled with the next bytes from the previous rank, and is
-# resumed when that buffer is full. It appends the data for the next rank to `outgoing`. A rank passes on the data
-# that arrives, so a schedule never waits to send, and no rank is idle while another one's block travels.
-
-BLOCK_BYTES = 1 << 19
-"""The unit of reduction and forwarding: not much more than the send buffer of a connection within the machine
-(dialer.py), so that a block is added while it is in the cache. A multiple of every dtype's size."""
-
-Combine = Callable[..., torch.Tensor]
-"""combine(a, b, out=...): one of torch's elementwise functions, such as torch.add"""
-
-
-class Agreement:
-    """The header of one operation, which must be the previous rank's as well.
-
-    `ranks` are the names of the ranks in error messages, in their order; `rank` is this one's place among them.
-    """
-
-    def __init__(self, header: Header, rank: int, ranks: Sequence[int]) -> None:
-        self.packed = header.pack()
-        self._header, self._rank, self._ranks = header, rank, ranks
-
-    def check(self, theirs: memoryview, back: int = 1) -> None:
-        """Raise CollectiveMismatch unless the previous rank, or the one `back` ranks before, has the same header."""
-        if theirs != self.packed:
-            previous = self._ranks[self._rank - back]
-            raise CollectiveMismatch(
-                f"rank {self._ranks[self._rank]} is in {self._header.describe()}, but rank {previous} is in "
-                f"{describe_packed(bytes(theirs))}; all ranks must make the same calls in the same order"
-            )
-
-
-def gather_around(outgoing: Outgoing, agreement: Agreement, rank: int, blobs: list[bytearray]) -> Schedule:
-    """Send every rank's blob to every rank. `blobs[rank]` is full; the others have their length and are filled."""
-    size = len(blobs)
-    outgoing.append(memoryview(agreement.packed + blobs[rank]))
-    first = memoryview(bytearray(HEADER_BYTES + len(blobs[rank - 1])))
-    yield first
-    agreement.check(first[:HEADER_BYTES])
-    blobs[rank - 1][:] = first[HEADER_BYTES:]
-    for step in range(1, size):
-        if step > 1:
-            yield memoryview(blobs[rank - step])
-        if step < size - 1:
-            outgoing.append(memoryview(blobs[rank - step]))
-
-
-def reduce_around(
-    outgoing: Outgoing,
-    agreement: Agreement,
-    rank: int,
-    flat: torch.Tensor,
-    trailers: list[bytearray],
-    combine: Combine,
-    last: Combine,
-) -> Schedule:
-    """Reduce `flat` over all ranks in place: reduce-scatter, then all-gather, each of size - 1 steps.
-
-    In step s of the reduce-scatter a rank receives chunk and trailer of rank - s - 1, combines its own part with the
-    chunk (by `last` in the last step), and passes both on. Then it owns the finished chunk of the next rank, and the
-    finished chunks go around once more. Each chunk is reduced once, along one path, so that all ranks get the same
-    bits.
-    """
-    size = len(trailers)
-    data, item_bytes = byte_view(flat), flat.element_size()
-    chunks = chunk_bounds(flat.numel(), size)
-    arrived = torch.empty(min(BLOCK_BYTES // item_bytes, flat.numel()), dtype=flat.dtype)
-    staging = byte_view(arrived)
-
-    def runs(owner: int) -> Iterator[tuple[int, int]]:
-        return blocks(*chunks[owner % size], BLOCK_BYTES // item_bytes)
-
-    def part(start: int, stop: int) -> memoryview:
-        return data[start * item_bytes : stop * item_bytes]
-
-    outgoing.append(memoryview(agreement.packed + trailers[rank]))
-    outgoing.append(part(*chunks[rank]))
-    header = memoryview(bytearray(HEADER_BYTES))
-    yield header
-    agreement.check(header)
-    for step in range(size - 1):
-        owner = rank - step - 1
-        function = last if step == size - 2 else combine
-        trailer = memoryview(trailers[owner])
-        yield trailer
-        if step < size - 2:
-            outgoing.append(trailer)
-        for start, stop in runs(owner):
-            yield staging[: (stop - start) * item_bytes]
-            mine = flat[start:stop]
-            function(mine, arrived[: stop - start], out=mine)
-            outgoing.append(part(start, stop))
-    for step in range(size - 1):
-        for start, stop in runs(rank - step):
-            yield part(start, stop)
-            if step < size - 2:
-                outgoing.append(part(start, stop))
-
-
-def compare_around(outgoing: Outgoing, agreement: Agreement) -> Schedule:
-    """Exchange only the header, where some ranks are known to be in another operation.
-
-    A rank that learns of it from its neighbours raises, and the error goes around.
-    """
-    outgoing.append(memoryview(agreement.packed))
-    header = memoryview(bytearray(HEADER_BYTES))
-    yield header
-    agreement.check(header)
-    while True:
-        yield header
-
-
-def broadcast_around(
-    outgoing: Outgoing, agreement: Agreement, rank: int, data: memoryview, source: int, size: int
-) -> Schedule:
-    """Copy `data` of rank `source` into `data` of every rank, in blocks, as a pipeline that ends before the source."""
-    outgoing.append(memoryview(agreement.packed))
-    if rank == source:
-        outgoing.append(data)
-    header = memoryview(bytearray(HEADER_BYTES))
-    yield header
-    agreement.check(header)
-    if rank == source:
-        return
-    for start, stop in blocks(0, len(data), BLOCK_BYTES):
-        yield data[start:stop]
-        if (rank + 1) % size != source:
-            outgoing.append(data[start:stop])

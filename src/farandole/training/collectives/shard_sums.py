@@ -10,7 +10,8 @@ import torch
 from farandole.errors import ConfigError
 from farandole.training.collectives.chunks import blocks, chunk_bounds
 from farandole.training.collectives.connection_pair import Outgoing, Schedule, byte_view
-from farandole.training.collectives.ring import BLOCK_BYTES, HEADER_BYTES, Agreement
+from farandole.training.collectives.ring_header import HEADER_BYTES
+from farandole.training.collectives.ring_schedules import BLOCK_BYTES, Agreement
 from farandole.training.collectives.shard_tree import Division, Forest, Merge, merge
 from farandole.training.collectives.transport import Transport
 

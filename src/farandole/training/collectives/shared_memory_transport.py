@@ -17,14 +17,9 @@ from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import may_spin, now_s
 from farandole.training.collectives.chunks import blocks, chunk_bounds
 from farandole.training.collectives.connection_pair import Interruption, combiners, dtype_code, flat_view
-from farandole.training.collectives.ring import (
-    HEADER_BYTES,
-    Agreement,
-    Combine,
-    Header,
-    RingTransport,
-    TransportOperation,
-)
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
+from farandole.training.collectives.ring_schedules import Agreement, Combine
 from farandole.training.collectives.shared_memory_tensors import (
     TENSOR_REF_BYTES,
     OtherTensors,

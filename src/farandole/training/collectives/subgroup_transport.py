@@ -28,7 +28,7 @@ from farandole.training.collectives.connection_pair import (
 )
 from farandole.training.collectives.p2p_transport import P2PTransport
 from farandole.training.collectives.point_to_point import PointToPoint
-from farandole.training.collectives.ring import HEADER_BYTES, Header, TransportOperation
+from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
 from farandole.training.collectives.shared_memory_exchange import Wanted
 from farandole.training.collectives.shared_memory_transport import (
     DATA_BYTES,

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
 from farandole.training.collectives.connection_pair import Broken, as_bytes, dtype_code
-from farandole.training.collectives.ring import Header, RingTransport, TransportOperation
+from farandole.training.collectives.ring import RingTransport
+from farandole.training.collectives.ring_header import Header, TransportOperation
 from farandole.training.collectives.ring_store import ExchangedStore
 from farandole.training.collectives.transport import Reduction
 

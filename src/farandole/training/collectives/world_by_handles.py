@@ -19,8 +19,9 @@ from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.messages import Start
 from farandole.base.wire.user_secret import user_secret
 from farandole.errors import ConfigError
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
-from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.ring_builder import RingBuilder
 from farandole.training.collectives.world import World
 
 _NONCE_BYTES = 16

@@ -22,7 +22,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator
 from torch.utils.data import Subset
 
-from farandole.training.data.sample_order import IndexStream
+from farandole.training.data.index_stream import IndexStream
 
 
 class Keyed(msgspec.Struct, frozen=True):

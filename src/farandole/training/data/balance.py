@@ -23,8 +23,8 @@ from farandole.training.data.division_by_speed import (
     Straggler,
     Stragglers,
 )
-from farandole.training.data.sample_order import BatchLayout, next_global_batch
-from farandole.training.state.step import GlobalBatch
+from farandole.training.data.partition import BatchLayout, next_global_batch
+from farandole.training.state.batch import GlobalBatch
 
 logger = logging.getLogger("farandole")
 

@@ -9,18 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from farandole.errors import DataError
-from farandole.training.data.sample_order import (
-    GAMMA,
-    MULTIPLIERS,
-    ROUNDS,
-    BatchLayout,
-    Lookup,
-    Permutation,
-    absorbed,
-    fingerprint,
-    refuse_other_size,
-    whole_numbers,
-)
+from farandole.training.data.partition import BatchLayout
+from farandole.training.data.permutation import GAMMA, MULTIPLIERS, ROUNDS, Permutation, absorbed
+from farandole.training.data.sample_order import Lookup, fingerprint, refuse_other_size, whole_numbers
 
 # Stratified: every section of an epoch has each label in proportion ---------------------------------------------------
 

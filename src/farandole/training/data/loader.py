@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
-import numpy as np
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
 from farandole.base.env import prepare_for_strict_mode, read_job_env
 from farandole.base.membership import Shortfall
@@ -28,22 +26,15 @@ from farandole.training.data.elastic_loader import (
     rehearsed_place,
     samples_on_trial,
 )
+from farandole.training.data.index_stream import IndexedBatch, IndexStream
+from farandole.training.data.partition import BatchLayout, Tail, batches, global_batch_range, make_global_batch
+from farandole.training.data.permutation import FORMAT_VERSION
 from farandole.training.data.prefetch import Prefetch, SmallByValue
-from farandole.training.data.sample_order import (
-    FORMAT_VERSION,
-    BatchLayout,
-    IndexedBatch,
-    IndexStream,
-    Order,
-    Sequential,
-    Shuffled,
-    Tail,
-    batches,
-    global_batch_range,
-    make_global_batch,
-)
+from farandole.training.data.refused_arguments import refuse_torch_arguments
+from farandole.training.data.sample_order import Order, Sequential, Shuffled
+from farandole.training.data.tensor_rows import RowReader, Rows, are_rows, as_it_is
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.step import GlobalBatch
+from farandole.training.state.batch import GlobalBatch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -572,76 +563,6 @@ def _tail(tail: Tail | None, drop_last: bool) -> Tail:
     return "drop" if drop_last else tail or "short"
 
 
-# Data sets of tensors, whose batches are rows of them -----------------------------------------------------------------
-#
-# The rows are indexed all at once, several times as fast as one by one and stacked.
-
-
-class Rows:
-    """A TensorDataset, or a Subset of one, whose __getitems__ returns the batch that torch would stack from the
-    items."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._tensors: tuple[torch.Tensor, ...] = ()
-        self._can_select = False
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        dataset = self._dataset
-        while isinstance(dataset, Subset):
-            indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
-        if dataset.tensors is not self._tensors:  # the script may replace them
-            self._tensors = dataset.tensors
-            self._can_select = all(each.is_cpu and each.dtype in _SELECTED for each in self._tensors)
-        rows = np.array(indices, dtype=np.int64)  # torch takes three times as long for a list
-        selected = torch.from_numpy(rows)
-        if self._can_select and (dataset is self._dataset or rows.min(initial=0) >= 0):
-            return [tensor.index_select(0, selected) for tensor in self._tensors]
-        return [_rows_of(tensor, selected) for tensor in self._tensors]
-
-
-# index_select() takes half the time of an index, and knows neither negative indices nor every type.
-_SELECTED = frozenset(
-    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool}
-)
-
-# torch 2.6 has no index of these types ("index_cpu" not implemented for 'UInt16'): the same bits are indexed instead.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def _rows_of(tensor: torch.Tensor, selected: torch.Tensor) -> torch.Tensor:
-    signed = _SIGNED.get(tensor.dtype)
-    if signed is None:
-        return tensor[selected].contiguous()
-    return tensor.view(signed)[selected].view(tensor.dtype).contiguous()
-
-
-class RowReader:
-    """Reads the requested rows in this process. torch's iterator would add some 20 us to each batch, for its profiler
-    (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter.__next__)."""
-
-    def __init__(self, rows: Rows, requests: Iterable[list[int]]) -> None:
-        self._rows, self._requests = rows, requests
-
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        return map(self._rows.__getitems__, self._requests)
-
-
-def are_rows(dataset: Any) -> bool:
-    """Return whether the items of a data set are rows of tensors, and its classes are torch's own."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) is TensorDataset and all(each.layout == torch.strided for each in dataset.tensors)
-
-
-def as_it_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return Rows' batch as it is, in place of a collation."""
-    return batch
-
-
 # Map-style data sets --------------------------------------------------------------------------------------------------
 
 
@@ -662,53 +583,3 @@ def size_of(dataset: MapDataset) -> int:
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(f"{type(dataset).__name__} needs __len__ and __getitem__ to be divided among workers")
     return len(dataset)
-
-
-# Arguments of torch's DataLoader with another meaning here, or none: each is refused with its reason ------------------
-
-_OWN_ORDER = "seed and order determine the order of samples, so that they can be divided again when workers change"
-
-# Values that request the default behaviour.
-_HARMLESS: Mapping[str, tuple[object, ...]] = {
-    "batch_size": (),
-    "sampler": (None,),
-    "batch_sampler": (None,),
-    "generator": (None,),
-    "in_order": (True,),
-    "shuffle": (False, None),
-    "drop_last": (False,),
-}
-
-_REASONS: Mapping[str, str] = {
-    "batch_size": "in torch it counts the samples of one worker; give global_batch_size, which counts those of all",
-    "sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
-    "batch_sampler": f"{_OWN_ORDER}; give order=, or use elastic.ElasticSampler in torch's own DataLoader",
-    "generator": "random numbers are derived from seed, so that they are the same on every worker; give seed=",
-    "in_order": "batches are returned in the order of the epoch, since the cursor counts them in that order",
-}
-
-_ORDER_OF_STREAMS = "samples have the order in which the streams of the data set yield them"
-STREAM_ARGUMENTS: Mapping[str, str] = {
-    **_REASONS,
-    "sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
-    "batch_sampler": f"{_ORDER_OF_STREAMS}; a data set with __len__ and __getitem__ can be given to elastic.DataLoader",
-    "shuffle": f"{_ORDER_OF_STREAMS}; shuffle in the data set, by the number that is passed to set_epoch()",
-    "drop_last": "the last global batch of an epoch is shorter: the length of a stream is not known in advance",
-}
-"""Reasons of StreamLoader."""
-
-
-def refuse_torch_arguments(
-    given: Mapping[str, object],
-    known: Iterable[str],
-    loader: str = "DataLoader",
-    reasons: Mapping[str, str] = _REASONS,
-) -> None:
-    """Raise ConfigError for an argument of torch that cannot be supported, TypeError for an unknown one."""
-    for name, value in given.items():
-        if name not in reasons:
-            close = difflib.get_close_matches(name, [*known, *reasons], n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise TypeError(f"{loader} has no argument {name!r}{hint}")
-        if not any(value is each for each in _HARMLESS[name]):
-            raise ConfigError(f"{loader}: {name}={value!r} is not supported: {reasons[name]}")

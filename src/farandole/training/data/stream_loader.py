@@ -12,15 +12,16 @@ from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 from farandole.base.env import read_job_env
 from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError
-from farandole.training.data import loader
+from farandole.training.data import refused_arguments
 from farandole.training.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division, samples_on_trial
+from farandole.training.data.partition import even_slice
+from farandole.training.data.permutation import FORMAT_VERSION
 from farandole.training.data.prefetch import Prefetch, SmallByValue
-from farandole.training.data.sample_order import FORMAT_VERSION, even_slice
 from farandole.training.data.stream_order import StreamPosition
 from farandole.training.data.stream_reader import FetchRequests, FetchStart, Reply, Sizes, StreamReader
 from farandole.training.data.streams import Mark, Source
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.batch import Batch, GlobalBatch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -139,8 +140,8 @@ class StreamLoader(ElasticLoader):
         min_local_batch: int = 1,
         **refused: object,
     ) -> None:
-        loader.refuse_torch_arguments(
-            refused, type(self).__init__.__annotations__, "StreamLoader", loader.STREAM_ARGUMENTS
+        refused_arguments.refuse_torch_arguments(
+            refused, type(self).__init__.__annotations__, "StreamLoader", refused_arguments.STREAM_ARGUMENTS
         )
         if read_job_env().strict:
             raise ConfigError(

@@ -13,11 +13,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from farandole.errors import DataError
 from farandole.training.data.augmentation import generators_kept, seed_item
-from farandole.training.data.sample_order import batches, delivered, even_slice, micro_batches
+from farandole.training.data.partition import batches, delivered, even_slice, micro_batches
 from farandole.training.data.stream_order import StreamPosition, walk
 from farandole.training.data.streams import Mark, Source, Stream
+from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.state.content_hash import content_hash
-from farandole.training.state.step import Batch, GlobalBatch
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from farandole.training.optim.buckets import Arrivals, Buckets, is_same_memory
 from farandole.training.optim.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from farandole.training.optim.small_gradients import SmallGradients
 from farandole.training.optim.step_agreement import StepHeader, conclude, describe, header_of, packed_at_end
-from farandole.training.state.step import Batch
+from farandole.training.state.batch import Batch
 
 logger = logging.getLogger("farandole")
 

@@ -21,7 +21,7 @@ from farandole.training.optim.loader_path import LoaderPath
 from farandole.training.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, become, closure_of, wrap, zeroing
 from farandole.training.optim.options import Options, groups_of, recommend_fused
 from farandole.training.state import step
-from farandole.training.state.step import Batch
+from farandole.training.state.batch import Batch
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

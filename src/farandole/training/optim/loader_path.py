@@ -33,7 +33,8 @@ from farandole.training.optim.passes import Passes
 from farandole.training.optim.step_agreement import Weights
 from farandole.training.optim.step_reduction import StepReduction
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.step import Batch, StepStatus
+from farandole.training.state.batch import Batch
+from farandole.training.state.step import StepStatus
 
 
 class GradientStatus(enum.Enum):

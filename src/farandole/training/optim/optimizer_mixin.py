@@ -22,9 +22,9 @@ from farandole.training.collectives import world
 from farandole.training.optim.options import check_passes, names_of
 from farandole.training.optim.passes import Passes
 from farandole.training.state import loop_hooks, step
+from farandole.training.state.batch import Batch
 from farandole.training.state.deep_copy import deep_copy, finish_all
 from farandole.training.state.optimizer_state import OptimizerState, load_state_dict_in_place, with_inner
-from farandole.training.state.step import Batch
 
 # The step of the user's optimizer class, called from Farandole's by GradScaler's rules --------------------------------
 

@@ -28,10 +28,10 @@ from farandole.training.optim.buckets import Buckets, laid_out
 from farandole.training.optim.compression import Compressor, NoneCompressor
 from farandole.training.optim.step_agreement import conclude, header_of
 from farandole.training.state import loop_hooks, step
+from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.state.numerics import RepeatedShards, refuse_others
 from farandole.training.state.shard_audit import Audit
-from farandole.training.state.state_digest import digest_of
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.tensor_digest import digest_of
 
 _MAY_BE_SUMMED_FIRST = {torch.float32, torch.float64, torch.bfloat16}
 """Dtypes in which the sum over all shards does not overflow where their mean does not."""

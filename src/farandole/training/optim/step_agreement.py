@@ -15,7 +15,7 @@ from farandole.errors import CollectiveMismatch, ConfigError, StepError
 from farandole.training.collectives import world
 from farandole.training.optim.buckets import has_own_order
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.step import Batch
+from farandole.training.state.batch import Batch
 
 
 def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, int] = (0, 0)) -> StepHeader:

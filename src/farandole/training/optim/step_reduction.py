@@ -17,7 +17,7 @@ from farandole.training.optim.options import Options, refuse_for_loader
 from farandole.training.optim.passes import Passes
 from farandole.training.optim.step_agreement import check_devices, conclude_alone, digest
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.batch import Batch, GlobalBatch
 
 if TYPE_CHECKING:
     from farandole.training.optim.shard_gradients import ShardGradients

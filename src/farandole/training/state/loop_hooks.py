@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from farandole.training.state.step import Batch, GlobalBatch
+    from farandole.training.state.batch import Batch, GlobalBatch
 
 
 class RunLoop(Protocol):

@@ -26,7 +26,7 @@ from farandole.errors import ConfigError, StepError
 from farandole.training.collectives.connection_pair import bytes_of
 from farandole.training.collectives.transport import Transport
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.step import GlobalBatch
+from farandole.training.state.batch import GlobalBatch
 
 logger = logging.getLogger("farandole")
 

@@ -23,7 +23,7 @@ from farandole.training.collectives.transport import Transport
 from farandole.training.state import loop_hooks, step
 from farandole.training.state.deep_copy import deep_copy, refuse_learnable
 from farandole.training.state.loop_hooks import HostUpdateResult
-from farandole.training.state.metadata import pack_metadata
+from farandole.training.state.packed_metadata import pack_metadata
 from farandole.training.state.packing import Packed
 from farandole.training.state.tracker import Tracker
 

@@ -8,17 +8,14 @@ as functions and hooks, stay in place. StepState, commits and Undo take the stat
 
 from __future__ import annotations
 
-import enum
-import functools
-import sys
-import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from farandole.errors import ConfigError
+from farandole.training.state.sent_optimizer_state import ID, PARAMETER, STAYS, STRIDED, EntryConverter, Made
 
 Entries = dict[str, dict[Any, Any]]
 """Optimizer state by name. "optimizer.0" belongs to the first parameter, "optimizer.base.0" to that of an optimizer in
@@ -120,7 +117,7 @@ class OptimizerState:
     def entries(self) -> Entries:
         """Return everything but options(). The tensors are the live ones."""
         parameters = self.parameters
-        take, found = _EntryConverter(parameters, self._containers()), dict[str, Any]()
+        take, found = EntryConverter(parameters, self._containers()), dict[str, Any]()
         for name, optimizer in self._with_state():
             own = _own_entries(optimizer, parameters)
             found.update({f"{name}.{place}": take(optimizer.state[parameters[place]]) for place in own})
@@ -128,7 +125,7 @@ class OptimizerState:
             found[f"{name}.state"] = take({key: each for key, each in optimizer.state.items() if key not in keyed})
         for name, optimizer in self.optimizers.items():
             attributes = {key: take(each) for key, each in vars(optimizer).items() if not _is_ours(optimizer, key)}
-            found[f"{name}.attributes"] = {key: each for key, each in attributes.items() if each is not _STAYS}
+            found[f"{name}.attributes"] = {key: each for key, each in attributes.items() if each is not STAYS}
         for name, groups in self._groups().items():
             tensors = [{key: each for key, each in group.items() if _is_trained(key, each)} for group in groups]
             found[f"{name}.groups"] = {number: take(each) for number, each in enumerate(tensors) if each}
@@ -334,92 +331,6 @@ def _is_trained(key: str, value: Any) -> bool:
     return any(isinstance(each, torch.Tensor) or _is_trained("", each) for each in values)
 
 
-# From the live state to values that can be sent -----------------------------------------------------------------------
-
-_PARAMETER, _ID = "farandole.parameter", "farandole.id"
-"""Markers: (_PARAMETER, place) stands for a parameter, (_ID, place) for its id()."""
-_STRIDED = "farandole.strided"
-"""Marker: (_STRIDED, (tensor, strides)) stands for a tensor whose dimensions lie in memory in another order, such as a
-result of torch.linalg.qr: matrix products round differently then."""
-_STAYS = ("farandole.stays", 0)
-"""Marker of objects that belong to the process, or were found before."""
-_LEAVES = frozenset({int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-_OF_PROCESS = (
-    torch.nn.Module,
-    torch.optim.Optimizer,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
-    types.GeneratorType,
-    functools.partial,
-)
-
-
-class _Made(NamedTuple):
-    """Stands for an object of a class of the script, such as a preconditioner."""
-
-    kind: type
-    attributes: dict[str, Any]
-
-
-class _EntryConverter:
-    """Turns live values into values that pickle and checkpoints accept, without copying tensors."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], known: Sequence[Any]) -> None:
-        self._places = {id(each): place for place, each in enumerate(parameters)}
-        self._seen = {id(each): each for each in known}  # an object that is found twice is sent once
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            place = self._places.get(id(value))
-            if place is not None:
-                return _PARAMETER, place
-            return (_STRIDED, (value, value.stride())) if _is_permuted(value) else value
-        if type(value) is int and value in self._places:
-            return _ID, self._places[value]
-        if type(value) in _LEAVES or isinstance(value, enum.Enum | type):
-            return value
-        if isinstance(value, torch.Generator):
-            return value.get_state()
-        if isinstance(value, _OF_PROCESS) or id(value) in self._seen:
-            return _STAYS
-        if isinstance(value, Mapping | list | deque) or hasattr(value, "__dict__"):
-            self._seen[id(value)] = value
-        return self._nested(value)
-
-    def _nested(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            kind = OrderedDict if isinstance(value, OrderedDict) else dict
-            return kind((self._key(key), self(each)) for key, each in value.items())
-        if isinstance(value, deque):
-            return deque(map(self, value), value.maxlen)
-        if isinstance(value, list):
-            return list(map(self, value))
-        if isinstance(value, tuple):
-            return tuple(map(self, value)) if type(value) is tuple else type(value)(*map(self, value))
-        if isinstance(value, set | frozenset):
-            return type(value)(map(self, value))
-        if type(value).__module__.partition(".")[0] in _FOREIGN:
-            return _STAYS
-        if hasattr(value, "__dict__"):
-            return _Made(type(value), {key: self(each) for key, each in vars(value).items()})
-        return value  # a NumPy number or array
-
-    def _key(self, key: Any) -> Any:
-        taken = self(key)
-        if isinstance(taken, torch.Tensor) or taken is _STAYS:
-            raise ConfigError(
-                f"an optimizer has state under a key of type {type(key).__name__}, which other workers do not have: "
-                f"use parameters of its groups, strings or numbers as keys"
-            )
-        return taken
-
-
-_FOREIGN = sys.stdlib_module_names | {"torch", "farandole"}
-"""Modules whose objects belong to the process: locks, weak references, handles of hooks."""
-
-
 # From received values to the live state -------------------------------------------------------------------------------
 
 
@@ -462,7 +373,7 @@ class _Putter:
         """Return the new value in place of `live`: often `live` itself, changed."""
         if isinstance(saved, torch.Tensor):
             return self._tensor(live, saved, key)
-        if isinstance(saved, _Made):
+        if isinstance(saved, Made):
             owner = live if type(live) is saved.kind else object.__new__(saved.kind)
             self._mapping(vars(owner), saved.attributes, path)
             return owner
@@ -485,7 +396,7 @@ class _Putter:
         kind = _kind(saved)
         if kind is None:
             return tuple(map(self.key, saved))
-        return self.parameters[saved[1]] if kind == _PARAMETER else id(self.parameters[saved[1]])
+        return self.parameters[saved[1]] if kind == PARAMETER else id(self.parameters[saved[1]])
 
     def _tensor(self, live: Any, saved: torch.Tensor, key: Any) -> Any:
         if isinstance(live, torch.Generator):
@@ -500,14 +411,14 @@ class _Putter:
 
     def _tuple(self, live: Any, saved: tuple[Any, ...], path: str) -> Any:
         kind = _kind(saved)
-        if kind == _STAYS[0]:
+        if kind == STAYS[0]:
             if isinstance(live, _Missing):
                 raise ConfigError(
                     f"{path} is a function, or another object that cannot be sent to other workers, and is missing "
                     f"on this worker: create it in the optimizer's __init__()"
                 )
             return live
-        if kind == _STRIDED:
+        if kind == STRIDED:
             tensor, strides = saved[1]
             if not isinstance(live, torch.Tensor) or live.stride() != tuple(strides):
                 tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
@@ -544,16 +455,4 @@ def _kind(saved: tuple[Any, ...]) -> str | None:
     return saved[0] if len(saved) == 2 and type(saved[0]) is str and saved[0] in _KINDS else None
 
 
-_KINDS = frozenset({_PARAMETER, _ID, _STRIDED, _STAYS[0]})
-
-
-def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor fills its memory without holes, in another order than that of its dimensions."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+_KINDS = frozenset({PARAMETER, ID, STRIDED, STAYS[0]})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from farandole.errors import ConfigError
-from farandole.training.state.metadata import is_same
+from farandole.training.state.packed_metadata import is_same
 from farandole.training.state.step_state import StepState
 from farandole.training.state.watched_tensors import are_equal
 

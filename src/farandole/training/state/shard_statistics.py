@@ -12,8 +12,8 @@ from farandole.errors import ConfigError
 from farandole.training.collectives.shard_sums import with_shards
 from farandole.training.collectives.shard_tree import leaves
 from farandole.training.collectives.transport import Transport
-from farandole.training.state.state_digest import digest_of
-from farandole.training.state.step import Batch, GlobalBatch
+from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.tensor_digest import digest_of
 
 
 class ShardStatistics:

@@ -15,8 +15,12 @@ from farandole.base.membership import Progress, Shortfall
 from farandole.errors import ConfigError
 from farandole.training.collectives import world
 from farandole.training.state import loop_hooks, step
+from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.state.deep_copy import refuse_circles, refuse_learnable
-from farandole.training.state.metadata import (
+from farandole.training.state.module_values import ModuleValues
+from farandole.training.state.object_state import State
+from farandole.training.state.optimizer_state import OptimizerState
+from farandole.training.state.packed_metadata import (
     MetadataSnapshot,
     is_same,
     is_stateful,
@@ -25,12 +29,9 @@ from farandole.training.state.metadata import (
     pack_metadata,
     refuse_other_model,
 )
-from farandole.training.state.module_values import ModuleValues
-from farandole.training.state.object_state import State
-from farandole.training.state.optimizer_state import OptimizerState, with_inner
 from farandole.training.state.packing import Packed, unpack
+from farandole.training.state.refused_optimizers import refuse_optimizer
 from farandole.training.state.state_digest import StateDigest, named_tensors
-from farandole.training.state.step import Batch, GlobalBatch
 from farandole.training.state.torch_state import TorchState, broadcast_value, current_rank
 from farandole.training.state.watched_tensors import (
     ExtraState,
@@ -561,32 +562,3 @@ def _arithmetic() -> str:
     from farandole.training.state.numerics import own_arithmetic  # loaded only in strict mode
 
     return own_arithmetic().digest
-
-
-# Optimizers that cannot train with a loader of Farandole: they are refused when a state is created with them ----------
-
-_WHY_REFUSED = {
-    torch.optim.LBFGS: (
-        "evaluates its closure as often as the loss on this worker's local batch requires, so that workers would run "
-        "different numbers of reductions"
-    ),
-    torch.optim.SparseAdam: (
-        "needs sparse gradients, and those of the global batch are dense; use torch.optim.Adam for them"
-    ),
-}
-
-
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that cannot train with a loader of Farandole, or that contains one."""
-    for each in with_inner("optimizer", optimizer).values():
-        if each is not optimizer and hasattr(each, "abandon_step"):
-            raise ConfigError(
-                f"the {type(optimizer).__name__} of the TorchState contains a DistributedOptimizer, and would step "
-                f"even when the step is skipped: wrap the outermost optimizer in DistributedOptimizer(...)"
-            )
-        for kind, why in _WHY_REFUSED.items():
-            if isinstance(each, kind):
-                raise ConfigError(
-                    f"torch.optim.{kind.__name__} {why}. Use another optimizer, or train without a DataLoader of "
-                    f"Farandole, under the commit rule"
-                )

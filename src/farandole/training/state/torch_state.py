@@ -89,7 +89,7 @@ class TorchState(ObjectState):
         if not _is_ours(loader):
             _refuse_undivided(loader)
             return super().__new__(cls)
-        from farandole.training.state.step_state import StepState  # a subclass of TorchState
+        from farandole.training.state.step_state import StepState
 
         if not issubclass(StepState, cls):
             if issubclass(cls, StepState):

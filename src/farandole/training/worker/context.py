@@ -21,15 +21,16 @@ from farandole.base.wire.encryption import load_certificates
 from farandole.base.wire.messages import Connected, Failed, LinkBroken, MayPublish, Ready, Remark, Start
 from farandole.errors import JobEnded, PeerLost, RecoverableError
 from farandole.integrations.horovod.named.engine import NamedCollectives
-from farandole.integrations.horovod.named.negotiation import NamedSettings
+from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.integrations.horovod.named.process_sets import ProcessSet, forget_all, recreate, register_static
 from farandole.integrations.horovod.named.timeline import process_timeline, start_timeline
 from farandole.integrations.torchrun.process_group.autoload import note_meeting
 from farandole.integrations.torchrun.process_group.registration import open_default_group, register
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.ring_builder import DataListener, RingBuilder
+from farandole.training.collectives.ring_builder import RingBuilder
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.world import World
 from farandole.training.state import object_state

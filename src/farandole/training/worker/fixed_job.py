@@ -21,9 +21,9 @@ from farandole.base.wire.authentication import derive_key
 from farandole.base.wire.messages import Start
 from farandole.base.wire.user_secret import user_secret
 from farandole.errors import ConfigError, FarandoleError, JobEnded
-from farandole.integrations.horovod.named.negotiation import NamedSettings
+from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.training.collectives import world
-from farandole.training.collectives.ring_builder import DataListener
+from farandole.training.collectives.data_listener import DataListener
 from farandole.training.worker.world_builder import WorldBuilder
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import torch
 
-from farandole.training.state.state_digest import digest_of
 from farandole.training.state.step_state import StepState
+from farandole.training.state.tensor_digest import digest_of
 
 _ROUNDING = 1e-3
 """Relative difference of gradients up to which it may be of rounding: on a GPU, or on hosts of different processors."""

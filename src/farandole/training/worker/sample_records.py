@@ -26,11 +26,11 @@ from farandole.training.ledger.records import (
     ids_hash,
 )
 from farandole.training.state import loop_hooks, step
+from farandole.training.state.batch import Batch
+from farandole.training.state.commit_states import CommittedState
+from farandole.training.state.divergence import Divergence
 from farandole.training.state.loop_hooks import Samples, TrainedSamples
-from farandole.training.state.state_digest import Divergence
-from farandole.training.state.step import Batch
 from farandole.training.state.step_state import StepState
-from farandole.training.state.sync import CommittedState
 
 # The step rule --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from farandole.training.collectives import world
 from farandole.training.state.shard_audit import Finding, Inquiry
 
 if TYPE_CHECKING:
-    from farandole.training.state.step import GlobalBatch
+    from farandole.training.state.batch import GlobalBatch
     from farandole.training.state.step_state import StepState
     from farandole.training.worker.context import WorkerJob
 

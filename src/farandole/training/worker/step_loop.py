@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import random
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -22,14 +19,13 @@ from farandole.base.env import read_job_env
 from farandole.base.liveness import status_reporting
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.membership import Phase, Shortfall
-from farandole.base.wire.messages import Elastic, StateHashed, StatesDiffered, StragglerSeen, Synced
+from farandole.base.wire.messages import Elastic, StateHashed, StragglerSeen, Synced
 from farandole.errors import (
     CollectiveMismatch,
     ConfigError,
     GenerationEnded,
     JobEnded,
     RecoverableError,
-    StateDiverged,
     StepError,
 )
 from farandole.registry import factory
@@ -40,20 +36,22 @@ from farandole.training.data.elastic_loader import has_compiled, without_step
 from farandole.training.optim.buckets import reserve
 from farandole.training.optim.distributed_optimizer import ReducingOptimizer
 from farandole.training.state import loop_hooks, step
+from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.state.loop_hooks import HostUpdateResult
 from farandole.training.state.rehearsal import Rehearsal
-from farandole.training.state.state_digest import Divergence
-from farandole.training.state.step import Batch, GlobalBatch, StepStatus
+from farandole.training.state.step import StepStatus
 from farandole.training.state.step_state import StepState
 from farandole.training.state.sync import SyncReport, synchronize
 from farandole.training.state.watched_tensors import layers_with_statistics, make_statistics_equal
-from farandole.training.worker.checkpoints import Checkpoints, checkpoints
+from farandole.training.worker.checkpoints import checkpoints
 from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.training.worker.loss_trial import LossTrial
 from farandole.training.worker.newcomer_trial import Trial, Tried, judge, judge_twice
 from farandole.training.worker.process_setup import map_memory_ahead
-from farandole.training.worker.sample_records import SampleRecords, sample_records
+from farandole.training.worker.sample_records import sample_records
+from farandole.training.worker.state_watch import StateWatch
+from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.warm_up import is_plain, warm_up
 from farandole.training.worker.worker_recovery import BodyCalls, Connection, connect, regroup, report_first_step
 
@@ -812,129 +810,3 @@ def _deterministic(is_strict: bool) -> AbstractContextManager[None]:
 
     own_arithmetic()  # before other workers wait for it
     return deterministic()
-
-
-# Random numbers of a step: a function of (seed, step, rank), so that a repeated step gets the same ones ---------------
-
-
-_UINT64 = (1 << 64) - 1
-
-
-def reseed(seed: int, step: int, rank: int) -> None:
-    """Seed the global generators of torch, numpy and Python. Never copied from another rank: that would give
-    all workers the same dropout masks."""
-    # Not cryptographic: the fastest function of the standard library that mixes bits well.
-    parts = struct.pack("<3Q", seed & _UINT64, step, rank)
-    value = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little")
-    kind = _accelerator()
-    if kind not in ("", "cuda"):
-        torch.manual_seed(value >> 1)
-    else:
-        # torch.manual_seed() also keeps a traceback for each kind of device that may come later: half a millisecond
-        # (torch 2.13, torch/random.py, _manual_seed_impl, and torch/cuda/__init__.py, _lazy_call).
-        torch.default_generator.manual_seed(value >> 1)
-        if kind:
-            torch.cuda.manual_seed_all(value >> 1)
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
-
-
-@cache
-def _accelerator() -> str:
-    """Return the type of this machine's devices; "" if there are none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "" if found is None else found.type
-
-
-# The comparison of states ---------------------------------------------------------------------------------------------
-#
-# The workers' states are hashed at boundaries, and compared by step headers. The step loop repairs a state that
-# differs.
-
-
-class StateWatch:
-    """The knowledge of this worker about the others' states.
-
-    digest      the hash of the last boundary; 0 for none
-    has_saved   it has begun a checkpoint at that boundary: all compare a sample of their states at the next one. If
-                they differ there, they may have differed before: states that differ do not become equal
-    """
-
-    def __init__(
-        self, job: WorkerJob | None, state: StepState, records: SampleRecords | None, checkpoints: Checkpoints | None
-    ) -> None:
-        self._job, self._state, self._records, self._checkpoints = job, state, records, checkpoints
-        self.digest = 0
-        self.has_saved = False
-        self._is_asked = False  # some worker has begun a checkpoint
-        self._is_sample = False  # the digest is one of a sample
-
-    def hash_due(self, has_saved: bool) -> None:
-        """Hash the parts that are due. `has_saved`: a checkpoint was begun here."""
-        self.digest, self.has_saved, self._is_sample = 0, False, False
-        if world.current().placement.size > 1:
-            self.has_saved = has_saved
-            self.digest = self._state.digests.of_due_block(self._state.step)
-            if self._is_asked:
-                self.digest, self._is_sample = self.digest ^ self.sample(), True
-        self._is_asked = False
-
-    def sample(self) -> int:
-        """Hash a part that can be read in a few milliseconds; 0 for a worker alone."""
-        if world.current().placement.size == 1:
-            return 0
-        return self._state.digests.of_sample(self._state.step, trained_only=False)
-
-    def compare_headers(self, digests: Collection[int], is_asked: bool) -> None:
-        """Compare the digests in the headers of all ranks.
-
-        Args:
-            digests: the digest of each rank.
-            is_asked: some rank has begun a checkpoint.
-        """
-        self._is_asked = is_asked
-        self.compare(digests, self._is_sample)
-
-    def compare(self, digests: Collection[int], is_sample: bool) -> None:
-        """Detect whether states differ, and whether a checkpoint that was begun may count."""
-        if len(set(digests)) > 1:
-            self._state.digests.is_suspicious = True
-            self._judge_checkpoint(is_equal=False)
-        elif is_sample:
-            self._judge_checkpoint(is_equal=True)
-
-    def synchronized(self, report: SyncReport) -> None:
-        """Note that all have the same state. Raises StateDiverged when they had differed, and the state is set to fail
-        then."""
-        self.digest, self._is_asked, self._is_sample = 0, False, False
-        self._judge_checkpoint(is_equal=report.divergence is None)
-        if report.local:
-            if self._records is not None:
-                self._records.found_local(self._state.step, report.local)
-            logger.warning(
-                "%s differs between workers after every step, also after it was made equal: it is computed from each "
-                "worker's own samples. It is treated like the statistics of BatchNorm, and no longer compared",
-                ", ".join(report.local),
-            )
-        if report.divergence is not None:
-            self._report(report.divergence)
-
-    def _judge_checkpoint(self, is_equal: bool) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.compared(is_equal)
-
-    def _report(self, found: Divergence) -> None:
-        fails = self._state.on_divergence == "fail"
-        here = world.current()
-        if self._records is not None:
-            self._records.differed(found)
-        if self._job is None:
-            logger.warning("%s%s", found, "" if fails else "; they copied its state")
-        elif here.placement.rank == 0:
-            fields = (found.step, found.name, found.objects, found.ranks, found.source)
-            self._job.link.send(StatesDiffered(here.id.number, *fields, fails))
-        if fails:
-            raise StateDiverged(
-                f'{found}; the job ends, as TorchState(on_divergence="fail") requires. Check whether the script '
-                f"changes {found.name} on some workers only, or from values of their own samples"
-            )

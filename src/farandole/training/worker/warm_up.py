@@ -15,7 +15,7 @@ import torch
 
 from farandole.base.machine import now_s
 from farandole.training.collectives import world
-from farandole.training.data.elastic_loader import NoLoaderHooks
+from farandole.training.data.boundary_hooks import NoLoaderHooks
 from farandole.training.state import step
 from farandole.training.state.step_state import Loader, StepState
 from farandole.training.worker.context import WorkerJob

@@ -23,9 +23,11 @@ from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
 from farandole.base.membership import Placement
 from farandole.errors import CollectiveMismatch
-from farandole.integrations.horovod.named.negotiation import NamedSettings, Negotiation
+from farandole.integrations.horovod.named.execution import Executor
+from farandole.integrations.horovod.named.named_settings import NamedSettings
+from farandole.integrations.horovod.named.negotiation import Negotiation
 from farandole.integrations.horovod.named.pending import StallWatch
-from farandole.integrations.horovod.named.tensor_queue import Executor, Handle, Submission, TensorQueue
+from farandole.integrations.horovod.named.tensor_queue import Handle, Submission, TensorQueue
 from farandole.integrations.horovod.named.timeline import Timeline, process_timeline
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport

@@ -7,12 +7,12 @@ may submit in different orders and over different rounds.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from farandole.errors import ConfigError, ProtocolError
+from farandole.errors import ProtocolError
+from farandole.integrations.horovod.named.match_cache import ResponseCache
 from farandole.integrations.horovod.named.pending import PendingTable, Stall
 from farandole.training.collectives.stages import (
     END,
@@ -358,70 +358,6 @@ class ProcessSets:
         del self._by_number[number]
 
 
-# The cache of matched operations --------------------------------------------------------------------------------------
-#
-# A rank that repeats its request sends only the place of the operation. All ranks put and use the same operations in
-# the same order, so that a place means the same on all of them.
-
-
-class ResponseCache:
-    """The last `capacity` matched operations; the least recently used one is evicted."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._places: dict[Key, int] = {}
-        self._matched: list[MatchedOperation] = []
-        self._by_age: OrderedDict[int, None] = OrderedDict()
-
-    def __getitem__(self, place: int) -> MatchedOperation:
-        """Return the operation in a place. Raises IndexError for an empty place."""
-        if place < 0:
-            raise IndexError(place)
-        return self._matched[place]
-
-    def place_of(self, rank: int, request: Request) -> int | None:
-        """Return the place of exactly this request of this rank; None if it is not cached, or was a different one."""
-        place = self._places.get(request.key)
-        if place is None or self._matched[place].request_of(rank) != request:
-            return None
-        return place
-
-    def use(self, matched: MatchedOperation) -> int | None:
-        """Mark this operation as most recently used. Return a place that now holds another operation, if any."""
-        key = matched.key
-        place = self._places.get(key)
-        changed = None
-        if place is None:
-            if not self._capacity:
-                return None
-            place, changed = self._make_room()
-            self._places[key] = place
-            self._matched[place : place + 1] = [matched]
-        elif self._matched[place] is not matched:
-            self._matched[place] = matched
-            changed = place
-        self._by_age[place] = None
-        self._by_age.move_to_end(place)
-        return changed
-
-    def places(self, keys: Iterable[Key]) -> tuple[int, ...]:
-        """Return the places of these operations, which must be cached."""
-        return tuple(self._places[key] for key in keys)
-
-    def touch(self, places: tuple[int, ...]) -> None:
-        """Mark the operations in these places as most recently used."""
-        for place in places:
-            self._by_age.move_to_end(place)
-
-    def _make_room(self) -> tuple[int, int | None]:
-        """Return a free place, and the place that was evicted for it, if any."""
-        if len(self._matched) < self._capacity:
-            return len(self._matched), None
-        place, _ = self._by_age.popitem(last=False)
-        del self._places[self._matched[place].key]
-        return place, place
-
-
 # Rounds in which all ranks only repeat requests -----------------------------------------------------------------------
 #
 # The responses of such rounds are remembered. The rounds of training steps are of this kind, so they cost next to
@@ -465,35 +401,6 @@ class RepeatedRounds:
     def clear(self) -> None:
         self._rounds.clear()
         self._places.clear()
-
-
-# Settings -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class NamedSettings:
-    """Horovod's settings, under Farandole's names. Raises ConfigError for invalid values.
-
-    Attributes:
-        cache_capacity: The number of cached requests; repeating one costs a byte or two. 0 for none.
-        fusion_bytes: Up to this size several allreduces share one flat buffer; 0 for none.
-        stall_warning_s: After this time, in seconds, a warning names the operations that some ranks have not submitted;
-            0 for never.
-        stall_abort_s: After this time, in seconds, such an operation fails with an error; 0 for never.
-        dynamic_process_sets: Whether add_process_set and remove_process_set are allowed.
-    """
-
-    cache_capacity: int = 1024
-    fusion_bytes: int = 64 << 20
-    stall_warning_s: float = 60.0
-    stall_abort_s: float = 0.0
-    dynamic_process_sets: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("cache_capacity", "fusion_bytes", "stall_warning_s", "stall_abort_s"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"{name} must not be negative, got {value}")
 
 
 # Horovod's names for the reduction operators, which users pass as `op` ------------------------------------------------

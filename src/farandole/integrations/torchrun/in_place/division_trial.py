@@ -29,7 +29,7 @@ import torch
 
 from farandole.training.collectives.transport import Transport
 from farandole.training.state.step_state import StepState
-from farandole.training.worker.step_loop import reseed
+from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.trial_body import Gradients, TrialBody
 
 _HALVES = ("whole", *("first", "second") * 3)

@@ -14,12 +14,14 @@ from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 from farandole.errors import StepError
 from farandole.integrations.torchrun.in_place.script_samplers import NUMBERED, numbered_sampler, samplers_of
 from farandole.training.collectives import world
-from farandole.training.data.elastic_loader import LoaderHooks, NoLoaderHooks
+from farandole.training.data.boundary_hooks import LoaderHooks, NoLoaderHooks
 from farandole.training.data.listed_batches import ListedBatches
 from farandole.training.data.loader import DataLoader
-from farandole.training.data.sample_order import BatchLayout, Lookup
+from farandole.training.data.partition import BatchLayout
+from farandole.training.data.sample_order import Lookup
 from farandole.training.state import step
-from farandole.training.state.step import GlobalBatch, StepStatus
+from farandole.training.state.batch import GlobalBatch
+from farandole.training.state.step import StepStatus
 
 
 class NoStepInEpoch(StepError):

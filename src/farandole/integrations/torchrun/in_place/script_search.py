@@ -28,7 +28,7 @@ from farandole.integrations.torchrun.in_place.script_places import (
     is_random,
     place_of,
 )
-from farandole.training.state.state_digest import digest_of
+from farandole.training.state.tensor_digest import digest_of
 
 PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _TENSORS = (torch.Tensor, torch.nn.Parameter)

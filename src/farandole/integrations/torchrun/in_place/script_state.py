@@ -31,7 +31,7 @@ from farandole.integrations.torchrun.in_place.script_search import (
 )
 from farandole.integrations.torchrun.in_place.script_tensors import MadeObjects, ScriptTensors
 from farandole.training.collectives import world
-from farandole.training.state.metadata import load_value
+from farandole.training.state.packed_metadata import load_value
 
 logger = logging.getLogger("farandole")
 

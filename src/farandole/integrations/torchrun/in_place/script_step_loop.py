@@ -29,12 +29,13 @@ from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
 from farandole.training.data.listed_batches import ListedBatches
 from farandole.training.state import packing, step
-from farandole.training.state.step import Batch
+from farandole.training.state.batch import Batch
 from farandole.training.state.step_state import StepState
 from farandole.training.state.sync import receive
 from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.newcomer_trial import Trial, Tried, Verdict, judge
-from farandole.training.worker.step_loop import StepLoop, reseed
+from farandole.training.worker.step_loop import StepLoop
+from farandole.training.worker.step_randomness import reseed
 
 logger = logging.getLogger("farandole")
 
