@@ -127,10 +127,11 @@ _HOMES = {
     "integrations.horovod.named.objects": (
         "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters"
     ),
+    "integrations.horovod.named.grouped": "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter",
     "integrations.horovod.named.operations": (
-        "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ grouped_allgather grouped_allreduce "
-        "grouped_allreduce_ grouped_reducescatter join reducescatter sparse_allreduce_async"
+        "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ join reducescatter"
     ),
+    "integrations.horovod.named.sparse": "sparse_allreduce_async",
     "integrations.horovod.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
     "integrations.horovod.named.negotiation": "Adasum Average Max Min Product Sum",
     "integrations.horovod.sync_batch_norm": "SyncBatchNorm",

@@ -167,3 +167,40 @@ def check_an_empty_share_of_set_gradients() -> None:
     other.step()
     refuse_difference(model, plain)
     assert fd.size() > 1
+
+
+# Gradients of a backward pass that a script puts aside, by reference: those of another loss, or of the last step ------
+
+
+def combined(model: torch.nn.Module, x: torch.Tensor, last: list[torch.Tensor]) -> None:
+    """Set each `.grad` to a combination of the gradients of two losses and of the last step, which are left in `last`,
+    as methods that deal with conflicts between losses do."""
+    parameters = list(model.parameters())
+    loss_of(model, x).backward(retain_graph=True)
+    first = [each.grad for each in parameters]
+    for each in parameters:
+        each.grad = None
+    (0.1 * model(x).square().mean()).backward()
+    both = [(one, each.grad) for one, each in zip(first, parameters, strict=True)]
+    for each, (one, other), before in zip(parameters, both, last or [None] * len(both), strict=True):
+        assert one is not None
+        assert other is not None
+        each.grad = one + 2 * other if before is None else one + 2 * other - 0.5 * before
+    last[:] = [one for one, _ in both if one is not None]
+
+
+def check_gradients_that_are_put_aside_do_not_change() -> None:
+    alone = net()
+    optimizer, x, last = torch.optim.SGD(alone.parameters(), lr=0.5), samples(alone), list[torch.Tensor]()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        combined(alone, x, last)
+        optimizer.step()
+    model = net()
+    optimizer, x, last = optimizer_of(model.parameters()), samples(model), []
+    for _ in range(STEPS):
+        for mine in share(1):
+            optimizer.zero_grad()
+            combined(model, x[mine], last)
+            assert optimizer.step() is True
+    refuse_difference(model, alone)

@@ -99,3 +99,36 @@ def test_a_script_that_leads_grad_to_another_memory_does_not_lead_the_bucket_the
     assert all(
         each.grad is not None and each.grad.shape == each.shape and (each.grad == 1).all() for each in parameters
     )
+
+
+def put_aside(buckets: Buckets, parameters: list[torch.Tensor]) -> bool:
+    """Whether the gradients are kept when `.grad` was set to None."""
+    for parameter in parameters:
+        parameter.grad = None
+    return buckets.is_kept()
+
+
+@pytest.mark.parametrize("how", ["itself", "a part", "detached", "in a graph"])
+def test_a_gradient_that_a_script_has_put_aside_is_noticed(how: str) -> None:
+    parameters: list[torch.Tensor] = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    buckets = Buckets(parameters)
+    buckets.show_all()
+    assert not buckets.is_kept()
+    aside: list[torch.Tensor] = []
+    for gradient in (parameters[1].grad,):
+        assert gradient is not None
+        if how == "itself":
+            aside.append(gradient)
+        elif how == "a part":
+            aside.append(gradient[1:])
+        elif how == "detached":
+            aside.append(gradient.detach())
+        else:
+            aside.append((torch.ones(3, requires_grad=True) * gradient).sum())
+    del gradient
+    assert put_aside(buckets, parameters)
+    aside.clear()
+    assert not buckets.is_kept()
+    buckets.cut(8)
+    buckets.show_all()
+    assert not put_aside(buckets, parameters)

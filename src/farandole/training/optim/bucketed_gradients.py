@@ -31,6 +31,9 @@ from farandole.training.state.batch import Batch
 
 logger = logging.getLogger("farandole")
 
+_MOST_OTHERS = 2
+"""Buckets that wait until nobody refers to them any more; further ones belong to whoever does."""
+
 
 class BucketedGradients:
     """Gradients in buckets; see Gradients in step_reduction.py. `.grad` becomes a view of a bucket, so that nothing is
@@ -49,6 +52,8 @@ class BucketedGradients:
         self.parameters = list(names)
         self._buckets = Buckets(self.parameters)
         self._small = SmallGradients(self._buckets, self.parameters)
+        self._are_shown = False  # `.grad` shows the buckets, and nothing was written since
+        self._others: list[tuple[Buckets, SmallGradients]] = []  # buckets whose gradients somebody has put aside
         self._reduce = CompressedReduce(compression)
         self._background = Background()
         self._agreed_in: world.World | None = None
@@ -69,6 +74,8 @@ class BucketedGradients:
         is_final  publish() follows this pass; else `.grad` is zeroed afterwards, so that code which inspects gradients,
                   clips them or steps a GradScaler finds the expected values in each micro-batch
         """
+        if self._are_shown:
+            self._begin_writing()
         if is_final and factor and not adds and self._small.take(parameter, factor):
             return
         self._small.write()
@@ -102,12 +109,31 @@ class BucketedGradients:
 
     def zero(self, parameter: torch.Tensor) -> None:
         """Zero the bucket's part of a parameter that has no gradient."""
+        if self._are_shown:
+            self._begin_writing()
         self._small.write()
         self._buckets.view(parameter).zero_()
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter's `.grad` is its part of a bucket."""
-        return is_same_memory(parameter.grad, self._buckets.view(parameter))
+        all_buckets = (self._buckets, *(each for each, _ in self._others))
+        return any(is_same_memory(parameter.grad, each.view(parameter)) for each in all_buckets)
+
+    def _begin_writing(self) -> None:
+        """Take other buckets if a script has put gradients of these aside, e.g. to combine them with those of another
+        pass, or of the next step."""
+        self._are_shown = False
+        if not self._buckets.is_kept():
+            return
+        former = self._buckets, self._small
+        free = next((each for each in self._others if not each[0].is_kept()), None)
+        if free is None:
+            buckets = Buckets(self.parameters)
+            free = buckets, SmallGradients(buckets, self.parameters)
+        self._others = [former, *(each for each in self._others if each is not free)][:_MOST_OTHERS]
+        self._buckets, self._small = free
+        if self._buckets.least_bytes != former[0].least_bytes:
+            self._buckets.cut(former[0].least_bytes)
 
     def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
         """Complete the buckets: zeros for the parameters that are not filled, unless they keep their gradients."""
@@ -252,6 +278,7 @@ class BucketedGradients:
     def publish(self) -> None:
         """Set every `.grad` to its part of the bucket."""
         self._buckets.show_all()
+        self._are_shown = True
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all gradients, in as few tensors as possible."""

@@ -4,6 +4,7 @@ order of what writes them on a device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +45,10 @@ class Buckets:
 
     flats    the buffers
     buckets  at least one; empty if there are no parameters
+    least_bytes  the size that they have at least
     """
+
+    buckets: list[Bucket]
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._order = list(reversed(parameters))
@@ -63,6 +67,8 @@ class Buckets:
                 self._parts[id(member)] = part
                 begin += part.shape.numel()
         wait_for_device(self.device)  # other streams that write gradients here need not know the current one
+        del view, piece
+        self._known_references, self._known_uses = self._most_references(), self._uses()
         self.cut(0)
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -117,13 +123,36 @@ class Buckets:
     def total_bytes(self) -> int:
         return sum(flat.numel() * flat.element_size() for flat in self.flats)
 
+    def is_kept(self) -> bool:
+        """Return whether somebody else refers to a gradient that show_all() has shown, and that is not `.grad` any
+        more, or to a part of one: it was put aside, and must not change when the next gradients are written."""
+        if self._uses() > self._known_uses:
+            return True
+        if self._most_references() == self._known_references:
+            return False
+        for parameter in self._order:
+            view = self._view[id(parameter)]  # one reference more
+            if sys.getrefcount(view) > self._known_references + 1 and parameter.grad is not view:
+                return True
+        return False
+
+    def _most_references(self) -> int:
+        return max(map(sys.getrefcount, self._view.values()), default=0)
+
+    def _uses(self) -> int:
+        """Return the number of tensors on the buffers."""
+        # Private; torch 2.13 uses it for the memory of CUDA graphs (torch/_inductor/cudagraph_trees.py).
+        return sum(torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats)
+
     def cut(self, least_bytes: int) -> None:
         """Make buckets of at least this size; with 0 one for each dtype."""
+        before, self.least_bytes = self._uses(), least_bytes
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._order]
         groups = cut(sizes, [str(parameter.dtype) for parameter in self._order], least_bytes)
         self.buckets = [self._bucket([self._order[place] for place in group]) for group in groups]
         if not self.buckets:
             self.buckets = [Bucket(torch.empty(0), ())]
+        self._known_uses += self._uses() - before
 
     def _bucket(self, parameters: list[torch.Tensor]) -> Bucket:
         """Make a bucket of parameters that are adjacent in a buffer: they have one dtype, and follow each other."""

@@ -100,6 +100,10 @@ class ShardGradients(BucketedGradients):
         audit = global_batch.audit
         self._audited = {} if audit is None else {shard: {} for shard in _audited(audit, global_batch.place)}
 
+    def _begin_writing(self) -> None:
+        super()._begin_writing()
+        self._rows[0] = self._buckets
+
     def begin_shard(self, batch: Batch) -> None:
         """Begin the shard of a batch, or a batch without one. The shards before it are complete."""
         self._is_audit = batch.is_audit
@@ -112,6 +116,8 @@ class ShardGradients(BucketedGradients):
 
     def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
         """Add `factor` times the parameter's `.grad` to the sums of the shards before it, as the tree requires."""
+        if self._are_shown:  # before there is a reference to a view
+            self._begin_writing()
         view = self._buckets.view(parameter)
         gradient = self._dense_gradient(parameter, view)
         if self._digests is not None:
@@ -129,6 +135,8 @@ class ShardGradients(BucketedGradients):
             self._shown.show(parameter)
 
     def _put_leaf(self, parameter: torch.Tensor, gradient: torch.Tensor, factor: float) -> None:
+        if self._are_shown:
+            self._begin_writing()
         leaf, key = self._leaves[self._index], id(parameter)
         if not factor:
             gradient.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
