@@ -127,7 +127,9 @@ _HOMES = {
     "integrations.horovod.named.objects": (
         "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters"
     ),
-    "integrations.horovod.named.grouped": "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter",
+    "integrations.horovod.named.grouped": (
+        "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter"
+    ),
     "integrations.horovod.named.operations": (
         "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ join reducescatter"
     ),

@@ -119,6 +119,36 @@ _STEPS = {
                 optimizer.zero_grad()
             """,
     ),
+    "steps-accumulate-and-skip": Piece(
+        before=Piece.before + "\nupdates = 0",
+        body="""
+            if epoch == 0 and it == 3 and dist.get_rank() == 0:
+                x = x * float("nan")
+            with model.no_sync() if it % 2 == 0 else torch.enable_grad():
+                (F.cross_entropy(model(x), y) / 2).backward()
+            if it % 2 == 1:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if torch.isfinite(norm):
+                    optimizer.step()
+                    updates += 1
+                optimizer.zero_grad()
+            """,
+        end="report(model=model, updates=updates)",
+    ),
+    "steps-accumulate-zero-first-and-skip": Piece(
+        before=Piece.before + "\nupdates = 0",
+        body="""
+            if epoch == 1 and it == 2 and dist.get_rank() == 1:
+                x = x * float("inf")
+            if it % 2 == 0:
+                optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) / 2).backward()
+            if it % 2 == 1 and torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+                optimizer.step()
+                updates += 1
+            """,
+        end="report(model=model, updates=updates)",
+    ),
     "steps-accumulate-counted": Piece(
         before=Piece.before
         + """
@@ -553,6 +583,28 @@ if steps % 5 == 0:
             optimizer.step()
             """,
     ),
+    "losses-of-padded-rows": Piece(
+        data="""
+            def padded(rows):
+                x = nn.utils.rnn.pad_sequence([x[: 2 + int(y) * 3 + int(x[0] > 0)] for x, y in rows], batch_first=True)
+                return x, torch.stack([y for _, y in rows])
+
+            dataset = Rows()
+            sampler = DistributedSampler(dataset, seed=1)
+            loader = DataLoader(dataset, BATCH, sampler=sampler, collate_fn=padded)
+            """,
+        model="""
+            net = nn.Linear(1, 2)
+            model = DDP(net)
+            """,
+        body="""
+            scores = model(x.unsqueeze(2))
+            loss = F.cross_entropy(scores.flatten(0, 1), (x > 0.2).long().flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            """,
+    ),
     "losses-of-later-epochs": Piece(
         body="""
             mean, total = F.cross_entropy(model(x), y), F.cross_entropy(model(x), y, reduction="sum")
@@ -628,6 +680,29 @@ if steps % 5 == 0:
 
             look_back(optimizer)
             """,
+    ),
+    "states-in-memory": Piece(
+        top="""
+            import array, collections, contextvars, ctypes
+
+            HELD = contextvars.ContextVar("held", default=0)
+            table, window, text = np.zeros((2, 3)), np.zeros(5)[1:3], bytearray(4)
+            numbers, number, counter = array.array("l", [0, 0]), ctypes.c_long(0), collections.Counter()
+            """,
+        body="""
+HELD.set(HELD.get() + 1)
+table[1] += 1
+window[:] += 1
+text[0] += 1
+numbers[1] += 1
+number.value += 1
+counter["bodies"] += 1
+counts = [HELD.get(), table[1, 2], window[0], text[0], numbers[1], number.value, counter["bodies"]]
+for group in optimizer.param_groups:
+    group["lr"] = LR * 0.98 ** float(sum(counts))
+"""
+        + Piece.body,
+        end="report(model=model, counts=[float(each) for each in counts])",
     ),
     "states-of-the-data-set": Piece(
         top="""
@@ -730,6 +805,10 @@ if steps % 5 == 0:
     "states-array": Piece(
         before=Piece.before + "\ncalls = array.array('l', [0])",
         body="calls[0] += 1\nx = x / (1 + 0.01 * calls[0])\n" + Piece.body,
+    ),
+    "states-file-in-memory": Piece(
+        before=Piece.before + "\ncalls = io.BytesIO()",
+        body="calls.write(b'.')\nx = x / (1 + 0.01 * calls.tell())\n" + Piece.body,
     ),
     "states-learnable-scale": Piece(
         model="""

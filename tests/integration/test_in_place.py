@@ -553,7 +553,10 @@ def test_batches_that_all_ranks_leave_out_are_told_the_first_of_the_job_included
 
 @pytest.mark.parametrize(
     ("piece", "reason"),
-    [("generator", "main().temperature, a generator, goes on in the loop body"), ("array", "with equal samples, ")],
+    [
+        ("generator", "main().temperature, a generator, goes on in the loop body"),
+        ("file-in-memory", "with equal samples, "),
+    ],
 )
 def test_a_newcomer_that_lacks_what_the_others_have_trains_nothing(tmp_path: Path, piece: str, reason: str) -> None:
     script = tmp_path / f"{piece}.py"
@@ -570,7 +573,10 @@ def test_a_newcomer_that_lacks_what_the_others_have_trains_nothing(tmp_path: Pat
     ("piece", "at"),
     [
         ("steps-accumulate-counted", "1:2"),
+        ("steps-accumulate-and-skip", "1:3"),
         ("steps-accumulate-sum", "1:3"),
+        ("losses-of-padded-rows", "1:2"),
+        ("states-in-memory", "1:2"),
         ("states-momentum-by-data", "0:0"),
         ("states-center-of-own-part", "1:2"),
         ("states-target-frozen-after-wrapping", "1:2"),

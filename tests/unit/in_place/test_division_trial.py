@@ -31,7 +31,7 @@ def tried(
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), *layers, torch.nn.Linear(8, CLASSES)).double()
     x, y = torch.randn(samples, 6, dtype=torch.float64), torch.arange(samples) % CLASSES
-    trial = DivisionTrial(State(model), 5, Sizes(FEW, (3, NOW), last), lambda rows: (x[rows], y[rows]), dict, 1)  # type: ignore[arg-type]
+    trial = DivisionTrial(State(model), 5, Sizes(FEW, (3, NOW), last), lambda rows: (x[rows], y[rows]), False, dict, 1)  # type: ignore[arg-type]
     for bodies in range(1, 20):
         model.zero_grad()
         seen[0] = trial.workers_seen() or NOW

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from farandole.errors import ConfigError
+from farandole.integrations.horovod.settings_file import read_config_file
 from farandole.job.launch.arguments import parse_run
-from farandole.job.launch.settings_file import read_config_file
 
 EVERYTHING = """
 controller: gloo

@@ -317,6 +317,8 @@ class DdpPath:
         self._notice(batch)
         if step.is_aborted() or (batch.global_batch.micro_batches == 1 and not batch.is_padding):
             return True
+        if step.drops_reduced(batch):
+            return True
         if batch.is_padding:
             return False
         if step.is_shared():  # e.g. gradients of a generator's loss in the discriminator

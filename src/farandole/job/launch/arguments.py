@@ -33,6 +33,7 @@ from farandole.integrations.horovod.horovod_settings import (
     variables,
     without_effect,
 )
+from farandole.integrations.horovod.settings_file import read_config_file
 from farandole.job.engines.host_list import HostSlots, PodSelection, SshSettings, parse_hostfile, parse_hosts
 from farandole.job.launch.command import alias_environment, checked
 from farandole.job.launch.joining import (
@@ -48,7 +49,6 @@ from farandole.job.launch.joining import (
 )
 from farandole.job.launch.page_address import PageOptions, page_options
 from farandole.job.launch.run_parser import CHECKPOINT_DEFAULTS, PROGRESS, STATE_PATIENCE_S, run_parser, unused_options
-from farandole.job.launch.settings_file import read_config_file
 from farandole.registry import factory
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Schedules of the ring: which part of a tensor moves in which step. Pure."""
+"""Schedules of the ring: which part of a tensor moves in which step."""
 
 from __future__ import annotations
 

@@ -445,6 +445,8 @@ class LoaderPath:
         if self._status is _APPLIED or step.is_aborted():
             return True
         self._reduction.refuse_half_reduced()
+        if (batch.is_padding or batch.global_batch.is_divided) and step.drops_reduced(batch):
+            return True
         if batch.is_padding:
             return False
         if self._body is BodyStatus.PASSED and (not batch.global_batch.is_divided or step.is_shared()):

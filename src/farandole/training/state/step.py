@@ -164,6 +164,7 @@ class _OpenStep:
     is_without_pass: bool = False  # ... for none of them
     is_left_out: bool = False  # by all workers
     has_early_step: bool = False  # step() was called before the last micro-batch
+    is_dropped: bool = False  # zero_grad() was called when its gradients were reduced, and no step() before
     has_inf: bool = False  # an optimizer has skipped its update, since a GradScaler has found inf or NaN
     has_updated: bool = False  # an optimizer has not
 
@@ -178,7 +179,7 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
     if batch.index == 0:
         _forget()
         _step.passed, _step.has_untrained, _step.is_without_pass = 0, False, False
-        _step.has_inf = _step.has_updated = _step.is_left_out = _step.has_early_step = False
+        _step.has_inf = _step.has_updated = _step.is_left_out = _step.has_early_step = _step.is_dropped = False
     else:
         for participant in _step.participants:
             participant.begin_micro_batch()
@@ -273,6 +274,23 @@ def note_early_step() -> None:
 def has_early_step() -> bool:
     """Return whether step() was called before the last micro-batch of the global batch."""
     return _step.has_early_step
+
+
+def drops_reduced(batch: Batch) -> bool:
+    """Return whether zero_grad(), which is called now, drops the gradients of the global batch: they are reduced, and
+    the script has decided against step(), e.g. since their norm is not finite. In a padding it may be about to
+    accumulate, unless its bodies are as many for each step as without Farandole."""
+    if _step.status is not REDUCED or not batch.is_last or is_shared():
+        return False
+    if batch.is_padding and not batch.global_batch.added:
+        return False
+    _step.is_dropped = True
+    return True
+
+
+def is_dropped() -> bool:
+    """Return whether the script has dropped the gradients of the step; all workers leave the batch out then."""
+    return _step.is_dropped
 
 
 def refuse_unknown_scaler() -> None:

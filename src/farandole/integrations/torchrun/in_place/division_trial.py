@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from farandole.training.collectives.transport import Transport
+from farandole.training.data.augmentation import generators_kept
 from farandole.training.state.step_state import StepState
 from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.trial_body import Gradients, TrialBody
@@ -78,6 +79,7 @@ class DivisionTrial:
     """The trial on this worker, from before the first of its bodies to the end of the last.
 
     collated    returns a batch of samples of the data set
+    is_collated_by_script  with a collate_fn of its own
     states      returns the digests of the script's tensors
     generation  the number of the generation in which it began
 
@@ -93,9 +95,11 @@ class DivisionTrial:
         seed: int,
         sizes: Sizes,
         collated: Callable[[Sequence[int]], Any],
+        is_collated_by_script: bool,
         states: Callable[[], dict[str, int]],
         generation: int,
     ) -> None:
+        self._is_collated_by_script = is_collated_by_script
         self._state, self._seed, self._sizes, self._collated = state, seed, sizes, collated
         self._body = TrialBody(state.modules(), torch.clone)
         self._states, self._before = states, dict[str, int]()
@@ -141,7 +145,13 @@ class DivisionTrial:
             return data
         rows = self._rows()
         divided = rows_of(self._data, len(self._samples), rows)
-        return self._collated([self._samples[row] for row in rows]) if divided is None else divided
+        if divided is not None and not self._is_collated_by_script:
+            return divided
+        with generators_kept():
+            collated = self._collated([self._samples[row] for row in rows])
+        # Rows are taken as they are, with the random numbers of the data set, unless the script's collate_fn gives them
+        # another form in a smaller batch: it may pad them to the longest one.
+        return collated if divided is None or _shapes(collated) != _shapes(divided) else divided
 
     def _rows(self) -> list[int]:
         rows, half = range(len(self._samples)), len(self._samples) // 2
@@ -263,6 +273,15 @@ def rows_of(data: Any, samples: int, rows: Sequence[int]) -> Any:
         if len(data) == samples and not hasattr(data, "_fields"):
             return type(data)(data[row] for row in rows)
     return None
+
+
+def _shapes(data: Any) -> Any:
+    """Return the shapes of the tensors in a batch."""
+    if isinstance(data, torch.Tensor):
+        return data.shape
+    if isinstance(data, Mapping):
+        return {key: _shapes(each) for key, each in data.items()}
+    return [_shapes(each) for each in data] if isinstance(data, (list, tuple)) else None
 
 
 def _like(data: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:

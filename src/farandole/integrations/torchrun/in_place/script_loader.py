@@ -338,6 +338,10 @@ class ScriptLoader(DataLoader):
             return data
         return self.change(data, self.indices)
 
+    @property
+    def is_collated_by_script(self) -> bool:
+        return self.theirs.collate_fn is not default_collate
+
     def collated(self, indices: Sequence[int]) -> Any:
         """Return a batch of these samples as the script's DataLoader makes one; read by this process."""
         collate: Callable[[list[Any]], Any] = self.theirs.collate_fn

@@ -9,8 +9,9 @@ import hashlib
 import sys
 import sysconfig
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
+from contextvars import ContextVar
 from pathlib import Path
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from farandole.integrations.torchrun.in_place.script_frames import frames_of_script, set_locals
+from farandole.integrations.torchrun.in_place.script_memory import (
+    as_tensor,
+    is_memory,
+    read_context,
+    read_memory,
+    shared_data,
+    write_memory,
+)
 from farandole.integrations.torchrun.in_place.script_places import (
     copied,
     generators_of_process,
@@ -73,6 +82,10 @@ class Holder:
             return {key: value for key, value in dict(target).items() if not key.startswith("__")}
         if self.kind == "set":
             return {"": frozenset(target)}
+        if self.kind == "memory":
+            return {"": read_memory(target)}
+        if self.kind == "context":
+            return read_context(target)
         # Not dict(target): a class may construct what it is asked for, as that of transformers' activations does.
         return dict(dict.items(target)) if self.kind == "dict" else dict(enumerate(target))
 
@@ -89,7 +102,14 @@ class Holder:
         elif self.kind == "cell":
             target.cell_contents = values[""]
         elif self.kind in ("dict", "globals"):
-            target.update(values)
+            if isinstance(target, Counter):
+                dict.update(target, values)  # its own method adds
+            else:
+                target.update(values)
+        elif self.kind == "memory":
+            write_memory(target, values[""])
+        elif self.kind == "context":
+            target.set(values[""])
         elif self.kind == "set":
             target.clear()
             target.update(values[""])
@@ -125,7 +145,7 @@ class Holder:
     def name_of(self, key: Any) -> str:
         if self.kind in ("frame", "object", "globals", "function", "data"):
             return f"{self.path}.{key}" if self.path else str(key)
-        return self.path if self.kind == "cell" else f"{self.path}[{key!r}]"
+        return self.path if self.kind in ("cell", "memory", "context") else f"{self.path}[{key!r}]"
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -297,6 +317,10 @@ def holder_of(path: str, value: Any) -> Holder | None:
         return Holder(path, value, "function") if is_own and _kept_by(value) else None
     if isinstance(value, MethodType):
         return holder_of(path, value.__self__)
+    if isinstance(value, ContextVar):
+        return Holder(path, value, "context")
+    if is_memory(data := shared_data(value)):
+        return Holder(path, data, "memory")
     if isinstance(value, type):
         is_own = _is_of_own_module(value) and not issubclass(value, enum.Enum)
         return Holder(path, value, "object") if is_own else None
@@ -385,6 +409,12 @@ class Found:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors, by name."""
         return {name: each for name, (_, _, each) in self.entries.items() if isinstance(each, torch.Tensor)}
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, and arrays of NumPy as tensors, by name."""
+        arrays = {name: each for name, (_, _, each) in self.entries.items() if isinstance(each, np.ndarray)}
+        as_tensors = ((name, as_tensor(each)) for name, each in arrays.items())
+        return {**self.tensors(), **{name: each for name, each in as_tensors if each is not None}}
 
 
 def kept_of(values: dict[Any, Any]) -> dict[Any, Any]:

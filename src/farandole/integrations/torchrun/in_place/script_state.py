@@ -174,7 +174,7 @@ class ScriptState:
         if self._last is not None:
             self._changed |= {name for name, each in digests.items() if self._last.get(name) != each}
         self._last = digests
-        self._tensors.learn(found.tensors(), digests)
+        self._tensors.learn(found.memory(), digests)
         self._take_places(found.randoms, found.generators)
         return found
 

@@ -555,7 +555,9 @@ class InPlaceLoop(StepLoop):
             seed, number = loader.seed + self._state.step, world.current().id.number
             sizes = _sizes_of(loader.listed, world.current().placement)
             tensors = self._script.digests_of_tensors
-            self._division = DivisionTrial(self._state, seed, sizes, loader.collated, tensors, number)
+            self._division = DivisionTrial(
+                self._state, seed, sizes, loader.collated, loader.is_collated_by_script, tensors, number
+            )
         if workers := self._division.workers_seen():
             here = self._apart = world.current()
             world.enter(echo_world(here, min(here.placement.rank, workers - 1), workers))

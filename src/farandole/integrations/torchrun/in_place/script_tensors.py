@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from farandole.integrations.torchrun.in_place.script_memory import is_same
 from farandole.integrations.torchrun.in_place.script_search import (
     MOST_HOLDERS,
     PLAIN,
@@ -79,7 +80,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _small(found: Found) -> list[torch.Tensor]:
-    return [each for each in found.tensors().values() if each.nbytes <= _SMALL_BYTES]
+    return [each for each in found.memory().values() if each.nbytes <= _SMALL_BYTES]
 
 
 class ScriptTensors:
@@ -115,7 +116,11 @@ class ScriptTensors:
     def learn(self, tensors: Mapping[str, torch.Tensor], digests: Mapping[str, int]) -> None:
         """Watch these tensors from now on, and find out what the next loop body changes."""
         self._has_learned |= bool(self._live)
-        same = {name for name, each in tensors.items() if self._live.get(name) is each}
+        arrays = {name for name, each in tensors.items() if hasattr(each, "_array")}
+        digests = {**digests, **{name: digest(tensors[name]) for name in arrays}}
+        same = {name for name, each in tensors.items() if is_same(self._live.get(name), each)}
+        # autograd counts no writes to an array: those that are cheap to copy may always be written.
+        self._early |= {name for name in arrays if tensors[name].nbytes <= _SMALL_BYTES}
         changed = {name for name in same if self._digests[name] != digests[name]}
         self._lasting |= {name for name in changed if tensors[name].numel() > 1}
         self._late |= changed - self._early

@@ -11,13 +11,13 @@ from farandole.base.config import JobConfig
 from farandole.base.env import read_start_timeout_s
 from farandole.integrations.horovod.horovod_settings import SETTINGS, Given, check
 from farandole.integrations.horovod.horovodrun import main as _horovodrun
+from farandole.integrations.horovod.settings_file import read_config_file
 from farandole.job.engines.host_list import SshSettings
 from farandole.job.launch.arguments import split_command
 from farandole.job.launch.command import checked
 from farandole.job.launch.output import output_options
 from farandole.job.launch.run_function import FunctionFailed, chosen_hosts, run_and_wait, run_function, start_by_ssh
 from farandole.job.launch.run_parser import run_parser
-from farandole.job.launch.settings_file import read_config_file
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner.common.util import config_parser
 from horovod.runner.elastic import driver

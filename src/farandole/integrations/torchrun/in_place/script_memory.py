@@ -1,0 +1,75 @@
+"""Values whose bytes a script changes in place, and that are no tensors: arrays of NumPy and of Python, C's data.
+
+Arrays of NumPy are looked at as tensors of the same memory. Of the others, which are small, all bytes are remembered.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+
+_MOST_BYTES = 1 << 20  # of an array of Python that is brought back
+_KINDS_OF_NUMBERS = "?bBhHiIlLqQfdg"  # codes of ctypes' types without pointers
+
+
+def is_memory(value: object) -> bool:
+    """Return whether a value has bytes that read() and write() know."""
+    if isinstance(value, bytearray | array.array):
+        return len(memoryview(value).cast("B")) <= _MOST_BYTES
+    return isinstance(value, ctypes._SimpleCData | ctypes.Array) and _has_numbers(type(value))
+
+
+def shared_data(value: Any) -> Any:
+    """Return the data of a multiprocessing.Value or Array, which a lock guards; every other value as it is."""
+    shared = sys.modules.get("multiprocessing.sharedctypes")
+    return value.get_obj() if shared is not None and isinstance(value, shared.SynchronizedBase) else value
+
+
+def read_memory(value: Any) -> bytes:
+    return bytes(memoryview(value).cast("B")) if isinstance(value, bytearray | array.array) else bytes(value)
+
+
+def write_memory(value: Any, data: bytes) -> None:
+    """Give a value the bytes that read_memory() has returned."""
+    if isinstance(value, bytearray):
+        value[:] = data
+    elif isinstance(value, array.array):
+        value[:] = array.array(value.typecode, data)
+    else:
+        ctypes.memmove(ctypes.addressof(value), data, len(data))
+
+
+def read_context(variable: ContextVar[Any]) -> dict[str, Any]:
+    """Return the value of a context variable, by an empty name; nothing where it has none."""
+    try:
+        return {"": variable.get()}
+    except LookupError:
+        return {}
+
+
+def as_tensor(value: np.ndarray) -> torch.Tensor | None:
+    """Return a tensor of the memory of an array; None where torch cannot have it."""
+    if not value.flags.writeable or value.dtype == object or not value.size:
+        return None
+    try:
+        tensor = torch.from_numpy(value.view(np.uint8) if value.flags.c_contiguous else value)
+    except (TypeError, ValueError):  # e.g. rows of a table, one after the other
+        return None
+    tensor._array = value  # type: ignore[attr-defined] # by which it is known again: it is made anew in each search
+    return tensor
+
+
+def is_same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Return whether both are the same tensor, or tensors of the same array."""
+    return one is other or getattr(one, "_array", one) is getattr(other, "_array", other)
+
+
+def _has_numbers(kind: Any) -> bool:
+    inner = getattr(kind, "_type_", None)
+    return inner in _KINDS_OF_NUMBERS if isinstance(inner, str) else inner is not None and _has_numbers(inner)
