@@ -58,7 +58,7 @@ def as_tensor(value: np.ndarray) -> torch.Tensor | None:
     if not value.flags.writeable or value.dtype == object or not value.size:
         return None
     try:
-        tensor = torch.from_numpy(value.view(np.uint8) if value.flags.c_contiguous else value)
+        tensor = torch.from_numpy(value.reshape(-1).view(np.uint8) if value.flags.c_contiguous else value)
     except (TypeError, ValueError):  # e.g. rows of a table, one after the other
         return None
     tensor._array = value  # type: ignore[attr-defined] # by which it is known again: it is made anew in each search

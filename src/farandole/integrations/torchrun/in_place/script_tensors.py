@@ -20,6 +20,7 @@ from farandole.integrations.torchrun.in_place.script_search import (
 )
 
 _EMPTY = PLAIN | {torch.Tensor, torch.nn.Parameter}  # types that hold nothing
+_MOST_ARRAYS = 200  # of NumPy, that are copied at each boundary; of more, those that have been seen to change
 _SMALL_BYTES = 64 << 10  # most of a tensor in an object that a loop body has made
 
 
@@ -120,7 +121,8 @@ class ScriptTensors:
         digests = {**digests, **{name: digest(tensors[name]) for name in arrays}}
         same = {name for name, each in tensors.items() if is_same(self._live.get(name), each)}
         # autograd counts no writes to an array: those that are cheap to copy may always be written.
-        self._early |= {name for name in arrays if tensors[name].nbytes <= _SMALL_BYTES}
+        if len(arrays) <= _MOST_ARRAYS:
+            self._early |= {name for name in arrays if tensors[name].nbytes <= _SMALL_BYTES}
         changed = {name for name in same if self._digests[name] != digests[name]}
         self._lasting |= {name for name in changed if tensors[name].numel() > 1}
         self._late |= changed - self._early

@@ -1,0 +1,104 @@
+"""Bytes that are no tensors are read, and written back in place."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import multiprocessing
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from farandole.integrations.torchrun.in_place.script_memory import (
+    as_tensor,
+    is_memory,
+    is_same,
+    read_context,
+    read_memory,
+    shared_data,
+    write_memory,
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        bytearray(b"abc"),
+        bytearray(),
+        array.array("d", [1.5, 2.5]),
+        array.array("l"),
+        ctypes.c_long(7),
+        ctypes.c_double(0.5),
+        (ctypes.c_int * 3)(1, 2, 3),
+        ((ctypes.c_int * 2) * 2)(),
+    ],
+    ids=repr,
+)
+def test_what_was_read_can_be_written_back(value: Any) -> None:
+    assert is_memory(value)
+    before = read_memory(value)
+    if isinstance(value, bytearray):
+        value += b"more"
+    elif isinstance(value, array.array):
+        value.append(1)
+    else:
+        ctypes.memset(ctypes.addressof(value), 1, ctypes.sizeof(value))
+    assert read_memory(value) != before
+    write_memory(value, before)
+    assert read_memory(value) == before
+
+
+@pytest.mark.parametrize(
+    "value", [ctypes.c_char_p(b"a"), ctypes.pointer(ctypes.c_int(1)), b"abc", [1], bytearray(2 << 20)]
+)
+def test_pointers_what_cannot_change_and_large_ones_are_none_of_these(value: Any) -> None:
+    assert not is_memory(value)
+
+
+def test_shared_numbers_are_those_behind_the_lock() -> None:
+    shared = multiprocessing.Value("l", 3)
+    assert is_memory(shared_data(shared))
+    before = read_memory(shared_data(shared))
+    shared.value = 9
+    write_memory(shared_data(shared), before)
+    assert shared.value == 3
+
+
+def test_a_context_variable_without_a_value_has_none() -> None:
+    assert read_context(ContextVar("empty")) == {}
+    assert read_context(ContextVar("number", default=2)) == {"": 2}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros(()),
+        np.zeros(3),
+        np.zeros((4, 5))[1:3, ::2],
+        np.zeros(2, dtype="U3"),
+        np.zeros(2, dtype="datetime64[s]"),
+    ],
+    ids=["a number", "whole", "every second one", "texts", "dates"],
+)
+def test_a_tensor_of_an_array_has_its_memory(value: Any) -> None:
+    before, tensor = value.copy(), as_tensor(value)
+    assert tensor is not None
+    kept = tensor.clone()
+    value[...] = np.ones(1).astype(value.dtype)[0]
+    assert not np.array_equal(value, before)
+    tensor.copy_(kept)
+    assert np.array_equal(value, before)
+    again = as_tensor(value)
+    assert again is not None
+    assert is_same(tensor, again)
+    assert not is_same(tensor, torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros(0), np.array([None]), np.broadcast_to(np.zeros(1), (3,)), np.zeros(4)[::-1]]
+)
+def test_an_array_that_torch_cannot_have_or_nobody_can_write_is_left_out(value: Any) -> None:
+    assert as_tensor(value) is None
