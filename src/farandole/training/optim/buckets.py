@@ -57,19 +57,22 @@ class Buckets:
         self._view: dict[int, torch.Tensor] = {}
         self._parts: dict[int, Part] = {}
         for number, (dtype, members) in enumerate(_by_dtype(self._order).items()):
-            sizes = [member.numel() for member in members]
-            flat = shareable_zeros(sum(sizes), dtype, self.device)
+            flat = shareable_zeros(sum(member.numel() for member in members), dtype, self.device)
             self.flats.append(flat)
-            begin = 0
-            for member, piece in zip(members, torch.split(flat, sizes), strict=True):
-                self._view[id(member)] = view = laid_out(piece, member)
-                part = Part((number, begin), view.shape, view.stride(), dtype, view.data_ptr())
-                self._parts[id(member)] = part
-                begin += part.shape.numel()
+            self._lay_out(number, flat, members)
         wait_for_device(self.device)  # other streams that write gradients here need not know the current one
-        del view, piece
-        self._known_references, self._known_uses = self._most_references(), self._uses()
+        # Of our own, as this Python counts them.
+        self._known_references = max(map(sys.getrefcount, self._view.values()), default=0), self._most_apart()
+        self._known_uses = self._uses()
         self.cut(0)
+
+    def _lay_out(self, number: int, flat: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
+        sizes, begin = [member.numel() for member in members], 0
+        for member, piece in zip(members, torch.split(flat, sizes), strict=True):
+            self._view[id(member)] = view = laid_out(piece, member)
+            part = Part((number, begin), view.shape, view.stride(), flat.dtype, view.data_ptr())
+            self._parts[id(member)] = part
+            begin += part.shape.numel()
 
     def view(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the buffer part for the parameter's gradient; same shape, dtype and order in memory."""
@@ -128,16 +131,17 @@ class Buckets:
         more, or to a part of one: it was put aside, and must not change when the next gradients are written."""
         if self._uses() > self._known_uses:
             return True
-        if self._most_references() == self._known_references:
-            return False
-        for parameter in self._order:
-            view = self._view[id(parameter)]  # one reference more
-            if sys.getrefcount(view) > self._known_references + 1 and parameter.grad is not view:
-                return True
-        return False
+        counts = map(sys.getrefcount, self._view.values())  # the fast way, in which `.grad` itself may count
+        return max(counts, default=0) > self._known_references[0] and self._most_apart() > self._known_references[1]
 
-    def _most_references(self) -> int:
-        return max(map(sys.getrefcount, self._view.values()), default=0)
+    def _most_apart(self) -> int:
+        """Return the most references to a view that is not `.grad`."""
+        most = 0
+        for parameter in self._order:
+            view = self._view[id(parameter)]
+            if parameter.grad is not view:
+                most = max(most, sys.getrefcount(view))
+        return most
 
     def _uses(self) -> int:
         """Return the number of tensors on the buffers."""
