@@ -35,7 +35,7 @@ from farandole.integrations.torchrun.in_place.script_memory import (
         (ctypes.c_int * 3)(1, 2, 3),
         ((ctypes.c_int * 2) * 2)(),
     ],
-    ids=repr,
+    ids=["bytes", "no bytes", "doubles", "no longs", "a long", "a double", "ints", "rows of ints"],
 )
 def test_what_was_read_can_be_written_back(value: Any) -> None:
     assert is_memory(value)
