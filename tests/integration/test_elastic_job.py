@@ -218,15 +218,14 @@ def shared_memory_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("torch_*")}
 
 
-def abandoned(before: set[str]) -> set[str]:
-    """New files whose makers are gone, after a moment: those of the tests that run beside come and go."""
-    deadline_s = time.monotonic() + 10
-    while True:
+def wait_until_none_is_abandoned(before: set[str]) -> None:
+    """No new file is left whose maker is gone: those of the tests that run beside come and go."""
+
+    def abandoned() -> set[str]:
         new = shared_memory_files() - before
-        found = {name for name in new if not Path("/proc", name.split("_")[1]).exists()}
-        if not found or time.monotonic() > deadline_s:
-            return found
-        time.sleep(0.1)
+        return {name for name in new if not Path("/proc", name.split("_")[1]).exists()}
+
+    wait_until(lambda: not abandoned(), "files in /dev/shm whose makers are gone", 20)
 
 
 def test_killed_workers_leave_no_files_behind(tmp_path: Path, temp_folder: Path) -> None:
@@ -240,7 +239,7 @@ def test_killed_workers_leave_no_files_behind(tmp_path: Path, temp_folder: Path)
         assert list(temp_folder.glob("*/listener-*")), "loader workers pass tensors through the job's own folder"
         running.finish()
     assert list(temp_folder.iterdir()) == []
-    assert abandoned(before) == set()
+    wait_until_none_is_abandoned(before)
 
 
 def test_kill_9_of_the_launcher_leaves_nothing_behind(tmp_path: Path, temp_folder: Path) -> None:
@@ -252,7 +251,7 @@ def test_kill_9_of_the_launcher_leaves_nothing_behind(tmp_path: Path, temp_folde
         running.process.wait(10)
         wait_until_gone(str(tmp_path))
     wait_until(lambda: not list(temp_folder.iterdir()), f"left behind in {temp_folder}")
-    assert abandoned(before) == set()
+    wait_until_none_is_abandoned(before)
 
 
 def test_ctrl_c_ends_the_job_and_leaves_nothing_behind(tmp_path: Path, temp_folder: Path) -> None:
@@ -264,7 +263,7 @@ def test_ctrl_c_ends_the_job_and_leaves_nothing_behind(tmp_path: Path, temp_fold
         wait_until_gone(str(tmp_path))
     assert "Traceback" not in (tmp_path / "output").read_text()
     assert list(temp_folder.iterdir()) == []
-    assert abandoned(before) == set()
+    wait_until_none_is_abandoned(before)
 
 
 def wait_for_line(path: Path, pattern: str, timeout_s: float = 60.0) -> re.Match[str]:

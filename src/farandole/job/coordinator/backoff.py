@@ -1,4 +1,10 @@
-"""Backoff: a broken device must not cost the others a regroup every few seconds. Pure."""
+"""Backoff: a broken device must not cost the others a regroup every few seconds. Pure.
+
+A healthy worker is always replaced at once: a worker that lived for HEALTHY_S inside its elastic function, or that held
+the state and was killed by SIGKILL, which its own code never does. The first unhealthy worker is replaced at once, too.
+From the second in a row on the slot stays empty for FIRST_BACKOFF_S, then for twice as long with each further one, up
+to LONGEST_BACKOFF_S.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +13,6 @@ import signal
 from farandole.base.events import SlotBackoff
 from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Transition
-
-#
-# A healthy worker is always replaced at once: a worker that lived for HEALTHY_S inside its elastic function, or that
-# held the state and was killed by SIGKILL, which its own code never does. The first unhealthy worker is replaced at
-# once, too. From the second in a row on the slot stays empty for FIRST_BACKOFF_S, then for twice as long with each
-# further one, up to LONGEST_BACKOFF_S.
 
 HEALTHY_S = 1.0
 FIRST_BACKOFF_S = 1.0

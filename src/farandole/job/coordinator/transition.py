@@ -1,5 +1,12 @@
 """A transition of the job: its new state, and the actions that the coordinator's shell carries out, in this order.
-Pure."""
+Pure.
+
+A decision in progress: the job so far, and the actions that it requires. A Transition exists only inside one `decide`.
+
+The job that a decision begins with, and the one that it ends with, are never changed. In between, the mappings of
+workers and slots belong to the transition: it copies each of them once, before the first change, so that a further
+change costs the same in a job of any size.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +18,6 @@ from typing import Any, Literal, TypeAlias
 from farandole.base.events import Event, JobEnds
 from farandole.base.wire.messages import ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
 from farandole.job.coordinator.job import Ending, Job, Slot, SlotUse, Worker
-
-#
-# A decision in progress: the job so far, and the actions that it requires. A Transition exists only inside one
-# `decide`.
-#
-# The job that a decision begins with, and the one that it ends with, are never changed. In between, the mappings of
-# workers and slots belong to the transition: it copies each of them once, before the first change, so that a further
-# change costs the same in a job of any size.
-
 
 # After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.
 REAP_S = 5.0

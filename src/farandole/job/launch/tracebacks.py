@@ -1,4 +1,9 @@
-"""Tracebacks in the output of workers."""
+"""Tracebacks in the output of workers.
+
+Tracebacks that several workers print are shown once; the others get one line that says so.
+
+One bug in a training script makes every worker print it, mixed with the others.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
-
-#
-# Tracebacks that several workers print are shown once; the others get one line that says so.
-#
-# One bug in a training script makes every worker print it, mixed with the others.
 
 HOLD_S = 0.2
 """A traceback is held back for at most this long after its last line."""

@@ -1,4 +1,4 @@
-"""The listener for data connections, and the callers that wait there."""
+"""The socket at which a worker's peers dial it, over all generations, and the callers that are not in a ring yet."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from farandole.training.collectives.encrypted_socket import (
     encrypted,
     is_ready,
 )
-
-#
-# The socket at which a worker's peers dial it, over all generations, and the callers that are not in a ring yet.
 
 _BACKLOG = 1024  # no thread accepts while another one holds the interpreter
 _SILENT_S = 5  # a caller that connects and sends nothing stays out of the backlog for at least this time

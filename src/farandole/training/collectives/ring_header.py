@@ -1,4 +1,8 @@
-"""The header of each operation of a ring, by which the ranks agree that they do the same."""
+"""The header in front of every operation on a ring, by which neighbours detect a mismatch.
+
+All ranks send the same header for the same call, so one comparison of bytes checks everything: operation, dtype, size,
+source, length of the trailer, and the number of earlier operations.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,6 @@ from typing import NamedTuple
 
 from farandole.training.collectives.connection_pair import DTYPES
 from farandole.training.collectives.transport import Reduction
-
-#
-# The header in front of every operation on the ring, by which neighbours detect a mismatch.
-#
-# All ranks send the same header for the same call, so one comparison of bytes checks everything: operation, dtype,
-# size, source, length of the trailer, and the number of earlier operations.
 
 _LAYOUT = struct.Struct("!4sBBHQQQ")
 _MAGIC = b"Frd1"

@@ -1,4 +1,11 @@
-"""Schedules of the ring: which part of a tensor moves in which step."""
+"""Schedules of the ring: which part of a tensor moves in which step.
+
+Order the sends and receives of each algorithm on the ring, as generators, which a ConnectionPair runs.
+
+A schedule yields one buffer after the other, to be filled with the next bytes from the previous rank, and is resumed
+when that buffer is full. It appends the data for the next rank to `outgoing`. A rank passes on the data that arrives,
+so a schedule never waits to send, and no rank is idle while another one's block travels.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +17,6 @@ from farandole.errors import CollectiveMismatch
 from farandole.training.collectives.chunks import blocks, chunk_bounds
 from farandole.training.collectives.connection_pair import Outgoing, Schedule, byte_view
 from farandole.training.collectives.ring_header import HEADER_BYTES, Header, describe_packed
-
-#
-# Order the sends and receives of each algorithm on the ring, as generators, which a ConnectionPair runs.
-#
-# A schedule yields one buffer after the other, to be filled with the next bytes from the previous rank, and is
-# resumed when that buffer is full. It appends the data for the next rank to `outgoing`. A rank passes on the data
-# that arrives, so a schedule never waits to send, and no rank is idle while another one's block travels.
 
 BLOCK_BYTES = 1 << 19
 """The unit of reduction and forwarding: not much more than the send buffer of a connection within the machine

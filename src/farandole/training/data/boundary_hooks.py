@@ -1,4 +1,7 @@
-"""The hooks that a loader calls at each boundary."""
+"""The hooks that a loader calls at each boundary.
+
+The elastic run loop implements them; without one, they do nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from farandole.training.state.batch import Batch
-
-#
-# The elastic run loop implements them; without one, they do nothing.
 
 
 class LoaderHooks(Protocol):

@@ -1,4 +1,11 @@
-"""The index stream: the indices that a rank has to load, from any place of an epoch on."""
+"""The index stream: the indices that a rank has to load, from any place of an epoch on.
+
+The samples to fetch next: a batch sampler that the loader may move to another position at any time.
+
+The position to fetch from runs ahead of the cursor as far as the prefetching needs, but not beyond the epoch: code
+between two epochs may change the data set. Nothing that is saved or compared depends on it. Between two restarts,
+position and world are fixed; `restart_id` numbers them.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +24,6 @@ from farandole.training.state.batch import Batch, GlobalBatch
 if TYPE_CHECKING:
     from farandole.training.data.balance import Turns
     from farandole.training.data.division_by_speed import Counts
-
-
-#
-# The samples to fetch next: a batch sampler that the loader may move to another position at any time.
-#
-# The position to fetch from runs ahead of the cursor as far as the prefetching needs, but not beyond the epoch: code
-# between two epochs may change the data set. Nothing that is saved or compared depends on it. Between two restarts,
-# position and world are fixed; `restart_id` numbers them.
 
 
 # Positions looked up in one call. Few at first, because the next batch after a regroup waits for them; then more and

@@ -1,4 +1,10 @@
-"""The partition of a global batch among the ranks, and into micro-batches. Pure."""
+"""The partition of a global batch among the ranks, and into micro-batches. Pure.
+
+The positions of the global order on which a rank trains.
+
+Nothing here is stored: every division depends on the cursor and the world, so that a change of the world divides the
+remaining samples again and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +20,6 @@ if TYPE_CHECKING:
     from farandole.training.collectives.shard_tree import Division
     from farandole.training.data.listed_batches import ListedBatches
     from farandole.training.state.shard_audit import AuditRule
-
-
-#
-# The positions of the global order on which a rank trains.
-#
-# Nothing here is stored: every division depends on the cursor and the world, so that a change of the world divides
-# the remaining samples again and nothing else.
 
 
 # The use of the last samples of an epoch, when the global batch size does not divide it.

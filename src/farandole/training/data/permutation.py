@@ -1,4 +1,10 @@
-"""The permutation of an epoch: a bijection that each process computes alone. Pure."""
+"""The permutation of an epoch: a bijection that each process computes alone. Pure.
+
+A pseudo-random order of N samples with random access, without a list of N numbers.
+
+`mixer6`: six rounds of add, multiply by an odd number and xor-shift on k bits, each of them invertible, and cycle
+walking from 2**k down to N. The index stream asks it for the sample at a position.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farandole.errors import DataError
-
-#
-# A pseudo-random order of N samples with random access, without a list of N numbers.
-#
-# `mixer6`: six rounds of add, multiply by an odd number and xor-shift on k bits, each of them invertible, and cycle
-# walking from 2**k down to N. The index stream asks it for the sample at a position.
-
 
 # Saved cursors mean nothing under another order: a change of any output must increase this number.
 FORMAT_VERSION = 1

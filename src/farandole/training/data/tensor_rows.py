@@ -1,4 +1,7 @@
-"""Data sets of tensors, whose batches are rows of them."""
+"""Data sets of tensors, whose batches are rows of them.
+
+The rows are indexed all at once, several times as fast as one by one and stacked.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
-
-#
-# The rows are indexed all at once, several times as fast as one by one and stacked.
 
 
 class Rows:

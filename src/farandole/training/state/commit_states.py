@@ -1,4 +1,7 @@
-"""The states of a commit, and what a sync makes of them."""
+"""The states of a commit, and what a sync makes of them.
+
+A TorchState under the commit rule, adapted to a sync: all ranks copy from the rank with the newest commit.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,6 @@ from farandole.training.state.packed_metadata import pack_metadata, refuse_other
 from farandole.training.state.packing import Packed
 from farandole.training.state.sync import SyncReport, synchronize
 from farandole.training.state.torch_state import TorchState
-
-#
-# A TorchState under the commit rule, adapted to a sync: all ranks copy from the rank with the newest commit.
 
 HandlerT = TypeVar("HandlerT", bound=StateHandler)
 

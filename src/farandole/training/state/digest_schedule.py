@@ -1,13 +1,11 @@
-"""The schedule by which parts of the state are hashed."""
+"""The schedule by which parts of the state are hashed. It depends only on the sizes of the tensors and the step, so
+that all ranks hash the same part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-#
-# The schedule by which parts of the state are hashed. It depends only on the sizes of the tensors and the step, so
-# that all ranks hash the same part.
 
 EVERY = 8
 """Steps from one hashed block to the next one."""

@@ -1,4 +1,15 @@
-"""A 64-bit digest of tensors, which tells copies of one state apart at memory speed; not for security."""
+"""A 64-bit digest of tensors, which tells copies of one state apart at memory speed; not for security.
+
+Long pieces are hashed multilinearly: each 32-bit word is multiplied by a random odd 64-bit number that belongs to its
+place, and the products are added up modulo 2^64; the sums of rows of words are the coefficients of a polynomial (D.
+Lemire and O. Kaser, "Strongly universal string hashing is fast", 2014). Shorter pieces go through CRC-32: in a step,
+where neither torch's operations nor their operands are in the caches, the sums take 0.3 ms more. A change of a single
+word always changes the digest. Any other change, such as swapped values or signs, changes it except with a probability
+of about 2^-32.
+
+Words of 64 bits would be three times as fast, and would miss every pair of changed signs of float64: their highest bits
+cancel modulo 2^64.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +22,6 @@ import numpy as np
 import torch
 
 from farandole.training.collectives.connection_pair import bytes_of
-
-#
-# Long pieces are hashed multilinearly: each 32-bit word is multiplied by a random odd 64-bit number that belongs to
-# its place, and the products are added up modulo 2^64; the sums of rows of words are the coefficients of a polynomial
-# (D. Lemire and O. Kaser, "Strongly universal string hashing is fast", 2014). Shorter pieces go through CRC-32: in a
-# step, where neither torch's operations nor their operands are in the caches, the sums take 0.3 ms more. A change of
-# a single word always changes the digest. Any other change, such as swapped values or signs, changes it except with a
-# probability of about 2^-32.
-#
-# Words of 64 bits would be three times as fast, and would miss every pair of changed signs of float64: their highest
-# bits cancel modulo 2^64.
 
 _ROW_WORDS = 8192
 _ROWS = 4  # at once: their products stay in the cache

@@ -1,4 +1,7 @@
-"""The comparison of the workers' states."""
+"""The comparison of the workers' states.
+
+The workers' states are hashed at boundaries, and compared by step headers. The step loop repairs a state that differs.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,6 @@ from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.sample_records import SampleRecords
 
 logger = logging.getLogger("farandole")
-
-
-#
-# The workers' states are hashed at boundaries, and compared by step headers. The step loop repairs a state that
-# differs.
 
 
 class StateWatch:

@@ -1,4 +1,7 @@
-"""The execution of decided operations."""
+"""The execution of decided operations.
+
+Execute the operations that a round has decided: each kind by its function, on tensors, through a transport.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,6 @@ from farandole.training.collectives.shared_memory_transport import SharedMemoryT
 from farandole.training.collectives.stages import Kind, MatchedOperation, Request
 from farandole.training.collectives.transport import Reduction, Transport
 from farandole.training.collectives.transport_choice import host_transport
-
-#
-# Execute the operations that a round has decided: each kind by its function, on tensors, through a transport.
 
 
 class Executor:

@@ -1,4 +1,8 @@
-"""The cache of matched operations. Pure."""
+"""The cache of matched operations. Pure.
+
+A rank that repeats its request sends only the place of the operation. All ranks put and use the same operations in the
+same order, so that a place means the same on all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from farandole.training.collectives.stages import Key, MatchedOperation, Request
-
-#
-# A rank that repeats its request sends only the place of the operation. All ranks put and use the same operations in
-# the same order, so that a place means the same on all of them.
 
 
 class ResponseCache:
