@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from farandole.base.membership import Shortfall
 from farandole.elastic import StepState, run
 from farandole.errors import ConfigError
-from farandole.training.data.elastic_loader import Epoch
+from farandole.training.data.epochs import Epoch
 from farandole.training.data.loader import DataLoader
 from farandole.training.state import step
 from farandole.training.state.step import StepStatus

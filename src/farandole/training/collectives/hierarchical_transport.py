@@ -22,20 +22,22 @@ from farandole.training.collectives.connection_pair import (
     dtype_code,
     flat_view,
 )
+from farandole.training.collectives.control_blocks import (
+    DATA_BYTES,
+    ControlBlock,
+    ControlBlocks,
+    MessageSlot,
+    share_control_blocks,
+)
 from farandole.training.collectives.host_layout import HostLayout, pack_trailers, unpack_trailers
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
 from farandole.training.collectives.ring_schedules import Combine
-from farandole.training.collectives.shared_memory_transport import (
-    DATA_BYTES,
+from farandole.training.collectives.shared_memory_group import (
     MAX_PAYLOAD_BYTES,
-    ControlBlock,
-    ControlBlocks,
-    MessageSlot,
     SharedMemoryGroup,
     add_data,
     combine_data,
-    share_control_blocks,
 )
 from farandole.training.collectives.transport import Reduction
 

@@ -26,19 +26,13 @@ from farandole.training.collectives.connection_pair import (
     dtype_code,
     flat_view,
 )
+from farandole.training.collectives.control_blocks import DATA_BYTES, ControlBlocks, share_control_blocks
 from farandole.training.collectives.p2p_transport import P2PTransport
 from farandole.training.collectives.point_to_point import PointToPoint
 from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
 from farandole.training.collectives.shared_memory_exchange import Wanted
-from farandole.training.collectives.shared_memory_transport import (
-    DATA_BYTES,
-    MAX_PAYLOAD_BYTES,
-    PIECE_BYTES,
-    ControlBlocks,
-    SharedMemoryGroup,
-    combine_data,
-    share_control_blocks,
-)
+from farandole.training.collectives.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
+from farandole.training.collectives.shared_memory_transport import PIECE_BYTES
 from farandole.training.collectives.transport import Reduction
 
 logger = logging.getLogger("farandole")

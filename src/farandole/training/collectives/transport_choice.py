@@ -16,13 +16,14 @@ import msgspec
 import torch
 
 from farandole.errors import ConfigError
+from farandole.training.collectives.control_blocks import ControlBlocks
 from farandole.training.collectives.device_transport import StagedTransport
 from farandole.training.collectives.hierarchical_transport import ConnectRing, share_memory_within_hosts
 from farandole.training.collectives.host_layout import layout
 from farandole.training.collectives.kept_group import KeptGroup
 from farandole.training.collectives.nccl_transport import own_nccl_problem
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.shared_memory_transport import ControlBlocks, share_memory
+from farandole.training.collectives.shared_memory_transport import share_memory
 from farandole.training.collectives.transport import Transport
 
 Choice = Literal["auto", "shm", "tcp", "hierarchical", "nccl"]

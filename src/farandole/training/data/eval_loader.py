@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from farandole.base.liveness.status_reporting import report_progress
 from farandole.errors import DataError, StepError
 from farandole.training.collectives import world
-from farandole.training.data.loader import MapDataset, size_of
+from farandole.training.data.map_dataset import MapDataset, size_of
 from farandole.training.data.partition import even_slice
 from farandole.training.data.prefetch import Prefetch, SmallByValue
 from farandole.training.data.tensor_rows import Rows, are_rows, as_it_is

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader, IterableDataset
 
 from farandole.base.env import prepare_for_strict_mode, read_job_env
 from farandole.base.membership import Shortfall
-from farandole.errors import ConfigError, DataError
-from farandole.training.data.augmentation import with_places
+from farandole.errors import DataError
 from farandole.training.data.elastic_loader import (
     ElasticLoader,
     audit_rule,
@@ -26,13 +24,14 @@ from farandole.training.data.elastic_loader import (
     rehearsed_place,
     samples_on_trial,
 )
+from farandole.training.data.fetching import fetch
 from farandole.training.data.index_stream import IndexedBatch, IndexStream
+from farandole.training.data.map_dataset import MapDataset, size_of
 from farandole.training.data.partition import BatchLayout, Tail, batches, global_batch_range, make_global_batch
 from farandole.training.data.permutation import FORMAT_VERSION
-from farandole.training.data.prefetch import Prefetch, SmallByValue
-from farandole.training.data.refused_arguments import refuse_torch_arguments
-from farandole.training.data.sample_order import Order, Sequential, Shuffled
-from farandole.training.data.tensor_rows import RowReader, Rows, are_rows, as_it_is
+from farandole.training.data.refused_arguments import order_of, refuse_torch_arguments, tail_of
+from farandole.training.data.sample_order import Order
+from farandole.training.data.saved_position import refuse_another, shards_to_continue_with, written
 from farandole.training.state import loop_hooks, step
 from farandole.training.state.batch import GlobalBatch
 
@@ -40,15 +39,6 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
 logger = logging.getLogger("farandole")
-
-
-# Values of entries that a saved state lacks.
-_ABSENT: Mapping[str, int | str] = {"tail": "short"}
-# Reasons, besides other arguments, for which a saved state may not fit.
-_CHANGED: Mapping[str, str] = {
-    "size": "; samples were added to the data set, or removed from it",
-    "order": "; the last digits of an order are a hash of its weights, labels, lengths or shard sizes",
-}
 
 
 class DataLoader(ElasticLoader):
@@ -179,7 +169,7 @@ class DataLoader(ElasticLoader):
         refuse_torch_arguments(refused, known=type(self).__init__.__annotations__)
         super().__init__(seed, accumulates=micro_batch_size is not None)
         is_balanced = follows_speed(balance)
-        self.order = _order(order, shuffle)
+        self.order = order_of(order, shuffle)
         most = most_samples(max_local_batch, micro_batch_size)
         self._has_default_shards = shards is None
         self._layout = BatchLayout(
@@ -187,7 +177,7 @@ class DataLoader(ElasticLoader):
             global_batch_size,
             most,
             min_local_batch,
-            _tail(tail, drop_last),
+            tail_of(tail, drop_last),
             shards := number_of_shards(strict, shards, global_batch_size, most),
             audit_rule(audit, seed, shards),
             is_balanced,
@@ -217,31 +207,8 @@ class DataLoader(ElasticLoader):
     def _open(self, **options: Any) -> None:
         """Fetch from now on with these arguments of torch."""
         self._options = options
-        options = {**options}
-        self._num_workers, self._keeps_processes = options["num_workers"], options.pop("persistent_workers")
-        dataset, collate_fn, worker_init_fn = self.dataset, options.pop("collate_fn"), options.pop("worker_init_fn")
-        inner_dataset: Any = dataset
-        batch_sampler: Iterable[Any] = self._index_stream
-        if are_rows(dataset):  # rows of tensors draw no random numbers
-            inner_dataset, collate_fn = (Rows(dataset), as_it_is) if collate_fn is None else (dataset, collate_fn)
-        else:
-            inner_dataset, batch_sampler = with_places(dataset, self._index_stream, self.seed)
-        inner: TorchDataLoader[Any] = TorchDataLoader(
-            inner_dataset,
-            batch_sampler=batch_sampler,
-            collate_fn=collate_fn,
-            worker_init_fn=SmallByValue(worker_init_fn),
-            persistent_workers=self._num_workers > 0,
-            generator=torch.Generator(),
-            **options,
-        )
-        reads_here = collate_fn is as_it_is and not self._num_workers and not options["pin_memory"]
-        self._prefetch = Prefetch(
-            RowReader(inner_dataset, self._index_stream) if reads_here else inner,
-            self._index_stream,
-            self._keeps_processes,
-            self._seed_of_processes,
-        )
+        self._num_workers, self._keeps_processes = options["num_workers"], options["persistent_workers"]
+        self._prefetch = fetch(self.dataset, self._index_stream, self.seed, options, self._seed_of_processes)
 
     # Iterating -------------------------------------------------------------------------------------------
 
@@ -452,15 +419,10 @@ class DataLoader(ElasticLoader):
             DataError: The state has another data set size, order, tail or global batch size: its cursor would not mean
                 the same samples. Nothing is changed.
         """
-        ours = self._identity
-        for name in ("version", "seed", "order", "size", "global_batch_size", "tail"):
-            if state.get(name, _ABSENT.get(name)) != ours.get(name, _ABSENT.get(name)):
-                raise DataError(
-                    f"the saved loader has {name}={state.get(name, _ABSENT.get(name))}, this one "
-                    f"{ours.get(name, _ABSENT.get(name))}; use the values it was saved with, or do not "
-                    f"load it{_CHANGED.get(name, '')}"
-                )
-        shards = self._shards_of(state)
+        refuse_another(self._identity, state)
+        shards = shards_to_continue_with(
+            self._layout.shards, int(state.get("shards", 0)), is_default=self._has_default_shards
+        )
         epoch, cursor = state.get("epoch", -1), state.get("cursor", -1)
         if epoch < 0 or not 0 <= cursor < self._layout.cursors_end:
             raise DataError(f"invalid position: epoch {epoch}, cursor {cursor} of {self._layout.size} samples")
@@ -471,31 +433,19 @@ class DataLoader(ElasticLoader):
         self._layout = dataclasses.replace(self._layout, shards=shards)
         self._restart()
 
-    def _shards_of(self, state: Mapping[str, Any]) -> int:
-        """Return the number of shards with which the training continues: that of the saved loader, where this one has
-        no number of its own. Raises DataError where both have one."""
-        ours, theirs = self._layout.shards, int(state.get("shards", 0))
-        if not ours or not theirs or self._has_default_shards:
-            return theirs if ours and theirs else ours
-        if ours != theirs:
-            raise DataError(
-                f"the saved loader has {theirs} shards, this one {ours}: the model would not be the same; leave shards "
-                f"out, or use the number that it was saved with"
-            )
-        return ours
-
     @cached_property
     def _identity(self) -> dict[str, int | str]:
         """The values on which the meaning of a cursor depends. They never change."""
-        identity: dict[str, int | str] = {
-            "version": FORMAT_VERSION,
-            "seed": self.seed,
-            "order": self.order.identity,
-            "size": self._layout.size,
-            "global_batch_size": self._layout.global_batch_size,
-            "tail": self._layout.tail,
-        }
-        return {name: value for name, value in identity.items() if _ABSENT.get(name) != value}
+        return written(
+            {
+                "version": FORMAT_VERSION,
+                "seed": self.seed,
+                "order": self.order.identity,
+                "size": self._layout.size,
+                "global_batch_size": self._layout.global_batch_size,
+                "tail": self._layout.tail,
+            }
+        )
 
     def draw_audits(self, round: int) -> None:
         """Draw the audits of strict mode by another round (AuditRule) from the current global batch on."""
@@ -547,39 +497,3 @@ def _pin_arithmetic() -> None:
     prepare_for_strict_mode()
     if not read_job_env().strict:
         torch.set_num_threads(1)
-
-
-def _order(order: Order | None, shuffle: bool) -> Order:
-    if order is None:
-        return Shuffled() if shuffle else Sequential()
-    if not shuffle:
-        raise ConfigError(f"DataLoader: shuffle=False and order={order.identity} contradict each other; give one")
-    return order
-
-
-def _tail(tail: Tail | None, drop_last: bool) -> Tail:
-    if drop_last and tail not in (None, "drop"):
-        raise ConfigError(f"DataLoader: drop_last=True and tail={tail!r} contradict each other; give one")
-    return "drop" if drop_last else tail or "short"
-
-
-# Map-style data sets --------------------------------------------------------------------------------------------------
-
-
-class MapDataset(Protocol):
-    """A data set with a length whose samples can be read in any order."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-def size_of(dataset: MapDataset) -> int:
-    """Return the number of samples. Raises DataError for an object that is not a map-style data set."""
-    if isinstance(dataset, IterableDataset):
-        raise DataError(
-            f"{type(dataset).__name__} is an IterableDataset: its samples cannot be read by index, "
-            f"so they cannot be divided again when workers change; give one with __len__ and __getitem__"
-        )
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise DataError(f"{type(dataset).__name__} needs __len__ and __getitem__ to be divided among workers")
-    return len(dataset)

@@ -1,4 +1,5 @@
-"""Arguments of torch's DataLoader with another meaning here, or none: each is refused with its reason."""
+"""Arguments of torch's DataLoader with another meaning here, or none: each is refused with its reason; and two names
+for one thing, of which one is to be given."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 from farandole.errors import ConfigError
+from farandole.training.data.partition import Tail
+from farandole.training.data.sample_order import Order, Sequential, Shuffled
 
 _OWN_ORDER = "seed and order determine the order of samples, so that they can be divided again when workers change"
 
@@ -53,3 +56,19 @@ def refuse_torch_arguments(
             raise TypeError(f"{loader} has no argument {name!r}{hint}")
         if not any(value is each for each in _HARMLESS[name]):
             raise ConfigError(f"{loader}: {name}={value!r} is not supported: {reasons[name]}")
+
+
+def order_of(order: Order | None, shuffle: bool) -> Order:
+    """Return the order of the samples. Raises ConfigError where both arguments say one."""
+    if order is None:
+        return Shuffled() if shuffle else Sequential()
+    if not shuffle:
+        raise ConfigError(f"DataLoader: shuffle=False and order={order.identity} contradict each other; give one")
+    return order
+
+
+def tail_of(tail: Tail | None, drop_last: bool) -> Tail:
+    """Return the use of the last samples of an epoch. Raises ConfigError where both arguments say one."""
+    if drop_last and tail not in (None, "drop"):
+        raise ConfigError(f"DataLoader: drop_last=True and tail={tail!r} contradict each other; give one")
+    return "drop" if drop_last else tail or "short"

@@ -32,7 +32,8 @@ from farandole.registry import factory
 from farandole.training.collectives import agreement, world
 from farandole.training.collectives.stages import DECIDE_TOGETHER
 from farandole.training.collectives.transport import Transport
-from farandole.training.data.elastic_loader import has_compiled, without_step
+from farandole.training.data.elastic_loader import has_compiled
+from farandole.training.data.padding import without_step
 from farandole.training.optim.buckets import reserve
 from farandole.training.optim.distributed_optimizer import ReducingOptimizer
 from farandole.training.state import loop_hooks, step

@@ -19,13 +19,13 @@ from farandole.integrations.horovod.named import process_sets
 from farandole.integrations.horovod.named.engine import NamedCollectives
 from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.training.collectives import torch_versions
+from farandole.training.collectives.control_blocks import ControlBlockRefs, ControlBlocks, OwnControlBlocks
 from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.hierarchical_transport import RINGS_PER_RANK
 from farandole.training.collectives.kept_group import KeptGroup
 from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
 from farandole.training.collectives.ring import OnBroken, RingTransport
 from farandole.training.collectives.ring_builder import RingBuilder
-from farandole.training.collectives.shared_memory_transport import ControlBlockRefs, ControlBlocks, OwnControlBlocks
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.transport_choice import (
     Devices,
