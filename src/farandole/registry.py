@@ -104,14 +104,19 @@ COMMANDS = {
     ),
 }
 
+EXTENDERS = {"named operations": "integrations.horovod.named.named_extender:NamedExtender"}
+"""What extends the world of each worker (training/collectives/extension.py), in the order in which worlds have it."""
+
 FACTORIES = {
     "alias folder": "integrations.horovod:alias_path",
     "adoption of DDP": "integrations.ddp.module:adopt",
     "adoption of DDP in strict mode": "integrations.ddp.shard_module:adopt_for_shards",
     "check for the real Horovod": "integrations.horovod:refuse_beside_real_horovod",
     "commit loop": "integrations.horovod.commit_loop:CommitLoop",
+    "default group": "integrations.torchrun.process_group.registration:open_default_group",
     "elastic sampler": "integrations.horovod.sampler:ElasticSampler",
     "etcd state": "integrations.etcd.etcd_state:etcd_state",
+    "meeting": "integrations.torchrun.process_group.autoload:note_meeting",
     "pod watch": "integrations.kubernetes.kubernetes_pods:PodWatch",
     "Slurm allocation": "integrations.slurm.slurm_allocation:allocation_of",
     "Slurm engine": "integrations.slurm.slurm_engine:SlurmEngine",

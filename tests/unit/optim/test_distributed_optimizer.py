@@ -10,7 +10,7 @@ import torch
 
 from farandole.base.membership import GenerationId, Placement
 from farandole.errors import ConfigError, GenerationEnded, NotInitialized, StepError
-from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.named.engine import NAMED, NamedCollectives
 from farandole.integrations.horovod.named.negotiation import Adasum, Sum
 from farandole.integrations.horovod.named.tensor_queue import synchronize
 from farandole.training.collectives import world
@@ -410,7 +410,7 @@ def last_worker() -> Iterator[NamedCollectives]:
     loop_hooks.install(RepeatingRunLoop())
     placement = Placement(0, 1, 0, 1, 0, 1)
     named = NamedCollectives(AloneTransport(2), placement=placement, connect=no_connection)
-    world.enter(world.World(GenerationId(1, 1, 2, ""), placement, AloneTransport(2), named))
+    world.enter(world.World(GenerationId(1, 1, 2, ""), placement, AloneTransport(2), {NAMED: named}))
     yield named
     named.close()
 
@@ -481,7 +481,7 @@ def test_a_step_that_adasum_could_not_combine_leaves_the_parameters() -> None:
     transport = AloneTransport(1)
     transport.abort("a worker was lost")
     named = NamedCollectives(transport, placement=placement, connect=no_connection)
-    world.enter(world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1), named))
+    world.enter(world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1), {NAMED: named}))
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), op=Adasum)
     before = net.weight.detach().clone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farandole.base.membership import GenerationId, Placement
-from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.named.engine import NAMED, NamedCollectives
 from farandole.integrations.horovod.sync_batch_norm import SyncBatchNorm, _Normalize
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
@@ -26,7 +26,7 @@ def alone() -> Iterator[None]:
         return AloneTransport(1)
 
     named = NamedCollectives(AloneTransport(1), placement=placement, connect=connect)
-    world.enter(world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1), named))
+    world.enter(world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1), {NAMED: named}))
     yield
     named.close()
     world.enter(None)

@@ -11,8 +11,8 @@ import torch
 import farandole as fd
 from farandole.errors import CollectiveMismatch, HorovodInternalError, HostsUpdatedInterrupt, PeerLost
 from farandole.integrations.horovod.host_update_listeners import notification_manager
+from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.run_fn import run_fn
-from farandole.training.collectives import world
 from farandole.training.state import loop_hooks
 from farandole.training.state.loop_hooks import HostUpdateResult
 from farandole.training.state.object_state import ObjectState, State
@@ -181,7 +181,7 @@ def test_a_commit_after_an_error_that_the_script_has_caught_is_none() -> None:
             state.batch += 1
             state.commit()
 
-    named: Any = world.current().named
+    named: Any = engine()
     original = named.raise_if_failed
 
     def raise_once() -> None:

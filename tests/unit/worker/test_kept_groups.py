@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.training.collectives import torch_versions
 from farandole.training.collectives.data_listener import DataListener
 from farandole.training.worker.world_builder import WorldBuilder
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.core
 @pytest.fixture
 def builder() -> Iterator[WorldBuilder]:
     listener = DataListener()
-    yield WorldBuilder(listener, "w0", "a host", NamedSettings)
+    yield WorldBuilder(listener, "w0", "a host", {})
     listener.close()
 
 

@@ -25,6 +25,7 @@ from farandole.errors import (
 )
 from farandole.integrations.ddp.module import adopt_modules
 from farandole.integrations.horovod.host_update_listeners import PlannedUpdates
+from farandole.integrations.horovod.named.engine import NAMED, NamedCollectives
 from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
 from farandole.training.state import loop_hooks, step
@@ -300,8 +301,8 @@ class CommitLoop:
     def committing(self) -> None:
         """Begin a commit. Raises the error that has ended the generation where the script has caught it: batches have
         failed since, which the commit would count as done."""
-        named = world.current().named
-        if named is not None and not self._is_changing:
+        named = world.current().extensions.get(NAMED)
+        if isinstance(named, NamedCollectives) and not self._is_changing:
             named.raise_if_failed()
         self._is_torn = True
 

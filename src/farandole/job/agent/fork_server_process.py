@@ -36,6 +36,8 @@ PRELOADED = (
     "farandole.elastic",
     "farandole.integrations.ddp.module",
     "farandole.integrations.horovod.commit_loop",
+    "farandole.integrations.horovod.named.named_extender",
+    "farandole.integrations.torchrun.process_group.registration",
     "torch._dynamo",
 )
 AUTOLOAD = "farandole.integrations.torchrun.process_group.autoload"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +17,7 @@ from farandole.errors import GenerationEnded, NotInitialized, StepError
 from farandole.training.collectives.transport import Transport
 
 if TYPE_CHECKING:
-    from farandole.integrations.horovod.named.engine import NamedCollectives
+    from farandole.training.collectives.extension import Extension
     from farandole.training.collectives.point_to_point import PointToPoint
 
 logger = logging.getLogger("farandole")
@@ -34,7 +34,7 @@ class World:
 
     Attributes:
         transport: For the main thread: gradients, agreements, state. All ranks make the same calls in the same order.
-        named: The named collectives, on connections of their own.
+        extensions: The operations of integrations, on connections of their own, by name.
         p2p: Messages from one rank to another; for the main thread, too.
         is_homogeneous: Every host has the same number of workers.
         on_remark: Takes the topic and the text of a remark; see remark().
@@ -44,11 +44,29 @@ class World:
     id: GenerationId
     placement: Placement
     transport: Transport
-    named: NamedCollectives | None = None
+    extensions: Mapping[str, Extension] = field(default_factory=dict)
     is_homogeneous: bool = True
     p2p: PointToPoint | None = None
     on_remark: Callable[[str, str], None] = log_remark
     told_size: Callable[[int], int] | None = None
+
+    def end_extensions(self, reason: str) -> None:
+        """End the operations of all extensions: afterwards none touches a tensor."""
+        for each in self.extensions.values():
+            each.abort(reason)
+            each.wait_until_quiet()
+
+    def close_extensions(self) -> None:
+        """Close their connections in an orderly way: others may still need this rank in an operation."""
+        for each in self.extensions.values():
+            each.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.close_extensions()
+        self.transport.close()
+        if self.p2p is not None:
+            self.p2p.close()
 
 
 _current: World | None = None

@@ -6,10 +6,9 @@ import atexit
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -20,15 +19,11 @@ from farandole.base.membership import GenerationId, Placement, Progress
 from farandole.base.wire.encryption import load_certificates
 from farandole.base.wire.messages import Connected, Failed, LinkBroken, MayPublish, Ready, Remark, Start
 from farandole.errors import JobEnded, PeerLost, RecoverableError
-from farandole.integrations.horovod.named.engine import NamedCollectives
-from farandole.integrations.horovod.named.named_settings import NamedSettings
-from farandole.integrations.horovod.named.process_sets import ProcessSet, forget_all, recreate, register_static
-from farandole.integrations.horovod.named.timeline import process_timeline, start_timeline
-from farandole.integrations.torchrun.process_group.autoload import note_meeting
-from farandole.integrations.torchrun.process_group.registration import open_default_group, register
+from farandole.registry import factory
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.collectives.data_listener import DataListener
+from farandole.training.collectives.extension import SomeRanks, extenders
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.ring_builder import RingBuilder
 from farandole.training.collectives.transport import Transport
@@ -51,13 +46,11 @@ _job: WorkerJob | None = None
 _fixed: FixedJob | None = None
 _slot = 0
 _left: Placement | None = None  # the last placement before shutdown()
-_is_dynamic = False  # init(process_sets="dynamic")
-_has_timeline = False  # HOROVOD_TIMELINE names a file
 
 
 def init(
     comm: Sequence[int] | None = None,
-    process_sets: Sequence[ProcessSet] | str | None = None,
+    process_sets: Sequence[SomeRanks] | str | None = None,
     *,
     default_group: bool = False,
 ) -> None:
@@ -85,27 +78,24 @@ def init(
         >>> fd.is_initialized()
         True
     """
-    global _is_dynamic
     if world.is_entered():
         if default_group:
-            open_default_group()
+            factory("default group")()
         return
-    _is_dynamic = process_sets == "dynamic"
-    wanted: list[Any] = [] if process_sets is None or _is_dynamic else list(process_sets)
-    if not all(isinstance(each, ProcessSet) for each in wanted):
-        raise ValueError(f'init(process_sets={process_sets!r}): expected a list of ProcessSet, or "dynamic"')
+    for each in extenders().values():
+        each.begin(process_sets)
     keep_freed_memory()
     if level := read_horovod_settings().log_level:
         process_setup.set_log_level(level)
     end_loader_processes_at_exit()
     _join()
-    note_meeting()
+    factory("meeting")()
     try:
         _check_comm(comm)
-        register_static(wanted, is_newcomer=_job is not None and _job.is_newcomer())
-        _start_timeline()
+        for each in extenders().values():
+            each.entered(is_newcomer=_job is not None and _job.is_newcomer())
         if default_group:
-            open_default_group()
+            factory("default group")()
     except BaseException:
         shutdown()
         raise
@@ -131,9 +121,9 @@ def shutdown() -> None:
     else:
         here = world.current()
         world.enter(None)
-        if here.named is not None:
-            here.named.close()
-    forget_all()
+        here.close()
+    for each in extenders().values():
+        each.left()
 
 
 def _join() -> None:
@@ -154,7 +144,7 @@ def _join() -> None:
             status_reporting.open_status_page(worker_env.status_page, gives_exit_notice=read_exit_notice())
         if worker_env.scratch_folder:
             process_setup.use_scratch_folder(worker_env.scratch_folder)
-        _job = WorkerJob(worker_env, _settings)
+        _job = WorkerJob(worker_env)
         atexit.register(_end)
         _report_exceptions(_job)
         process_setup.name_what_holds_the_exit(lambda: _job is not None and not _job.has_finished)
@@ -163,7 +153,7 @@ def _join() -> None:
             _enter_alone()
     elif fixed_env is not None and fixed_env.size > 1:
         _slot = fixed_env.local_rank
-        _fixed = FixedJob(fixed_env, _settings, _CONNECT_TIMEOUT_S)
+        _fixed = FixedJob(fixed_env, _CONNECT_TIMEOUT_S)
         atexit.register(_end)
         _fixed.meet()
     else:
@@ -344,41 +334,12 @@ def generation() -> int:
 def _enter_alone() -> None:
     nobody = GenerationId(run_id=1, coordinator_epoch=1, number=0, nonce="alone")
     placement = Placement(0, 1, _slot, _slot + 1, 0, 1)  # the device of a newcomer is not that of a live worker
-    named = NamedCollectives(AloneTransport(), placement=placement, connect=_no_connection, settings=_settings())
-    world.enter(world.World(nobody, placement, AloneTransport(), named))
+    extensions = {name: each.extend(AloneTransport(), placement, _no_connection) for name, each in extenders().items()}
+    world.enter(World(nobody, placement, AloneTransport(), extensions))
 
 
-def _no_connection(ranks: tuple[int, ...], process_set: int) -> Transport:
-    raise AssertionError(f"a world of one has no connections, requested ranks {ranks} of process set {process_set}")
-
-
-def _settings() -> NamedSettings:
-    """Return the current settings of the environment: scripts set variables before each init()."""
-    settings = read_horovod_settings()
-    return NamedSettings(
-        cache_capacity=settings.cache_capacity,
-        fusion_bytes=settings.fusion_bytes,
-        stall_warning_s=0.0 if settings.stall_check_is_off else settings.stall_warning_s,
-        stall_abort_s=settings.stall_shutdown_s,
-        dynamic_process_sets=settings.dynamic_process_sets or _is_dynamic,
-    )
-
-
-def _start_timeline() -> None:
-    """Start the timeline of HOROVOD_TIMELINE. Not in a newcomer: it is a rank 0, too, until it is admitted."""
-    global _has_timeline
-    settings = read_horovod_settings()
-    _has_timeline = settings.timeline_file is not None
-    if settings.timeline_file is not None and not (_job is not None and _job.is_newcomer()):
-        start_timeline(settings.timeline_file, settings.mark_cycles)
-
-
-def _continue_timeline() -> None:
-    """Continue the file of HOROVOD_TIMELINE as the next rank 0."""
-    if _has_timeline and world.current().placement.rank == 0:
-        settings = read_horovod_settings()
-        if settings.timeline_file is not None:
-            process_timeline.continue_file(settings.timeline_file, settings.mark_cycles)
+def _no_connection(ranks: tuple[int, ...], number: int) -> Transport:
+    raise AssertionError(f"a world of one has no connections, requested number {number}, of ranks {ranks}")
 
 
 def _check_comm(comm: Sequence[int] | None) -> None:
@@ -417,9 +378,6 @@ def _in_one_line(summary: str) -> str:
     return lines[-1] if any(line.startswith("Original Traceback") for line in lines) else lines[0]
 
 
-register(init)
-
-
 # The worker's part of a job -------------------------------------------------------------------------------------------
 #
 # A worker in a job with a coordinator: its link, and the transports of its generations.
@@ -441,7 +399,7 @@ MEET_TIMEOUT_S = 120.0
 class WorkerJob:
     """The worker's membership from init() to shutdown() under `farandole run`."""
 
-    def __init__(self, env: WorkerEnv, settings: Callable[[], NamedSettings]) -> None:
+    def __init__(self, env: WorkerEnv) -> None:
         self._worker = env.worker
         self._listener = DataListener(*env.data_hosts, tls=load_certificates(env.tls))
         self._aborts = AbortRegistry()
@@ -456,7 +414,7 @@ class WorkerJob:
             self._listener,
             env.worker,
             env.agent_address,  # random, and one on each host
-            settings,
+            extenders(),
             on_broken=self._report_broken,
             check=self.link.raise_if_over,
             aborts=self._aborts,
@@ -507,8 +465,7 @@ class WorkerJob:
         self._builder.forget_settings()
         if world.is_entered():
             here = world.current()
-            if here.named is not None:
-                here.named.close()  # orderly: others may still need this rank in a round that has begun
+            here.close_extensions()
             self._retired.append(here)
             world.enter(None)
         self._close_retired()
@@ -530,15 +487,15 @@ class WorkerJob:
 
     def quiesce(self) -> None:
         """End the background operations of the old generation: no collective touches a tensor afterwards."""
-        if world.is_entered() and (named := world.current().named) is not None:
-            named.abort("this worker is regrouping")
-            named.wait_until_quiet()
+        if world.is_entered():
+            world.current().end_extensions("this worker is regrouping")
 
     def settle(self) -> None:
         """Release the resources of old generations once the new one works. Not earlier: a peer may still read."""
         self._close_retired()
         self._aborts.close_all_but(world.current().id.number)
-        _continue_timeline()
+        for each in extenders().values():
+            each.settled()
 
     def close(self) -> None:
         self.leave()
@@ -553,22 +510,17 @@ class WorkerJob:
         world.enter(built.world)
         self._aborts.enter(start.id.number)
         self._start, self._agreed = start, 0
-        if built.has_process_sets:
-            recreate(was_newcomer)
+        if built.carries_over:
+            for each in extenders().values():
+                each.carry_over(was_newcomer)
 
     def _retire(self, old: World) -> None:
-        if old.named is not None:
-            old.named.abort("its generation is over")
-            old.named.wait_until_quiet()
+        old.end_extensions("its generation is over")
         self._retired.append(old)
 
     def _close_retired(self) -> None:
         for old in self._retired:
-            old.transport.close()
-            if old.named is not None:
-                old.named.close()
-            if old.p2p is not None:
-                old.p2p.close()
+            old.close()
         self._retired.clear()
 
     def _report_broken(self, number: int, peer: str, direction: str, detail: str) -> None:

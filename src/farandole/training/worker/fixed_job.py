@@ -21,9 +21,9 @@ from farandole.base.wire.authentication import derive_key
 from farandole.base.wire.messages import Start
 from farandole.base.wire.user_secret import user_secret
 from farandole.errors import ConfigError, FarandoleError, JobEnded
-from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.training.collectives import world
 from farandole.training.collectives.data_listener import DataListener
+from farandole.training.collectives.extension import extenders
 from farandole.training.worker.world_builder import WorldBuilder
 
 
@@ -31,10 +31,10 @@ class FixedJob:
     """The worker's connection from the first init() to the end of the process. All ranks call init() and shutdown()
     equally often."""
 
-    def __init__(self, env: FixedEnv, settings: Callable[[], NamedSettings], timeout_s: float) -> None:
+    def __init__(self, env: FixedEnv, timeout_s: float) -> None:
         self._env, self._timeout_s = env, timeout_s
         self._listener = DataListener()
-        self._builder = WorldBuilder(self._listener, f"rank{env.rank}", str(env.cross_rank), settings)
+        self._builder = WorldBuilder(self._listener, f"rank{env.rank}", str(env.cross_rank), extenders())
         self._start: Start | None = None
         self._session = 0
 
@@ -58,11 +58,7 @@ class FixedJob:
         if world.is_entered():
             here = world.current()
             world.enter(None)
-            if here.named is not None:
-                here.named.close()
-            here.transport.close()
-            if here.p2p is not None:
-                here.p2p.close()
+            here.close()
 
     def close(self) -> None:
         self.leave()

@@ -89,7 +89,7 @@ def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None,
 def _meet_at_end(here: World) -> None:
     """Meet all workers at the end of the function. Raises CollectiveMismatch, on all of them, when another one waits
     for this one in a collective within the function: both would wait for ever."""
-    end = here.named.begin_end() if here.named is not None else None
+    ends = [each.begin_end() for each in here.extensions.values()]
     try:
         here.transport.barrier()
     except CollectiveMismatch as error:
@@ -97,8 +97,8 @@ def _meet_at_end(here: World) -> None:
             f"this worker has left the elastic function, and another one has not ({error}): {LEAVE_TOGETHER}"
         ) from error
     except RecoverableError:
-        if end is not None:
-            end.take()  # raises the mismatch that has made the other worker leave
+        for each in ends:
+            each.take()  # raises the mismatch that has made the other worker leave
         raise
-    if end is not None:
-        end.take()
+    for each in ends:
+        each.take()

@@ -1,11 +1,11 @@
-"""The construction of this worker's world from a START: one transport for the steps, one for the named collectives, and
-one for each process set. Used by context.py and fixed_job.py."""
+"""The construction of this worker's world from a START: one transport for the steps, one for each extension, and
+what these connect besides. Used by context.py and fixed_job.py."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,12 +15,10 @@ from farandole.base.env import read_reconfigure, read_transport
 from farandole.base.membership import DataAddress, Peer, Placement
 from farandole.base.wire.messages import Start
 from farandole.errors import ConfigError
-from farandole.integrations.horovod.named import process_sets
-from farandole.integrations.horovod.named.engine import NamedCollectives
-from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.training.collectives import torch_versions
 from farandole.training.collectives.control_blocks import ControlBlockRefs, ControlBlocks, OwnControlBlocks
 from farandole.training.collectives.data_listener import DataListener
+from farandole.training.collectives.extension import Connect, Extender, Extension
 from farandole.training.collectives.hierarchical_transport import RINGS_PER_RANK
 from farandole.training.collectives.kept_group import KeptGroup
 from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
@@ -45,12 +43,10 @@ logger = logging.getLogger("farandole")
 # transport has one for the ring of all its ranks, and others for rings of some of them.
 _CHANNELS_PER_SESSION = 1 << 20
 _CHANNELS_PER_TRANSPORT = 1 + RINGS_PER_RANK
-_STEPS, _NAMED, _FIRST_PROCESS_SET = 0, 1, 2
-_TRANSPORTS = 2  # of every world: for the steps, and for the named collectives
-
+_STEPS = 0  # the extensions follow, and then what these connect
 
 SUBSET_TIMEOUT_S = 5.0
-"""Seconds for the members of a process set to connect, once all have agreed on it."""
+"""Seconds for some of the ranks to connect, once all have agreed on it."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -59,7 +55,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     worker: str
     address: DataAddress
     host: str  # Placement.cross_rank does not tell hosts apart: it counts only those that have this local rank
-    has_process_sets: bool
+    carries_over: bool  # an extender does
     p2p: DataAddress
     devices: Devices = Devices()
     control_blocks: ControlBlockRefs = ControlBlockRefs()
@@ -67,10 +63,10 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Built:
-    """A new world, to be entered; then, if `has_process_sets` (on any member), process_sets.recreate() is due."""
+    """A new world, to be entered; then, if `carries_over` (on any member), carry_over() of the extenders is due."""
 
     world: World
-    has_process_sets: bool
+    carries_over: bool
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,6 @@ class _Settings:
 
     transport: str
     reconfigures: bool | None
-    named: NamedSettings
 
 
 class WorldBuilder:
@@ -87,7 +82,7 @@ class WorldBuilder:
 
     worker     this worker's id
     host       the same for all workers of this host, and only for them
-    settings   called for the first world, and for the first one after forget_settings()
+    extenders  by name; those of all workers are the same, in the same order
     on_broken  called with (worker of the peer, direction, detail) when a connection cannot be made, or fails
     check      called at least once a second during a wait; may raise
     aborts     gets each builder and transport before it can block; None where no coordinator ends generations
@@ -102,7 +97,7 @@ class WorldBuilder:
         listener: DataListener,
         worker: str,
         host: str,
-        settings: Callable[[], NamedSettings],
+        extenders: Mapping[str, Extender],
         on_broken: Callable[[int, str, str, str], None] | None = None,
         check: Callable[[], None] | None = None,
         aborts: AbortRegistry | None = None,
@@ -110,7 +105,8 @@ class WorldBuilder:
         slot: int = 0,
         on_remark: Callable[[str, str], None] = log_remark,
     ) -> None:
-        self._listener, self._worker, self._host, self._named_settings = listener, worker, host, settings
+        self._listener, self._worker, self._host, self._extenders = listener, worker, host, extenders
+        self._transports = 1 + len(extenders)  # of every world: for the steps, and for each extension
         self._settings: _Settings | None = None
         self._on_way, self._slot, self._on_remark = on_way, slot, on_remark
         self._last_way = ""
@@ -123,7 +119,7 @@ class WorldBuilder:
 
     def _current(self) -> _Settings:
         if self._settings is None:
-            self._settings = _Settings(read_transport(), read_reconfigure(), self._named_settings())
+            self._settings = _Settings(read_transport(), read_reconfigure())
         return self._settings
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:
@@ -133,10 +129,10 @@ class WorldBuilder:
         ring = self._ring(start, channel + _STEPS, timeout_s)
         for_p2p = DataListener(*self._listener.address.hosts, tls=self._listener.tls)
         try:
-            own = OwnControlBlocks(start.placement.rank, _TRANSPORTS if self._may_share_memory(start) else 0)
+            own = OwnControlBlocks(start.placement.rank, self._transports if self._may_share_memory(start) else 0)
             directory = _directory(ring, self._member(for_p2p.address, own.refs))
             p2p = self._p2p(for_p2p, start, directory)
-            control_blocks = _open_pages(ring, own, directory, self._current().transport)
+            control_blocks = _open_pages(ring, own, directory, self._current().transport, self._transports)
             return self._build_upon(ring, start, directory, channel, timeout_s, p2p, control_blocks)
         except BaseException:
             for_p2p.close()
@@ -166,28 +162,35 @@ class WorldBuilder:
         )
         if steps is not host:
             self._register(start, steps)
-        named_channel = channel + _NAMED * _CHANNELS_PER_TRANSPORT
-        for_names = self._ring(start, named_channel, timeout_s)
-        for_names, _ = self._upon(for_names, start, directory, named_channel, timeout_s, control_blocks[_NAMED])
+        extensions: dict[str, Extension] = {}
+        for place, (name, extender) in enumerate(self._extenders.items(), start=1):
+            its_channel = channel + place * _CHANNELS_PER_TRANSPORT
+            its_ring = self._ring(start, its_channel, timeout_s)
+            its_own, _ = self._upon(its_ring, start, directory, its_channel, timeout_s, control_blocks[place])
+            connect = self._connector(start, directory, channel, place)
+            extensions[name] = extender.extend(its_own, start.placement, connect)
+        is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
+        entered = World(start.id, start.placement, steps, extensions, is_homogeneous, p2p, self._on_remark)
+        self._report_way(description, start)
+        return Built(entered, any(member.carries_over for member in directory))
 
-        def connect(ranks: tuple[int, ...], process_set: int) -> Transport:
+    def _connector(self, start: Start, directory: list[Member], channel: int, place: int) -> Connect:
+        """Return what connects some of the ranks for the extension at this place."""
+
+        def connect(ranks: tuple[int, ...], number: int) -> Transport:
             members = [directory[rank] for rank in ranks]
             subset = _among(start, members, ranks.index(start.placement.rank), range(len(ranks)))
-            set_channel = channel + (_FIRST_PROCESS_SET + process_set) * _CHANNELS_PER_TRANSPORT
-            ring = self._ring(subset, set_channel, SUBSET_TIMEOUT_S)
-            return self._upon(ring, subset, members, set_channel, SUBSET_TIMEOUT_S)[0]
+            before = self._transports + number * len(self._extenders) + place - 1
+            its_channel = channel + before * _CHANNELS_PER_TRANSPORT
+            ring = self._ring(subset, its_channel, SUBSET_TIMEOUT_S)
+            return self._upon(ring, subset, members, its_channel, SUBSET_TIMEOUT_S)[0]
 
-        named = NamedCollectives(for_names, placement=start.placement, connect=connect, settings=settings.named)
-        is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
-        entered = World(start.id, start.placement, steps, named, is_homogeneous, p2p, self._on_remark)
-        self._report_way(description, start)
-        return Built(entered, any(member.has_process_sets for member in directory))
+        return connect
 
     def _member(self, p2p: DataAddress, control_blocks: ControlBlockRefs) -> Member:
         devices = own_devices(self._current().transport, self._slot)
-        return Member(
-            self._worker, self._listener.address, self._host, process_sets.has_added(), p2p, devices, control_blocks
-        )
+        carries_over = any(each.carries_over for each in self._extenders.values())
+        return Member(self._worker, self._listener.address, self._host, carries_over, p2p, devices, control_blocks)
 
     def _may_share_memory(self, start: Start) -> bool:
         return start.placement.size > 1 and self._current().transport != "tcp"
@@ -281,18 +284,18 @@ def _directory(ring: Transport, mine: Member) -> list[Member]:
 
 
 def _open_pages(
-    ring: Transport, own: OwnControlBlocks, directory: list[Member], asked_for: str
+    ring: Transport, own: OwnControlBlocks, directory: list[Member], asked_for: str, transports: int
 ) -> Sequence[ControlBlocks | str | None]:
     """Return for each transport the control blocks of this host's ranks, or why there are none; None where they were
     not requested. All at once: every exchange between the ranks costs the slowest one's time to wake up."""
     if not isinstance(ring, RingTransport) or not (own.refs.refs or own.refs.problem):
-        return [None] * _TRANSPORTS
+        return [None] * transports
     hosts = [member.host for member in directory]
     if decide(hosts, asked_for) not in (Way.SHARED_MEMORY, Way.HIERARCHICAL):
-        return [None] * _TRANSPORTS
+        return [None] * transports
     mates = [rank for rank, host in enumerate(hosts) if host == hosts[ring.rank]]
     opened = own.open_those_of(ring, mates, [member.control_blocks for member in directory])
-    return [opened] * _TRANSPORTS if isinstance(opened, str) else opened
+    return [opened] * transports if isinstance(opened, str) else opened
 
 
 def _among(start: Start, members: list[Member], place: int, names: Sequence[int]) -> Start:

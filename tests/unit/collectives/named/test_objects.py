@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from farandole.base.membership import GenerationId, Placement
-from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.named.engine import NAMED, NamedCollectives
 from farandole.integrations.horovod.named.objects import (
     allgather_object,
     broadcast_object,
@@ -31,7 +31,7 @@ def alone() -> Iterator[None]:
         return AloneTransport(1)
 
     named = NamedCollectives(AloneTransport(1), placement=placement, connect=connect)
-    world.enter(world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1), named))
+    world.enter(world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1), {NAMED: named}))
     yield
     named.close()
     world.enter(None)

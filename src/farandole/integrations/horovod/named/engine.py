@@ -32,6 +32,7 @@ from farandole.integrations.horovod.named.timeline import Timeline, process_time
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.collectives.connection_pair import Wake
+from farandole.training.collectives.extension import Connect
 from farandole.training.collectives.stages import (
     END,
     GLOBAL_SET,
@@ -50,8 +51,8 @@ from farandole.training.collectives.transport import Transport
 
 logger = logging.getLogger("farandole")
 
-Connect = Callable[[tuple[int, ...], int], Transport]
-"""connect(global ranks, process set): connect a transport among these ranks only; all of them call it at once."""
+NAMED = "named operations"
+"""The name of this extension of a world."""
 
 # The time for the other ranks to take part in a round that this one has begun. Only a rank that hangs takes longer.
 _CLOSE_TIMEOUT_S = 5.0
@@ -67,7 +68,7 @@ class NamedCollectives:
 
     Args:
         transport: A transport of its own, on which no other code runs collectives. close() closes it.
-        connect: Opens the connections of a process set.
+        connect: Opens the connections of a process set, whose id is their number.
         timeline: Receives the events; None for that of start_timeline().
     """
 
@@ -389,8 +390,8 @@ class NamedCollectives:
 
 def engine() -> NamedCollectives:
     """Return the named collectives of the current world. Raises NotInitialized before init()."""
-    named = world.current().named
-    if named is None:
+    named = world.current().extensions.get(NAMED)
+    if not isinstance(named, NamedCollectives):
         raise RuntimeError("this world has no named collectives")
     return named
 

@@ -60,9 +60,6 @@ def _rendezvous() -> Any:
 
 def _registration() -> Any:
     """Return registration.py, which is loaded with the rest of Farandole."""
-    import farandole
-
-    _ = farandole.init  # loads worker/context.py, which tells registration.py how to enter the world
     from farandole.integrations.torchrun.process_group import registration
 
     return registration
@@ -191,7 +188,8 @@ def _keep_groups() -> None:
 
 
 def note_meeting() -> None:
-    """Note that this worker has entered the world of the job."""
+    """Note that this worker has entered the world, and make the backend known where torch has not loaded this file."""
+    make_backend_known()
     if _lone is not None:
         _lone.end()
 

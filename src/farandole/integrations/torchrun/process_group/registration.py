@@ -1,11 +1,12 @@
-"""The groups of the backend "farandole": their creation, and their change with each generation. worker/context.py calls
-`register` when it is imported; autoload.py has made the backend known to torch by then, or does so now.
+"""The groups of the backend "farandole": their creation, and their change with each generation.
+
+autoload.py, which makes the backend known to torch, imports this file when a script requests it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 from urllib.parse import urlparse
@@ -17,7 +18,7 @@ from torch.distributed.rendezvous import _query_to_dict
 
 from farandole.base.env import read_fixed_env, read_torchrun_rank_and_size, read_worker_env
 from farandole.errors import ConfigError
-from farandole.integrations.torchrun.process_group.autoload import BACKEND, make_backend_known
+from farandole.integrations.torchrun.process_group.autoload import BACKEND
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.reconfigurable import NamedMembers, WorldsByHandles, meet_at
 from farandole.integrations.torchrun.process_group.works import JOB, Everybody, Some, forget_failure
@@ -28,23 +29,12 @@ from farandole.training.collectives.torch_versions import (
     have_no_flight_recorder,
     have_shutdown_called,
 )
+from farandole.training.worker import context
 
-_init: Callable[[], None] | None = None
 _made: dict[tuple[int, ...], int] = {}  # subgroups of this generation, by their ranks: the number of earlier ones
 
-
-def register(init: Callable[[], None]) -> None:
-    """Make Farandole's group the default one when init_process_group("farandole") is called. Idempotent.
-
-    `init` enters the world, unless that was done before.
-    """
-    global _init
-    is_first, _init = _init is None, init
-    make_backend_known()
-    if not is_first:
-        return
-    have_shutdown_called()
-    have_no_flight_recorder(BACKEND)
+have_shutdown_called()
+have_no_flight_recorder(BACKEND)
 
 
 def open_default_group() -> None:
@@ -72,7 +62,7 @@ def meet(url: str) -> Iterator[Any]:
     A rank and a size that the script has copied from RANK and WORLD_SIZE are those with which the worker was started:
     the current ones take their place.
     """
-    _enter_world()
+    context.init()
     here = world.current().placement
     copied_rank, copied_size = read_torchrun_rank_and_size() or (here.rank, here.size)
     parameters = _query_to_dict(urlparse(url).query)
@@ -96,7 +86,7 @@ def create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
         _made.clear()
         worlds = meet_at(opts.store, opts.group_rank, opts.group_size, opts.timeout)
         return FarandoleGroup(NamedMembers(worlds, may_change=False))
-    _enter_world()
+    context.init()
     here = world.current().placement
     if (opts.group_rank, opts.group_size) != (here.rank, here.size):
         raise ConfigError(
@@ -153,11 +143,6 @@ def let_whole_groups_follow() -> None:
 
 
 _does_follow = False  # groups of this process follow the generations
-
-
-def _enter_world() -> None:
-    assert _init is not None, "call register() first"
-    _init()
 
 
 def _follow(entered: world.World | None) -> None:
