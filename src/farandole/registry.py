@@ -109,6 +109,7 @@ EXTENDERS = {"named operations": "integrations.horovod.named.named_extender:Name
 
 FACTORIES = {
     "alias folder": "integrations.horovod:alias_path",
+    "Adasum's optimizer": "integrations.horovod.adasum_delta:DeltaOptimizer",
     "adoption of DDP": "integrations.ddp.module:adopt",
     "adoption of DDP in strict mode": "integrations.ddp.shard_module:adopt_for_shards",
     "check for the real Horovod": "integrations.horovod:refuse_beside_real_horovod",
@@ -117,6 +118,7 @@ FACTORIES = {
     "elastic sampler": "integrations.horovod.sampler:ElasticSampler",
     "etcd state": "integrations.etcd.etcd_state:etcd_state",
     "meeting": "integrations.torchrun.process_group.autoload:note_meeting",
+    "path without a loader": "integrations.horovod.named_path:NamedPath",
     "pod watch": "integrations.kubernetes.kubernetes_pods:PodWatch",
     "Slurm allocation": "integrations.slurm.slurm_allocation:allocation_of",
     "Slurm engine": "integrations.slurm.slurm_engine:SlurmEngine",

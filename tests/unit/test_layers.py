@@ -51,8 +51,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 BACK_EDGES = {
     "job/launch/arguments.py": {"integrations/horovod"},
     "job/launch/run_parser.py": {"integrations/horovod"},
-    "training/optim/distributed_optimizer.py": {"integrations/horovod"},
-    "training/optim/options.py": {"integrations/horovod"},
     "training/state/metadata.py": {"integrations/horovod"},
     "training/state/torch_state.py": {"integrations/horovod"},
 }

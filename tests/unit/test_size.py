@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2] / "src" / "farandole"
 LINES = {
     "base": 7400,
     "job": 21000,
-    "training": 30340,
-    "integrations": 25400,
+    "training": 30380,
+    "integrations": 25410,
     "testing": 2600,
     "doors": 600,
 }

@@ -13,9 +13,9 @@ from farandole.errors import StepError
 from farandole.integrations.horovod.named.adasum import is_power_of_two, require_power_of_two
 from farandole.integrations.horovod.named.calls import Reduced, allreduce_together_
 from farandole.integrations.horovod.named.negotiation import Adasum, Average
-from farandole.integrations.horovod.named.process_sets import global_process_set
 from farandole.integrations.horovod.named.tensor_queue import synchronize
 from farandole.training.collectives import world
+from farandole.training.collectives.extension import are_all
 from farandole.training.optim.optimizer_mixin import WrappedOptimizer, closure_of, counts_passes, zeroing
 from farandole.training.optim.options import Options
 from farandole.training.state import loop_hooks, step
@@ -39,7 +39,7 @@ class DeltaOptimizer(WrappedOptimizer):
     farandole_attributes = WrappedOptimizer.farandole_attributes | {"_compression", "_has_warned"}
 
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
-        if options.process_set is not global_process_set:
+        if not are_all(options.process_set):
             raise NotImplementedError("op=Adasum combines all workers only; leave process_set out, or use Average")
         if not loop_hooks.is_elastic():
             require_power_of_two(world.current().placement.size)

@@ -21,6 +21,7 @@ from farandole.integrations.horovod.named.asynchronous import allreduce_async_
 from farandole.integrations.horovod.named.calls import Reduced, allreduce_together_
 from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.named.negotiation import Average, Sum
+from farandole.integrations.horovod.named.process_sets import process_set_of
 from farandole.integrations.horovod.named.sparse import sparse_allreduce_async
 from farandole.integrations.horovod.named.tensor_queue import Handle, synchronize
 from farandole.integrations.horovod.named.timeline import process_timeline
@@ -45,7 +46,7 @@ class NamedPath:
     """
 
     def __init__(self, names: dict[torch.Tensor, str], options: Options, passes: Passes) -> None:
-        self._options = options
+        self._options, self._process_set = options, process_set_of(options.process_set)
         self._passes = passes
         self._sparse_dims: dict[int, int] = {}
         self._buckets: dict[tuple[Any, ...], NamedBuckets] = {}  # by the parameters: ids, dtypes and strides
@@ -118,7 +119,7 @@ class NamedPath:
         self.was_synchronized = False
 
     def _is_active(self) -> bool:
-        return bool(self._options.process_set.included()) and counts_passes()
+        return bool(self._process_set.included()) and counts_passes()
 
     def _participants(self) -> list[Named]:
         return [each for each in self._named if self._takes_part(each.parameter)]
@@ -227,7 +228,7 @@ class NamedReduction:
     ) -> None:
         self._named, self._buckets = named, buckets
         self._apart = [each for each in named if buckets is None or not buckets.have(each.parameter)]
-        self._options = options
+        self._options, self._process_set = options, process_set_of(options.process_set)
         self._sparse_dims = sparse_dims
         self._waits: list[Callable[[], None]] = []
 
@@ -247,7 +248,7 @@ class NamedReduction:
                 [*(reduced for reduced, _ in packed), *(unit.reduced for unit in dense), *filter(None, [also])],
                 self._options.op,
                 *self._scales(),
-                self._options.process_set,
+                self._process_set,
             )
             self._waits.append(lambda: self._unpack(packed, dense, handle))
             for unit in units:
@@ -263,11 +264,11 @@ class NamedReduction:
         options, gradient = self._options, self._gradient(each.parameter)
         if self._is_gathered(each.parameter):
             name = f"gradient.{each.name}"
-            return sparse_allreduce_async(gradient, name, options.op, process_set=options.process_set), None
+            return sparse_allreduce_async(gradient, name, options.op, process_set=self._process_set), None
         tensor, ctx = options.compression.compress(_dense(gradient))
         before, after = self._scales()
-        name, set_ = f"gradient.{each.name}", options.process_set
-        return allreduce_async_(tensor, None, name, options.op, before, after, set_), ctx
+        name = f"gradient.{each.name}"
+        return allreduce_async_(tensor, None, name, options.op, before, after, self._process_set), ctx
 
     def finish(self) -> None:
         """Wait for all operations; then every `.grad` is the reduced one. Raises the first error, after all operations
@@ -373,7 +374,7 @@ class NamedReduction:
 
     def _gathers(self, each: Named) -> Callable[[], None]:
         gradient, options = self._gradient(each.parameter), self._options
-        take = sparse_allreduce_async(gradient, f"gradient.{each.name}", options.op, options.process_set)
+        take = sparse_allreduce_async(gradient, f"gradient.{each.name}", options.op, self._process_set)
         return lambda: setattr(each.parameter, "grad", take())
 
 

@@ -6,8 +6,8 @@ import torch
 
 from farandole.integrations.horovod.named.calls import Reduced
 from farandole.integrations.horovod.named.negotiation import Average, Sum
-from farandole.integrations.horovod.named.process_sets import global_process_set
 from farandole.training.collectives import world
+from farandole.training.collectives.extension import are_all
 from farandole.training.optim.options import Options
 from farandole.training.state.undivided_data import UndividedData
 
@@ -22,7 +22,7 @@ class UndividedCheck:
     """Of one optimizer. The reductions of its first parameter are counted, as all workers have equally many."""
 
     def __init__(self, options: Options) -> None:
-        self._may_compare = options.op in (Average, Sum) and options.process_set is global_process_set
+        self._may_compare = options.op in (Average, Sum) and are_all(options.process_set)
         self._divisor = 1 if options.op == Average else None
         self._reductions = 0
         self._data: UndividedData | None = None

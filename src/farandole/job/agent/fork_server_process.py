@@ -37,6 +37,7 @@ PRELOADED = (
     "farandole.integrations.ddp.module",
     "farandole.integrations.horovod.commit_loop",
     "farandole.integrations.horovod.named.named_extender",
+    "farandole.integrations.horovod.named_path",
     "farandole.integrations.torchrun.process_group.registration",
     "torch._dynamo",
 )

@@ -16,13 +16,17 @@ that tells it from the others of its generation."""
 
 
 class SomeRanks(Protocol):
-    """Some of the ranks, e.g. a fd.ProcessSet."""
+    """Some of the ranks: a fd.ProcessSet, whose id is 0 if it is that of all ranks."""
 
     process_set_id: int | None
 
     def included(self) -> bool | None:
         """Return whether this worker is one of them; None before init()."""
         ...
+
+
+def are_all(ranks: SomeRanks | None) -> bool:
+    return ranks is None or ranks.process_set_id == 0
 
 
 class End(Protocol):

@@ -5,16 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, cast
 
 import torch
 
 from farandole.errors import StepError
-from farandole.integrations.horovod.adasum_delta import DeltaOptimizer
-from farandole.integrations.horovod.named.negotiation import Adasum, Average
-from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
-from farandole.integrations.horovod.named.tensor_queue import Handle
-from farandole.integrations.horovod.named_path import NamedPath
+from farandole.registry import factory
+from farandole.training.collectives.extension import SomeRanks
 from farandole.training.collectives.transport import Reduction
 from farandole.training.optim.compression import Compression, Compressor
 from farandole.training.optim.loader_path import LoaderPath
@@ -29,12 +26,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Compressor = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Reduction = Average,
+    op: Reduction = Reduction.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: SomeRanks | None = None,
     *,
     loss: Literal["mean", "sum"] = "mean",
     bucket_mb: float | None = None,
@@ -89,7 +86,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         num_groups: Horovod's older name for `groups`.
         groups: A number of groups, or lists of parameters that are reduced all or none.
         sparse_as_dense: Convert sparse gradients to dense ones for the reduction; else they are gathered.
-        process_set: The workers that reduce with each other; others keep their own gradients.
+        process_set: A fd.ProcessSet, the workers that reduce with each other; others keep their own gradients. None:
+            all workers.
         loss: With a loader of Farandole: "mean", the loss is a mean over the samples of the batch, or over the number
             of items given to `fd.weight(n)`; "sum", it is a sum, and nothing is divided.
         bucket_mb: With a loader of Farandole: the minimum size in megabytes of the buckets into which gradients are cut
@@ -111,12 +109,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     options = Options(
         compression, Reduction(op), gradient_predivide_factor, groups, sparse_as_dense, process_set, loss, bucket_mb
     )
-    mixin = DeltaOptimizer if options.op == Adasum else ReducingOptimizer
-    wrapped = wrap(optimizer, mixin)
-    assert isinstance(wrapped, (DeltaOptimizer, ReducingOptimizer))
+    mixin = factory("Adasum's optimizer") if options.op == Reduction.ADASUM else ReducingOptimizer
+    wrapped: Any = wrap(optimizer, mixin)
     wrapped.distribute(named_parameters, backward_passes_per_step, options)
     recommend_fused(wrapped)
-    return wrapped
+    return cast(OptimizerT, wrapped)
 
 
 def reduce_in_place(optimizer: torch.optim.Optimizer) -> None:
@@ -126,12 +123,43 @@ def reduce_in_place(optimizer: torch.optim.Optimizer) -> None:
     optimizer.distribute(None, 1, Options())
 
 
+class PathWithoutLoader(Protocol):
+    """From gradient to step where there is no batch of a loader, as Horovod's scripts expect it. The methods that
+    reduce are collectives, and raise HorovodInternalError."""
+
+    was_synchronized: bool
+
+    def name(self, names: dict[torch.Tensor, str]) -> None:
+        """Set the names of the current parameters."""
+        ...
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Handle a gradient, inside backward()."""
+        ...
+
+    def reduce_rest(self) -> bool:
+        """Reduce the remaining gradients. Return whether there were any."""
+        ...
+
+    def synchronize(self) -> None:
+        """Reduce the remaining gradients, before the script changes them."""
+        ...
+
+    def begin(self, parameter: torch.Tensor) -> tuple[Any, Any]:
+        """Begin the reduction of one gradient. Return its handle, and what its decompression needs."""
+        ...
+
+    def forget(self) -> None:
+        """Reset the state for the time after a step."""
+        ...
+
+
 class ReducingOptimizer(WrappedOptimizer):
     """An optimizer that reduces gradients, then steps. Mixed in before the user's optimizer class."""
 
     farandole_attributes = WrappedOptimizer.farandole_attributes | {
         "_loader_path",
-        "_named_path",
+        "_path_without_loader",
         "_reduces_in_step",
         "_loss",
     }
@@ -139,7 +167,9 @@ class ReducingOptimizer(WrappedOptimizer):
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         self._set_up(named_parameters, passes_per_step)
         self._loader_path = LoaderPath(self._all_parameters, lambda: self._parameter_names, options, self._passes)
-        self._named_path = NamedPath(self._parameter_names, options, self._passes)
+        self._path_without_loader: PathWithoutLoader = factory("path without a loader")(
+            self._parameter_names, options, self._passes
+        )
         self._reduces_in_step = True
         self._loss = options.loss
 
@@ -151,13 +181,13 @@ class ReducingOptimizer(WrappedOptimizer):
             if self._loader_path.waits_in is not batch:
                 self._loader_path.on_gradient(parameter, batch)
         else:
-            self._named_path.on_gradient(parameter)
+            self._path_without_loader.on_gradient(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group as torch does; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
         self.groups_changed()
-        self._named_path.name(self._parameter_names)
+        self._path_without_loader.name(self._parameter_names)
 
     def groups_changed(self) -> None:
         """Note that the optimizer has other groups than before."""
@@ -177,7 +207,7 @@ class ReducingOptimizer(WrappedOptimizer):
         if closure is None:
             self._reduce_for_step()
         loss = apply(gradients=self._gradients()) if closure is None else apply(self._reduced(closure))
-        self._named_path.forget()
+        self._path_without_loader.forget()
         step.mark_stepped(self)
         return loss if closure is not None else True
 
@@ -194,7 +224,7 @@ class ReducingOptimizer(WrappedOptimizer):
         if batch is not None:
             self._loader_path.synchronize(batch)
         else:
-            self._named_path.synchronize()
+            self._path_without_loader.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -215,7 +245,7 @@ class ReducingOptimizer(WrappedOptimizer):
             set_to_none |= batch.is_strict  # 0 plus a negative zero is a positive one, which depends on the world
         else:
             self._passes.refuse_zeroing()
-            self._named_path.forget()
+            self._path_without_loader.forget()
         super().zero_grad(**zeroing(set_to_none))
         if not set_to_none:
             self._loader_path.zeroed()
@@ -226,33 +256,33 @@ class ReducingOptimizer(WrappedOptimizer):
         For use after a failed collective, when gradients may be partly reduced. A TorchState calls it in restore().
         """
         super().abandon_step()
-        self._named_path.forget()
+        self._path_without_loader.forget()
         self._loader_path.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as torch does; backward passes are counted from zero again."""
-        self._named_path.forget()
+        self._path_without_loader.forget()
         super().load_state_dict(state_dict)
 
     # Without a loader ------------------------------------------------------------------------------------
 
-    def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Handle | Callable[[], torch.Tensor], Any]:
+    def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Any, Any]:
         """Do as Horovod's method of this name, by which libraries recognize a distributed optimizer: begin the
         reduction of one gradient, and return its handle and what its decompression needs."""
-        return self._named_path.begin(p)
+        return self._path_without_loader.begin(p)
 
     def _reduce_for_step(self) -> None:
         if not self._reduces_in_step:
             return
-        if self._named_path.was_synchronized:
-            self._named_path.was_synchronized = False
+        if self._path_without_loader.was_synchronized:
+            self._path_without_loader.was_synchronized = False
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
                 "gradients that were changed or added to since then may be reduced once more. Write "
                 "`with optimizer.skip_synchronize(): optimizer.step()`",
                 stacklevel=3,
             )
-        if self._named_path.reduce_rest():
+        if self._path_without_loader.reduce_rest():
             self._look_for_inf_again()
 
     def _reduced(self, closure: Callable[[], float]) -> Callable[[], float]:

@@ -13,8 +13,8 @@ import torch
 
 from farandole.base.env import read_bucket_mb
 from farandole.errors import StepError
-from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
 from farandole.training.collectives import world
+from farandole.training.collectives.extension import SomeRanks, are_all
 from farandole.training.collectives.transport import Reduction
 from farandole.training.optim.bucket_size import bytes_of
 from farandole.training.optim.compression import Compression, Compressor
@@ -29,7 +29,7 @@ class Options:
     predivide_factor: float = 1.0
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None
     sparse_as_dense: bool = False
-    process_set: ProcessSet = global_process_set
+    process_set: SomeRanks | None = None
     loss: str = "mean"
     bucket_mb: float | None = None
 
@@ -64,7 +64,7 @@ class Options:
             self.op == Reduction.AVERAGE
             and self.predivide_factor == 1.0
             and not self.groups
-            and self.process_set is global_process_set
+            and are_all(self.process_set)
         )
 
 

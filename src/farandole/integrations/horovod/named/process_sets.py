@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import msgspec
 import torch
@@ -11,6 +12,7 @@ from farandole.errors import CollectiveMismatch, HorovodInternalError
 from farandole.integrations.horovod.named.engine import NamedCollectives, engine
 from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
 from farandole.training.collectives import world
+from farandole.training.collectives.extension import SomeRanks
 from farandole.training.collectives.stages import GLOBAL_SET, Key, Kind, Request
 
 
@@ -98,6 +100,12 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks, whatever their number: the default of `process_set=`. See the example of `ProcessSet`."""
 """The process set of all ranks: the default of all operations."""
+
+
+def process_set_of(given: SomeRanks | None) -> ProcessSet:
+    """Return the process set that an optimizer was given, the global one if it was given none."""
+    return global_process_set if given is None else cast(ProcessSet, given)
+
 
 _added: list[ProcessSet] = []  # in the order in which they were added
 _unclaimed: set[tuple[int, ...]] = set()  # added again after a regroup, and not yet by the script
