@@ -49,8 +49,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Packages of the same storey. An integration that needs another one is to become one that does not."""
 BACK_EDGES = {
-    "job/launch/arguments.py": {"integrations/horovod"},
-    "job/launch/run_parser.py": {"integrations/horovod"},
     "training/state/metadata.py": {"integrations/horovod"},
     "training/state/torch_state.py": {"integrations/horovod"},
 }

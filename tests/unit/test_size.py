@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
 LINES = {
-    "base": 7400,
-    "job": 21000,
-    "training": 30380,
-    "integrations": 25410,
-    "testing": 2600,
-    "doors": 600,
+    "base": 7370,
+    "job": 20870,
+    "training": 30500,
+    "integrations": 25530,
+    "testing": 2580,
+    "doors": 590,
 }
 """The most lines of each storey, in its Python files."""
 
@@ -31,10 +31,9 @@ LONG_FILES = {
     "job/coordinator/server.py": 920,
     "job/coordinator/store_server.py": 700,
     "job/launch/job_runner.py": 520,
-    "job/launch/run_parser.py": 520,
     "training/state/step.py": 560,
     "training/state/step_state.py": 570,
-    "training/worker/context.py": 650,
+    "training/worker/context.py": 600,
     "training/worker/step_loop.py": 820,
 }
 """Files that are longer than LONGEST, with the most lines that each may have."""

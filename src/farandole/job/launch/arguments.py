@@ -25,15 +25,6 @@ from farandole.base.env import (
     strict_environment,
 )
 from farandole.errors import ConfigError
-from farandole.integrations.horovod.horovod_settings import (
-    SETTINGS,
-    Given,
-    check,
-    check_stall_times,
-    variables,
-    without_effect,
-)
-from farandole.integrations.horovod.settings_file import read_config_file
 from farandole.job.engines.host_list import HostSlots, PodSelection, SshSettings, parse_hostfile, parse_hosts
 from farandole.job.launch.command import alias_environment, checked
 from farandole.job.launch.joining import (
@@ -48,7 +39,7 @@ from farandole.job.launch.joining import (
     tls_folder,
 )
 from farandole.job.launch.page_address import PageOptions, page_options
-from farandole.job.launch.run_parser import CHECKPOINT_DEFAULTS, PROGRESS, STATE_PATIENCE_S, run_parser, unused_options
+from farandole.job.launch.run_parser import CHECKPOINT_DEFAULTS, PROGRESS, STATE_PATIENCE_S, run_parser
 from farandole.registry import factory
 
 if TYPE_CHECKING:
@@ -161,16 +152,13 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
     config = _job_config(options, program, hosts if slurm is None else slurm.hosts)
     has_hosts = hosts is not None or options.host_discovery_script is not None
     check_address(options.host, options.port, takes_agents=has_hosts or config.takes_agents)
-    settings, notes = _settings(options)
+    environment, notes = factory("Horovod settings")(options)
     if program.is_horovodrun and options.max_num_proc is not None and not _asks_for_elasticity(options):
         notes.append(
             "--max-np has no effect: the size of the job is fixed, as under Horovod, without --min-np or "
             "--host-discovery-script"
         )
     notes += _in_vain(options)
-    environment = variables(settings)
-    if options.tcp_flag:
-        environment["NCCL_IB_DISABLE"] = "1"
     if options.horovod or program.is_horovodrun:
         environment |= alias_environment()
     run_command = tuple(checked(command))
@@ -440,30 +428,3 @@ def checkpoint_settings(place: str | Path | None, every: str, keep: int) -> Chec
     if keep < 1:
         raise ConfigError(f"--checkpoint-keep must be at least 1, got {keep}")
     return None if place is None else CheckpointEnv(normalized(str(place)), every, keep)
-
-
-def _settings(options: argparse.Namespace) -> tuple[dict[str, Given], list[str]]:
-    """Return Horovod's settings by name, from flags and, with lower priority, from the configuration file; and the
-    given ones that have no effect."""
-    given: dict[str, Given] = {}
-    reasons = unused_options(options)
-    notes: list[str] = []
-    if options.config_file is not None:
-        file = read_config_file(options.config_file)
-        given |= file.settings
-        notes += [f"{options.config_file}: the unknown setting {key} is ignored" for key in file.unknown]
-        if file.controller == "mpi" and not (options.use_gloo or options.use_mpi):
-            reasons.append((f"{options.config_file}: controller mpi", "Farandole does not use MPI"))
-    for setting in SETTINGS:
-        value = getattr(options, setting.name)
-        if value is not None:
-            given[setting.name] = Given(value, setting.flag)
-            check(setting, given[setting.name])
-    check_stall_times(given)
-    reasons += without_effect(given)
-    by_reason: dict[str, list[str]] = {}
-    for label, reason in reasons:
-        by_reason.setdefault(reason, []).append(label)
-    for reason, labels in by_reason.items():
-        notes.append(f"{', '.join(labels)} {'has' if len(labels) == 1 else 'have'} no effect: {reason}")
-    return given, notes

@@ -45,8 +45,9 @@ from farandole.job.launch.job_runner import EngineEvents, JobSetup, run_job
 from farandole.job.launch.joining import check_encryption, tls_folder
 from farandole.job.launch.output import OutputOptions, OutputSink, output_options
 from farandole.job.launch.report import Loudness, Report
-from farandole.job.launch.run_parser import PROGRESS, WITHOUT_EFFECT
+from farandole.job.launch.run_parser import PROGRESS
 from farandole.job.launch.terminal_line import job_line
+from farandole.registry import factory
 
 T = TypeVar("T")
 Streams = tuple[TextIO | None, TextIO | None]
@@ -195,13 +196,10 @@ def run(
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
         tls=encryption_of_call(tls),
     )
-    for name, value, option in (
-        ("disable_cache", disable_cache, "disable_cache"),
-        ("use_mpi", use_mpi, "use_mpi"),
-        ("mpi_args", mpi_args, "mpi_args"),
-    ):
+    for name, value in (("disable_cache", disable_cache), ("use_mpi", use_mpi), ("mpi_args", mpi_args)):
         if value:
-            warnings.warn(f"farandole.run: {name} has no effect: {WITHOUT_EFFECT[option]}", stacklevel=2)
+            reason = factory("Horovod option without effect")(name)
+            warnings.warn(f"farandole.run: {name} has no effect: {reason}", stacklevel=2)
     return run_function(
         lambda: func(*args, **(kwargs or {})),
         config,

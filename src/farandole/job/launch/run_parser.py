@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from farandole import __version__
 from farandole.base.command_parser import Parser, value_counts
 from farandole.base.config import JobConfig
-from farandole.integrations.horovod.horovod_settings import SETTINGS, Setting
 from farandole.job.launch.build_description import describe_build
+from farandole.registry import factory
 
 PREEMPTION_HELP = (
     "watch the notices by which a cloud announces that this machine will be taken away: aws, gcp, azure; auto: the "
@@ -47,19 +46,6 @@ STATE_PATIENCE_S = 600.0
 CHECKPOINT_DEFAULTS: tuple[str, int] = ("10m", 2)
 """Interval of checkpoints, and how many are kept."""
 
-# Options of horovodrun that are accepted without effect: flags, the option's name, the name of its value, the reason.
-_LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
-    (("--mpi",), "use_mpi", "", "Farandole does not use MPI"),
-    (("--jsrun",), "use_jsrun", "", "Farandole does not use jsrun"),
-    (("--mpi-args",), "mpi_args", "ARGS", "Farandole does not use MPI"),
-    (("--binding-args",), "binding_args", "ARGS", "Farandole does not use MPI"),
-    (("--tcp",), "tcp_flag", "", "only NCCL can use InfiniBand, and NCCL_IB_DISABLE=1 is set for it"),
-    (("--disable-cache",), "disable_cache", "", "results of checks are never cached"),
-)
-
-WITHOUT_EFFECT: Mapping[str, str] = {name: reason for _, name, _, reason in _LAUNCHER_FLAGS}
-"""The reasons why these options of horovodrun have no effect, by the option's name."""
-
 
 def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]]:
     """Return the parser of `program`'s options, and the number of values of each flag that has values."""
@@ -87,16 +73,10 @@ def run_parser(program: str) -> tuple[argparse.ArgumentParser, Mapping[str, int]
         _transport,
         _output,
         _address,
-        _horovod,
-        _unused,
+        factory("Horovod options"),
     ):
         add_options(parser)
     return parser, value_counts(parser)
-
-
-def unused_options(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return (flag, reason) of horovodrun's own options that were given without effect."""
-    return [(flags[0], reason) for flags, name, _, reason in _LAUNCHER_FLAGS if getattr(options, name)]
 
 
 class _CheckBuild(argparse.Action):
@@ -467,51 +447,3 @@ def _address(parser: argparse.ArgumentParser) -> None:
         help="with --token-file or --job-file: number of workers on this machine; 0: all workers run on machines "
         "that join (default: all workers)",
     )
-
-
-def _horovod(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("scripts written for Horovod")
-    group.add_argument(
-        "--horovod",
-        action="store_true",
-        help="make `import horovod.torch` in the workers import Farandole (horovodrun: always)",
-    )
-    group.add_argument(
-        "--config-file", type=Path, metavar="FILE", help="settings in Horovod's YAML format; flags override them"
-    )
-    group.add_argument("--gloo", action="store_true", dest="use_gloo", help=argparse.SUPPRESS)
-    for setting in SETTINGS:
-        if not setting.no_effect:
-            _add_setting(group, setting)
-
-
-def _unused(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("options of horovodrun that are accepted without effect")
-    for flags, name, value, reason in _LAUNCHER_FLAGS:
-        kwargs: dict[str, Any] = {"action": "store_true"} if not value else {"metavar": value}
-        group.add_argument(*flags, dest=name, help=reason, **kwargs)
-    for setting in SETTINGS:
-        if setting.no_effect:
-            _add_setting(group, setting)
-
-
-def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    text = setting.help or setting.no_effect
-    if setting.kind is bool:
-        switch = group.add_mutually_exclusive_group()
-        for flags, value in ((setting.on, True), (setting.off, False)):
-            switch.add_argument(
-                *flags,
-                dest=setting.name,
-                action="store_const",
-                const=value,
-                default=None,
-                help=text if value else argparse.SUPPRESS,
-            )
-        return
-    convert: Callable[[str], object] = setting.kind
-    metavar = {int: "N", float: "X", str: "TEXT"}[setting.kind]
-    if setting.choices:
-        group.add_argument(setting.flag, choices=setting.choices, help=text)
-    else:
-        group.add_argument(setting.flag, type=convert, metavar=metavar, help=text)

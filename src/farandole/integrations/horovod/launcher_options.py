@@ -1,0 +1,121 @@
+"""The options that `farandole run` has from horovodrun, and what they ask for. Registered in registry.py.
+
+It loads no asyncio: `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from farandole.integrations.horovod.horovod_settings import (
+    SETTINGS,
+    Given,
+    Setting,
+    check,
+    check_stall_times,
+    variables,
+    without_effect,
+)
+from farandole.integrations.horovod.settings_file import read_config_file
+
+# Options of horovodrun that are accepted without effect: flags, the option's name, the name of its value, the reason.
+_LAUNCHER_FLAGS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("--mpi",), "use_mpi", "", "Farandole does not use MPI"),
+    (("--jsrun",), "use_jsrun", "", "Farandole does not use jsrun"),
+    (("--mpi-args",), "mpi_args", "ARGS", "Farandole does not use MPI"),
+    (("--binding-args",), "binding_args", "ARGS", "Farandole does not use MPI"),
+    (("--tcp",), "tcp_flag", "", "only NCCL can use InfiniBand, and NCCL_IB_DISABLE=1 is set for it"),
+    (("--disable-cache",), "disable_cache", "", "results of checks are never cached"),
+)
+
+
+def reason_without_effect(option: str) -> str:
+    """Return why an option of horovodrun has no effect, by its name as an argument of farandole.run()."""
+    return next(reason for _, name, _, reason in _LAUNCHER_FLAGS if name == option)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the groups of these options."""
+    _add_settings(parser)
+    _add_unused(parser)
+
+
+def asked_for(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """Return the variables of the workers, from flags and, with lower priority, from the configuration file; and a
+    sentence about the given ones that have no effect. Raises ConfigError for values that Horovod refuses too."""
+    given: dict[str, Given] = {}
+    reasons = [(flags[0], reason) for flags, name, _, reason in _LAUNCHER_FLAGS if getattr(options, name)]
+    notes: list[str] = []
+    if options.config_file is not None:
+        file = read_config_file(options.config_file)
+        given |= file.settings
+        notes += [f"{options.config_file}: the unknown setting {key} is ignored" for key in file.unknown]
+        if file.controller == "mpi" and not (options.use_gloo or options.use_mpi):
+            reasons.append((f"{options.config_file}: controller mpi", "Farandole does not use MPI"))
+    for setting in SETTINGS:
+        value = getattr(options, setting.name)
+        if value is not None:
+            given[setting.name] = Given(value, setting.flag)
+            check(setting, given[setting.name])
+    check_stall_times(given)
+    reasons += without_effect(given)
+    by_reason: dict[str, list[str]] = {}
+    for label, reason in reasons:
+        by_reason.setdefault(reason, []).append(label)
+    for reason, labels in by_reason.items():
+        notes.append(f"{', '.join(labels)} {'has' if len(labels) == 1 else 'have'} no effect: {reason}")
+    environment = variables(given)
+    if options.tcp_flag:
+        environment["NCCL_IB_DISABLE"] = "1"
+    return environment, notes
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("scripts written for Horovod")
+    group.add_argument(
+        "--horovod",
+        action="store_true",
+        help="make `import horovod.torch` in the workers import Farandole (horovodrun: always)",
+    )
+    group.add_argument(
+        "--config-file", type=Path, metavar="FILE", help="settings in Horovod's YAML format; flags override them"
+    )
+    group.add_argument("--gloo", action="store_true", dest="use_gloo", help=argparse.SUPPRESS)
+    for setting in SETTINGS:
+        if not setting.no_effect:
+            _add_setting(group, setting)
+
+
+def _add_unused(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("options of horovodrun that are accepted without effect")
+    for flags, name, value, reason in _LAUNCHER_FLAGS:
+        kwargs: dict[str, Any] = {"action": "store_true"} if not value else {"metavar": value}
+        group.add_argument(*flags, dest=name, help=reason, **kwargs)
+    for setting in SETTINGS:
+        if setting.no_effect:
+            _add_setting(group, setting)
+
+
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    text = setting.help or setting.no_effect
+    if setting.kind is bool:
+        switch = group.add_mutually_exclusive_group()
+        for flags, value in ((setting.on, True), (setting.off, False)):
+            switch.add_argument(
+                *flags,
+                dest=setting.name,
+                action="store_const",
+                const=value,
+                default=None,
+                help=text if value else argparse.SUPPRESS,
+            )
+        return
+    convert: Callable[[str], object] = setting.kind
+    metavar = {int: "N", float: "X", str: "TEXT"}[setting.kind]
+    if setting.choices:
+        group.add_argument(setting.flag, choices=setting.choices, help=text)
+    else:
+        group.add_argument(setting.flag, type=convert, metavar=metavar, help=text)
