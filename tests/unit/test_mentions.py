@@ -19,6 +19,8 @@ PAGES = ("architecture.md", "when-a-worker-dies.md", "glossary.md", *(f"storeys/
 
 FILE = re.compile(r"(?<![\w./-])(?:\w+/)*\w+\.py\b")
 FOLDER = re.compile(r"`((?:[\w-]+/)+)`")
+PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 FUNCTIONS = re.compile(r"`((?:\w+/)*\w+\.py)` \((`\w+`(?:, `\w+`)*)\)")
 
 ELSEWHERE = {
@@ -90,6 +92,20 @@ def test_every_file_folder_and_function_that_a_page_mentions_exists(page: str) -
         (path,) = (path for path in PACKAGE.rglob("*.py") if str(path).endswith(f"/{mention}"))
         for name in re.findall(r"\w+", names):
             assert re.search(rf"(def|class) {name}\b|^{name}\b", path.read_text(), re.MULTILINE), f"{mention} ({name})"
+
+
+def test_every_page_that_a_source_mentions_exists() -> None:
+    tops = (path for name in ("src", "tests", "benchmarks", "examples", ".ci") for path in (ROOT / name).rglob("*"))
+    sources = [path for path in tops if path.suffix in (".py", ".md", ".toml", "") and path.is_file()]
+    mentions = {mention for path in sources for mention in PAGE.findall(path.read_text(errors="ignore"))}
+    assert len(mentions) > 10
+    assert [mention for mention in sorted(mentions) if not (ROOT / mention).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"])
+def test_every_link_of_a_page_outside_of_the_site_leads_to_a_file(page: str) -> None:
+    place = ROOT / page
+    assert [link for link in LINK.findall(place.read_text()) if not (place.parent / link).exists()] == []
 
 
 def test_a_file_that_is_gone_is_found(tmp_path: Path) -> None:

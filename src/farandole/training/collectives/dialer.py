@@ -256,7 +256,7 @@ def tune_within_machine(sock: socket.socket, send_bytes: int) -> None:
     """Configure the sending end of a data connection that does not leave the machine.
 
     The kernel's own buffers, of 4 MB and more, pass through the memory. A congestion control that paces, such as BBR,
-    only waits here. Figures: docs/decisions/0002-own-tcp-ring.md.
+    only waits here. Figures: docs/decisions/transports.md.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes // 2)  # the kernel doubles it: man 7 socket
     if hasattr(socket, "TCP_CONGESTION"):

@@ -2,7 +2,7 @@
 
 torch calls that to reconfigure a group: all members pass the same number and the handles of all of them
 (pytorch#186298). Here the handles travel around the ring of the new generation, and so do the values by which the
-members find each other. nccl_transport.py uses it; docs/decisions/0039-kept-groups.md says when.
+members find each other. nccl_transport.py uses it; docs/decisions/cuda-tensors.md says when.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ are not padding, weights of classes), or a comparison of samples with each other
 so: `loss="sum"`, or fd.weight(n). No list of losses would be complete, so the rehearsal, whose step does not count, has
 three batches instead of the workers' own: one as a whole, and both of its halves. Each is run by another worker where
 there are so many; each further worker, or all of them where something differs, runs the whole again with other random
-numbers, which may be the reason. docs/decisions/0072-trial-of-the-loss.md.
+numbers, which may be the reason. docs/decisions/loop-bodies.md.
 """
 
 from __future__ import annotations

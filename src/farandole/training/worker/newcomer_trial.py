@@ -3,7 +3,7 @@ effect, before the newcomer trains.
 
 A newcomer receives the TorchState, and in place what only the script knows, as far as it can be found. The trial shows
 whether something is missing: then the newcomer's gradients, or the options of its optimizers, are others. In place it
-is not admitted then; an elastic function says so. docs/decisions/0070-trial-of-a-newcomer.md.
+is not admitted then; an elastic function says so. docs/decisions/trials-in-place.md.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Scripts of torchrun that are elastic without a changed line: docs/decisions/0038-elastic-in-place.md."""
+"""Scripts of torchrun that are elastic without a changed line: docs/decisions/elastic-in-place.md."""

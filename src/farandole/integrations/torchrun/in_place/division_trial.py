@@ -15,7 +15,7 @@ number of workers than at the start:
     again    with the whole and other random numbers, where something differs: then these may be the reason
 
 Every batch has a size that the script has, or is about to have, anyway. Dropout and BatchNorm are off.
-docs/decisions/0071-trial-of-a-division.md.
+docs/decisions/trials-in-place.md.
 """
 
 from __future__ import annotations

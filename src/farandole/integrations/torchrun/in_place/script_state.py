@@ -5,7 +5,7 @@
     regroup         a newcomer, or a worker that is behind, receives what has changed and is the same on all workers
 
 Nothing is chosen by its type: a value belongs to the training if the script has changed it, and all workers have
-changed it alike. docs/decisions/0066-state-of-the-script.md.
+changed it alike. docs/decisions/elastic-in-place.md.
 """
 
 from __future__ import annotations

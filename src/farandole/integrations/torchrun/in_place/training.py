@@ -8,7 +8,7 @@
 
 Where the script turns out to do something that cannot follow the membership, all workers leave the step loop at the
 next boundary, and it runs on as a static job (`Training._become_static`). A newcomer passes over the epochs that are
-done; docs/decisions/0038-elastic-in-place.md.
+done; docs/decisions/elastic-in-place.md.
 """
 
 from __future__ import annotations
