@@ -115,7 +115,6 @@ FACTORIES = {
     "check for the real Horovod": "integrations.horovod:refuse_beside_real_horovod",
     "commit loop": "integrations.horovod.commit_loop:CommitLoop",
     "default group": "integrations.torchrun.process_group.registration:open_default_group",
-    "elastic sampler": "integrations.horovod.sampler:ElasticSampler",
     "etcd state": "integrations.etcd.etcd_state:etcd_state",
     "Horovod option without effect": "integrations.horovod.launcher_options:reason_without_effect",
     "Horovod options": "integrations.horovod.launcher_options:add_options",

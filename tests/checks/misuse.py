@@ -13,7 +13,7 @@ import torch
 
 import farandole as fd
 from farandole.integrations.horovod.named.engine import engine
-from farandole.training.collectives.stages import Kind
+from farandole.integrations.horovod.named.stages import Kind
 from tests.checks.tensors import assert_same, mine, of_all, reduced
 
 Begin = Callable[..., Any]

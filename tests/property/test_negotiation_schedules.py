@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 from hypothesis import given, settings, strategies as st
 
-from farandole.training.collectives.stages import AllJoined, Execute, Fail, Key, Kind, Request
+from farandole.integrations.horovod.named.stages import AllJoined, Execute, Fail, Key, Kind, Request
 from farandole.training.collectives.transport import Reduction
 from tests.support.negotiating import Ranks, allreduce, group, request
 

@@ -10,8 +10,8 @@ import torch
 from farandole.base.membership import Placement
 from farandole.integrations.horovod.named.engine import NamedCollectives
 from farandole.integrations.horovod.named.named_settings import NamedSettings
+from farandole.integrations.horovod.named.stages import GLOBAL_SET, Key, Kind, Request
 from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
-from farandole.training.collectives.stages import GLOBAL_SET, Key, Kind, Request
 from farandole.training.collectives.transport import Reduction
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from farandole.integrations.horovod.named.negotiation import Negotiation
-from farandole.training.collectives.stages import (
+from farandole.integrations.horovod.named.stages import (
     GLOBAL_SET,
     AllJoined,
     Execute,

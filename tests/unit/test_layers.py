@@ -48,11 +48,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations/torchrun": {"ddp"},
 }
 """Packages of the same storey. An integration that needs another one is to become one that does not."""
-BACK_EDGES = {
-    "training/state/metadata.py": {"integrations/horovod"},
-    "training/state/torch_state.py": {"integrations/horovod"},
-}
-"""Files that import an integration, which becomes a registration; the list can only shrink."""
 WITHOUT_TORCH = {
     "base",
     "job",
@@ -128,9 +123,7 @@ def violations(path: Path, root: Path = ROOT) -> list[str]:
         if parts[0] == "farandole" and len(parts) > 1 and storey != "door":
             other, other_package = place_of(parts[1:])
             if not may_import(storey, package, other, other_package, name):
-                edge = f"{other}/{other_package}"
-                if edge not in BACK_EDGES.get(relative.as_posix(), ()):
-                    found.append(f"{storey}/{package} imports {name}")
+                found.append(f"{storey}/{package} imports {name}")
         if parts[0] == "torch" and (storey in WITHOUT_TORCH or f"{storey}/{package}" in WITHOUT_TORCH):
             found.append(f"{storey}/{package} imports torch")
         if parts[0] in IMPURE and is_pure:
@@ -176,13 +169,6 @@ def test_the_tables_of_the_architecture_pages_are_these() -> None:
     known = {**STOREYS, **MAY_IMPORT}
     rows = re.findall(r"^\| `([\w/]+)` \|([^|]*)\|", tables, re.M)
     assert {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows if name in known} == known
-
-
-def test_each_back_edge_that_is_listed_exists() -> None:
-    """Whoever cuts one takes it from the list."""
-    for file, edges in BACK_EDGES.items():
-        places = [place_of(name.split(".")[1:]) for name in imports((ROOT / file).read_text()) if "farandole." in name]
-        assert edges <= {f"{storey}/{package}" for storey, package in places}, file
 
 
 @pytest.mark.parametrize(

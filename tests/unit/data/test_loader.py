@@ -12,13 +12,13 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError, StepError
+from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.data.boundary_hooks import NoLoaderHooks
 from farandole.training.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
 from farandole.training.data.loader import DataLoader
 from farandole.training.data.sample_order import Order, Shuffled
 from farandole.training.state import step
 from farandole.training.state.step import StepStatus
-from farandole.training.state.torch_state import TorchState
 
 pytestmark = pytest.mark.core
 

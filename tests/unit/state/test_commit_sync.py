@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from farandole.errors import PeerLost
-from farandole.training.state.commit_states import CommittedState, can_be_staged, synchronize_commits
-from farandole.training.state.torch_state import TorchState
+from farandole.integrations.horovod.committed_state import CommittedState, can_be_staged, synchronize_commits
+from farandole.integrations.horovod.torch_state import TorchState
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 from tests.unit.state.test_torch_state import Sampler, content, train
 

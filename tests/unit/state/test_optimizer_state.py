@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
+from farandole.integrations.horovod.state_handlers import OptimizerStateHandler
 from farandole.training.checkpoint.snapshot import from_json, to_json
 from farandole.training.optim.optimizer_mixin import Undo
-from farandole.training.state.metadata import OptimizerStateHandler
 from farandole.training.state.optimizer_state import OptimizerState, outline, with_inner
 from farandole.training.state.packing import pack, unpack
 from farandole.training.state.sent_optimizer_state import _is_permuted

@@ -11,8 +11,8 @@ import torch
 
 import farandole as fd
 from farandole.base.membership import Progress
-from farandole.training.state import object_state
-from farandole.training.state.object_state import ObjectState
+from farandole.integrations.horovod.object_state import ObjectState
+from farandole.training.state import save_once
 from tests.support.thread_workers import run_workers
 
 pytestmark = pytest.mark.core
@@ -34,7 +34,7 @@ class Coordinator:
 def world_of_one() -> Iterator[None]:
     fd.init()
     yield
-    object_state.install_saver(None)
+    save_once.install_saver(None)
     fd.shutdown()
 
 
@@ -51,7 +51,7 @@ def test_without_a_coordinator_rank_0_writes(tmp_path: Path) -> None:
 def test_a_worker_that_was_cut_off_leaves_the_file_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_text("what its replacement has written")
-    object_state.install_saver(Coordinator("this worker is not a member of the current generation"))
+    save_once.install_saver(Coordinator("this worker is not a member of the current generation"))
     assert not state().save_once(lambda temporary: temporary.write_text("old"), path)
     assert path.read_text() == "what its replacement has written"
     assert list(tmp_path.iterdir()) == [path]
@@ -66,7 +66,7 @@ def test_the_coordinator_is_asked_when_the_file_is_whole_and_before_it_counts(tm
             return super().__call__(name, progress, file)
 
     coordinator = Looking()
-    object_state.install_saver(coordinator)
+    save_once.install_saver(coordinator)
     model = torch.nn.Linear(1, 1)
     counting = fd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     counting.commit()
@@ -77,9 +77,9 @@ def test_the_coordinator_is_asked_when_the_file_is_whole_and_before_it_counts(tm
 
 def test_without_a_path_the_coordinator_is_asked_first() -> None:
     calls: list[str] = []
-    object_state.install_saver(Coordinator("no"))
+    save_once.install_saver(Coordinator("no"))
     assert not state().save_once(lambda: calls.append("no"))
-    object_state.install_saver(Coordinator())
+    save_once.install_saver(Coordinator())
     assert state().save_once(lambda: calls.append("yes"))
     assert calls == ["yes"]
 

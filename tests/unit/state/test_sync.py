@@ -9,12 +9,12 @@ import torch
 
 from farandole.base.membership import Progress
 from farandole.errors import FatalError, PeerLost
+from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.state import packing, sync
 from farandole.training.state.divergence import Divergence
 from farandole.training.state.state_digest import STRIKES, StateDigest
 from farandole.training.state.sync import Standing, choose_source, synchronize
 from farandole.training.state.tensor_digest import digest_of
-from farandole.training.state.torch_state import TorchState
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 
 pytestmark = pytest.mark.core

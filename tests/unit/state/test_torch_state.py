@@ -9,18 +9,19 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError, StepError
-from farandole.training.collectives import world
-from farandole.training.state import loop_hooks
-from farandole.training.state.commit_states import CommittedState
-from farandole.training.state.metadata import (
+from farandole.integrations.horovod.committed_state import CommittedState
+from farandole.integrations.horovod.object_state import State
+from farandole.integrations.horovod.state_handlers import (
     ModelStateHandler,
     SamplerStateHandler,
     StateHandler,
     get_handler_registry,
     set_handler_registry,
 )
+from farandole.integrations.horovod.torch_state import TorchState
+from farandole.training.collectives import world
+from farandole.training.state import loop_hooks
 from farandole.training.state.step_state import StepState
-from farandole.training.state.torch_state import TorchState
 
 pytestmark = pytest.mark.core
 
@@ -319,6 +320,8 @@ def test_with_a_loader_of_ours_it_is_a_state_of_the_step_rule() -> None:
     state = TorchState(loader=Position(), best=1.0)
     assert isinstance(state, StepState)
     assert isinstance(state, TorchState)
+    assert isinstance(state, State)
+    assert issubclass(StepState, TorchState)
     assert state.step == 0
     state.commit()
     with pytest.raises(ConfigError, match=r"elastic\.run"):

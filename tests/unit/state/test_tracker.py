@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError
+from farandole.integrations.horovod.object_state import ObjectState
 from farandole.training.collectives import world
 from farandole.training.state import metrics_file, tracker as tracker_module
 from farandole.training.state.metrics_file import MetricsFile, MetricsReader
-from farandole.training.state.object_state import ObjectState
 from farandole.training.state.tracker import Tracker, flush_trackers
 
 STEPS = {1: {"loss": 0.5, "lr": 0.1}, 2: {"loss": 1 / 3}, 3: {"loss": 1e-300, "lr": float("inf")}}

@@ -13,8 +13,8 @@ import torch
 
 import farandole as fd
 from farandole.errors import ConfigError
+from farandole.integrations.horovod.object_state import ObjectState
 from farandole.training.state import step
-from farandole.training.state.object_state import ObjectState
 from farandole.training.worker.run_loop import run
 
 pytestmark = pytest.mark.core

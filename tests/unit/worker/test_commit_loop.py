@@ -12,11 +12,11 @@ import farandole as fd
 from farandole.errors import CollectiveMismatch, HorovodInternalError, HostsUpdatedInterrupt, PeerLost
 from farandole.integrations.horovod.host_update_listeners import notification_manager
 from farandole.integrations.horovod.named.engine import engine
+from farandole.integrations.horovod.object_state import ObjectState, State
 from farandole.integrations.horovod.run_fn import run_fn
+from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.state import loop_hooks
 from farandole.training.state.loop_hooks import HostUpdateResult
-from farandole.training.state.object_state import ObjectState, State
-from farandole.training.state.torch_state import TorchState
 from farandole.training.worker.run_loop import run
 
 pytestmark = pytest.mark.core

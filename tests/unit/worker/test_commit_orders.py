@@ -14,11 +14,11 @@ import farandole as fd
 from farandole.base.wire.messages import Elastic, Finished, FirstStep, Synced
 from farandole.errors import GenerationEnded, HorovodInternalError, HostsUpdatedInterrupt, JobEnded, StepError
 from farandole.integrations.horovod.commit_loop import CommitLoop
+from farandole.integrations.horovod.object_state import ObjectState, State
+from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.collectives import world
 from farandole.training.state import loop_hooks, step
 from farandole.training.state.loop_hooks import HostUpdateResult
-from farandole.training.state.object_state import ObjectState, State
-from farandole.training.state.torch_state import TorchState
 from tests.support.one_worker import Orders
 
 pytestmark = pytest.mark.core

@@ -24,21 +24,21 @@ from farandole.errors import (
     RecoverableError,
 )
 from farandole.integrations.ddp.module import adopt_modules
+from farandole.integrations.horovod.commit_records import commit_records
+from farandole.integrations.horovod.committed_state import CommittedState, can_be_staged, synchronize_commits
 from farandole.integrations.horovod.host_update_listeners import PlannedUpdates
 from farandole.integrations.horovod.named.engine import NAMED, NamedCollectives
+from farandole.integrations.horovod.object_state import KeptValues, ObjectState, State, can_be_kept
+from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
 from farandole.training.state import loop_hooks, step
-from farandole.training.state.commit_states import CommittedState, can_be_staged, synchronize_commits
 from farandole.training.state.deep_copy import finish_all
 from farandole.training.state.loop_hooks import HostUpdateResult
-from farandole.training.state.object_state import KeptValues, ObjectState, State, can_be_kept
 from farandole.training.state.sync import SyncReport
-from farandole.training.state.torch_state import TorchState
 from farandole.training.worker.checkpoints import Checkpoints, checkpoints
 from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.leaving import all_have_finished, leaving_on_sigterm
-from farandole.training.worker.sample_records import commit_records
 from farandole.training.worker.worker_recovery import regroup, report_first_step
 
 logger = logging.getLogger("farandole")

@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from farandole.errors import HorovodInternalError, HostsUpdatedInterrupt
 from farandole.integrations.horovod.host_update_listeners import notification_manager
-from farandole.training.state.object_state import State
+from farandole.integrations.horovod.object_state import State
 from farandole.training.worker import context
 from farandole.training.worker.run_loop import run
 

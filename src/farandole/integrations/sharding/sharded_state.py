@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from farandole.errors import ConfigError, HostsUpdatedInterrupt, ShardLost
 from farandole.integrations.horovod.named.objects import broadcast_object
+from farandole.integrations.horovod.object_state import State
 from farandole.integrations.sharding import pieces
 from farandole.integrations.sharding.pieces import Piece
 from farandole.integrations.sharding.shard_plan import Held, ShardPlan, awaited, choose, missing, shards_within_hosts
@@ -22,7 +23,6 @@ from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
 from farandole.training.state import packing
 from farandole.training.state.deep_copy import deep_copy
-from farandole.training.state.object_state import State
 
 logger = logging.getLogger("farandole")
 

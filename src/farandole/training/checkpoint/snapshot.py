@@ -22,7 +22,7 @@ from farandole.training.state.tensor_digest import digest_of
 
 
 class Kept(Protocol):
-    """A state as a checkpoint sees it: a StepState, or the CommittedState of sync.py. As in sync.py."""
+    """A state as a checkpoint sees it: a StepState, or one of the commit rule. As in sync.py."""
 
     is_holder: bool
 

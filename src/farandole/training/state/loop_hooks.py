@@ -255,7 +255,7 @@ class TrainedSamples:
 
 
 class SamplerRecorder(Protocol):
-    """Records the samples that samplers were told of, under the commit rule (worker/sample_records.py)."""
+    """Records the samples that samplers were told of, under the commit rule."""
 
     def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None: ...
     def left(self, sampler: object, epoch: int, samples: int | None) -> None: ...

@@ -17,8 +17,8 @@ from farandole.training.collectives import world
 from farandole.training.state import loop_hooks, step
 from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.state.deep_copy import refuse_circles, refuse_learnable
+from farandole.training.state.elastic_state import ElasticState
 from farandole.training.state.module_values import ModuleValues
-from farandole.training.state.object_state import State
 from farandole.training.state.optimizer_state import OptimizerState
 from farandole.training.state.packed_metadata import (
     MetadataSnapshot,
@@ -32,7 +32,7 @@ from farandole.training.state.packed_metadata import (
 from farandole.training.state.packing import Packed, unpack
 from farandole.training.state.refused_optimizers import refuse_optimizer
 from farandole.training.state.state_digest import StateDigest, named_tensors
-from farandole.training.state.torch_state import TorchState, broadcast_value, current_rank
+from farandole.training.state.undivided_data import refuse_undivided
 from farandole.training.state.watched_tensors import (
     ExtraState,
     WatchedTensors,
@@ -85,7 +85,7 @@ class _Kinds:
 _GIVEN = ("model", "optimizer")
 
 
-class StepState(TorchState):
+class StepState(ElasticState):
     """Model, optimizer, loader and all other values that change with a step. TorchState(loader=...) returns it.
 
     `state.step` is the number of decided steps. The *tensors* of a state are parameters and optimizer tensors; metadata
@@ -131,6 +131,7 @@ class StepState(TorchState):
         hash_every: int | None = None,
         **tracked: Any,
     ) -> None:
+        refuse_undivided(loader)
         if hash_every is not None and hash_every < 0:
             raise ConfigError(f"TorchState: hash_every is a number of steps, 0 or more, got {hash_every}")
         if on_divergence not in ("mend", "fail"):
@@ -138,7 +139,7 @@ class StepState(TorchState):
         if "commit_follows_step" in tracked:
             raise ConfigError("TorchState(loader=...) needs no commits: leave commit_follows_step out")
         self._kinds: _Kinds | None = None
-        State.__init__(self, bcast_object=broadcast_value, get_rank=current_rank)
+        super().__init__()
         # Any: otherwise type checkers would require a check for None at each use.
         self.model: Any = model
         self.optimizer: Any = optimizer
@@ -184,6 +185,9 @@ class StepState(TorchState):
         """Do nothing: the state is always at the last decided step, and the loader notices planned changes."""
 
     def check_host_updates(self) -> None:
+        """Do nothing, as in commit()."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Do nothing, as in commit()."""
 
     def save(self) -> None:

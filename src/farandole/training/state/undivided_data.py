@@ -16,9 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from farandole.base.env import read_fixed_env, read_worker_env
+from farandole.errors import ConfigError
 from farandole.training.state.content_hash import content_hash
 
 UNDIVIDED = (SequentialSampler, RandomSampler, WeightedRandomSampler)
@@ -105,3 +114,27 @@ def _held(value: Any, depth: int) -> Any:
     if isinstance(value, IOBase) or not hasattr(value, "__dict__"):
         raise _UnknownError(kind)
     return _held({"type": kind.__qualname__, **vars(value)}, depth - 1)
+
+
+def refuse_undivided(loader: Any) -> None:
+    """Raise ConfigError for a torch DataLoader from which each worker would train all of the data, in a job that has,
+    or may get, several workers. A sampler of the user's own may divide the data, and is trusted."""
+    if not isinstance(loader, DataLoader) or not _may_have_others():
+        return
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if is_iterable or (type(sampler) in UNDIVIDED and type(loader.batch_sampler) in (BatchSampler, type(None))):
+        ours = "StreamLoader" if is_iterable else "DataLoader"
+        how = "its data set is an IterableDataset" if is_iterable else f"its sampler is a {type(sampler).__name__}"
+        raise ConfigError(
+            f"TorchState(loader=...) has torch's DataLoader, which does not divide the data among workers ({how}): "
+            f"each worker would train all of it, and start again after a fault. Use fd.elastic.{ours}(dataset, "
+            f"global_batch_size=...); or, under the commit rule as in Horovod, create the DataLoader with sampler="
+            f"fd.elastic.ElasticSampler(dataset). Where the data set has only this worker's part, leave the loader "
+            f"out of the state"
+        )
+
+
+def _may_have_others() -> bool:
+    fixed = read_fixed_env()
+    return read_worker_env() is not None or (fixed is not None and fixed.size > 1)

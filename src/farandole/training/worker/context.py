@@ -28,7 +28,7 @@ from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.ring_builder import RingBuilder
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.world import World
-from farandole.training.state import object_state
+from farandole.training.state import save_once
 from farandole.training.worker import process_setup
 from farandole.training.worker.fixed_job import FixedJob
 from farandole.training.worker.link import Connections, Link, LinkProbe
@@ -148,7 +148,7 @@ def _join() -> None:
         atexit.register(_end)
         _report_exceptions(_job)
         process_setup.name_what_holds_the_exit(lambda: _job is not None and not _job.has_finished)
-        object_state.install_saver(_job.may_publish)
+        save_once.install_saver(_job.may_publish)
         if not _job.meet():
             _enter_alone()
     elif fixed_env is not None and fixed_env.size > 1:
@@ -166,7 +166,7 @@ def _end() -> None:
     if world.is_forked_child():
         return
     shutdown()
-    object_state.install_saver(None)
+    save_once.install_saver(None)
     for each in (_job, _fixed):
         if each is not None:
             each.close()

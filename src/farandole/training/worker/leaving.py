@@ -18,7 +18,7 @@ from farandole.base.membership import Phase, Shortfall
 from farandole.base.wire.messages import Finished
 from farandole.errors import CollectiveMismatch, RecoverableError
 from farandole.training.collectives import world
-from farandole.training.collectives.stages import LEAVE_TOGETHER
+from farandole.training.collectives.advice import LEAVE_TOGETHER
 from farandole.training.collectives.world import World
 from farandole.training.worker.context import WorkerJob
 

@@ -10,7 +10,7 @@ from farandole.base.env import read_job_env
 from farandole.errors import ConfigError
 from farandole.registry import factory
 from farandole.training.collectives import world
-from farandole.training.state.object_state import State
+from farandole.training.state.elastic_state import ElasticState
 from farandole.training.state.step_state import StepState
 from farandole.training.state.tracker import flush_trackers
 from farandole.training.worker import context
@@ -18,7 +18,7 @@ from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.step_loop import StepLoop
 
 P = ParamSpec("P")
-StateT = TypeVar("StateT", bound=State)
+StateT = TypeVar("StateT", bound=ElasticState)
 ResultT = TypeVar("ResultT")
 
 
@@ -83,7 +83,7 @@ def run(
     return elastic
 
 
-def _loop(job: WorkerJob | None, state: State) -> Loop:
+def _loop(job: WorkerJob | None, state: ElasticState) -> Loop:
     if isinstance(state, StepState):
         return StepLoop(job, state)
     if read_job_env().strict:

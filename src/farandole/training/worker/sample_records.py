@@ -1,4 +1,4 @@
-"""Records of a worker for the sample ledger, under either rule."""
+"""Records of a worker for the sample ledger."""
 
 from __future__ import annotations
 
@@ -8,31 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farandole.base.env import read_job_env, read_worker_env
-from farandole.registry import factory
 from farandole.training.collectives import world
 from farandole.training.ledger.records import (
     Applied,
     Differed,
-    Entered,
     EpochEnded,
-    EpochLeft,
     Hashed,
     Intent,
     LedgerWriter,
     Listed,
     Started,
-    Trained,
     compact,
     ids_hash,
 )
 from farandole.training.state import loop_hooks, step
 from farandole.training.state.batch import Batch
-from farandole.training.state.commit_states import CommittedState
 from farandole.training.state.divergence import Divergence
-from farandole.training.state.loop_hooks import Samples, TrainedSamples
+from farandole.training.state.loop_hooks import Samples
 from farandole.training.state.step_state import StepState
-
-# The step rule --------------------------------------------------------------------------------------------------------
 
 
 class SampleRecords:
@@ -179,69 +172,3 @@ def sample_records(state: StepState) -> SampleRecords | None:
     return SampleRecords(
         state, LedgerWriter(Path(folder), env.worker if env is not None else "alone", socket.gethostname())
     )
-
-
-# The commit rule ------------------------------------------------------------------------------------------------------
-
-
-class CommitRecords:
-    """Writes records for the worker of `committed`. Samplers that its state does not contain are not recorded: their
-    records are not rolled back either."""
-
-    def __init__(self, committed: CommittedState, writer: LedgerWriter) -> None:
-        self._committed, self._writer = committed, writer
-        self._entry = (0, 0, 0)
-        self._calls: Counter[str] = Counter()  # by sampler, in this entry
-
-    def entered(self) -> None:
-        """Record that the members of the generation all have this state, and the function is about to be called."""
-        here = world.current()
-        generation = here.id.run_id, here.id.number
-        entry = self._entry[2] + 1 if self._entry[:2] == generation else 0
-        self._entry, self._calls = (*generation, entry), Counter()
-        kind, named = factory("elastic sampler"), self._committed.samplers().items()
-        samplers = [(name, each.samples) for name, each in named if isinstance(each, kind)]
-        place = here.placement
-        self._writer.write(Entered(*self._entry, here.id.nonce, place.rank, place.size, self._commit, samplers))
-
-    def close(self) -> None:
-        self._writer.close()
-
-    # Reports of samplers (state/loop_hooks.py) -------------------------------------------------------------
-
-    def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None:
-        name = self._name(sampler)
-        if name is None:
-            return
-        rank = world.current().placement.rank
-        for part in parts:
-            samples, whole = (-1, 0) if part.everyone is None else (len(part.everyone), ids_hash(part.everyone))
-            ids, repeats = compact(part.ids), compact(part.repeats)
-            call = self._calls[name]
-            self._writer.write(
-                Trained(*self._entry, self._commit, rank, name, call, part.epoch, ids, repeats, samples, whole)
-            )
-        self._calls[name] += 1
-
-    def left(self, sampler: object, epoch: int, samples: int | None) -> None:
-        name = self._name(sampler)
-        if name is not None:
-            rank, left = world.current().placement.rank, -1 if samples is None else samples
-            self._writer.write(EpochLeft(*self._entry, self._commit, rank, name, epoch, left))
-
-    @property
-    def _commit(self) -> int:
-        return self._committed.progress.step
-
-    def _name(self, sampler: object) -> str | None:
-        return next((name for name, each in self._committed.samplers().items() if each is sampler), None)
-
-
-def commit_records(committed: CommittedState | None) -> CommitRecords | None:
-    """Return None without a ledger to keep, or without a TorchState."""
-    folder = read_job_env().sample_ledger
-    if not folder or committed is None:
-        return None
-    env = read_worker_env()
-    writer = LedgerWriter(Path(folder), env.worker if env is not None else "alone", socket.gethostname())
-    return CommitRecords(committed, writer)

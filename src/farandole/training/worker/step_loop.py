@@ -30,7 +30,7 @@ from farandole.errors import (
 )
 from farandole.registry import factory
 from farandole.training.collectives import agreement, world
-from farandole.training.collectives.stages import DECIDE_TOGETHER
+from farandole.training.collectives.advice import DECIDE_TOGETHER
 from farandole.training.collectives.transport import Transport
 from farandole.training.data.elastic_loader import has_compiled
 from farandole.training.data.padding import without_step

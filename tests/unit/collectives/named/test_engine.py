@@ -14,9 +14,9 @@ import torch
 from farandole.base.membership import Placement
 from farandole.errors import CollectiveMismatch, GenerationEnded, HorovodInternalError, PeerLost
 from farandole.integrations.horovod.named.engine import NamedCollectives
+from farandole.integrations.horovod.named.stages import GLOBAL_SET, Kind
 from farandole.integrations.horovod.named.tensor_queue import poll, synchronize
 from farandole.training.collectives.alone import AloneTransport
-from farandole.training.collectives.stages import GLOBAL_SET, Kind
 from tests.support.named import allreduce, engine_on, run, submit
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 

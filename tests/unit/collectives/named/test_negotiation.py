@@ -6,7 +6,7 @@ import pytest
 
 from farandole.errors import ProtocolError
 from farandole.integrations.horovod.named.negotiation import Negotiation
-from farandole.training.collectives.stages import (
+from farandole.integrations.horovod.named.stages import (
     END,
     AllJoined,
     Execute,

@@ -12,7 +12,7 @@ import torch
 
 from farandole.errors import GenerationEnded, HorovodInternalError, PeerLost
 from farandole.integrations.horovod.named.engine import NamedCollectives
-from farandole.training.collectives.stages import Kind
+from farandole.integrations.horovod.named.stages import Kind
 from tests.support.named import allreduce, engine_on, run, submit
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.integrations.horovod.named.negotiation import Stall
 from farandole.integrations.horovod.named.pending import StallReport, StallWatch
-from farandole.training.collectives.stages import Key, Kind
+from farandole.integrations.horovod.named.stages import Key, Kind
 
 NOTHING = StallReport()
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from farandole.base.machine import now_s
+from farandole.integrations.horovod.named.stages import Kind
 from farandole.integrations.horovod.named.timeline import BEGIN, END, Timeline, TimelineWriter
-from farandole.training.collectives.stages import Kind
 
 Event = dict[str, Any]
 DEADLINE_S = 20.0

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from farandole.training.collectives.stages import Kind, ranks_in_words, values_by_rank, why_invalid
+from farandole.integrations.horovod.named.stages import Kind, ranks_in_words, values_by_rank, why_invalid
 from tests.support.negotiating import request
 
 

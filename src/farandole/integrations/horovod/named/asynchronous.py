@@ -35,8 +35,8 @@ from farandole.integrations.horovod.named.calls import (
     submit_reduction,
 )
 from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
+from farandole.integrations.horovod.named.stages import Kind
 from farandole.integrations.horovod.named.tensor_queue import Handle
-from farandole.training.collectives.stages import Kind
 from farandole.training.collectives.transport import Reduction
 
 

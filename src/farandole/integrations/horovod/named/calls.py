@@ -17,8 +17,8 @@ from farandole.errors import HorovodInternalError
 from farandole.integrations.horovod.named import adasum
 from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
+from farandole.integrations.horovod.named.stages import CPU, GLOBAL_SET, Key, Kind, Request
 from farandole.integrations.horovod.named.tensor_queue import AlltoallHandle, Handle, Submission
-from farandole.training.collectives.stages import CPU, GLOBAL_SET, Key, Kind, Request
 from farandole.training.collectives.transport import Reduction
 
 REDUCIBLE = (

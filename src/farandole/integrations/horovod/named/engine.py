@@ -27,13 +27,7 @@ from farandole.integrations.horovod.named.execution import Executor
 from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.integrations.horovod.named.negotiation import Negotiation
 from farandole.integrations.horovod.named.pending import StallWatch
-from farandole.integrations.horovod.named.tensor_queue import Handle, Submission, TensorQueue
-from farandole.integrations.horovod.named.timeline import Timeline, process_timeline
-from farandole.training.collectives import world
-from farandole.training.collectives.alone import AloneTransport
-from farandole.training.collectives.connection_pair import Wake
-from farandole.training.collectives.extension import Connect
-from farandole.training.collectives.stages import (
+from farandole.integrations.horovod.named.stages import (
     END,
     GLOBAL_SET,
     AllJoined,
@@ -47,6 +41,12 @@ from farandole.training.collectives.stages import (
     SetAdded,
     SetRemoved,
 )
+from farandole.integrations.horovod.named.tensor_queue import Handle, Submission, TensorQueue
+from farandole.integrations.horovod.named.timeline import Timeline, process_timeline
+from farandole.training.collectives import world
+from farandole.training.collectives.alone import AloneTransport
+from farandole.training.collectives.connection_pair import Wake
+from farandole.training.collectives.extension import Connect
 from farandole.training.collectives.transport import Transport
 
 logger = logging.getLogger("farandole")

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from farandole.integrations.horovod.named import adasum
+from farandole.integrations.horovod.named.stages import Kind, MatchedOperation, Request
 from farandole.integrations.horovod.named.tensor_queue import Submission
 from farandole.integrations.horovod.named.timeline import Timeline
 from farandole.training.collectives.connection_pair import as_bytes, byte_view, flat_view
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.shared_memory_tensors import shareable_zeros
 from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
-from farandole.training.collectives.stages import Kind, MatchedOperation, Request
 from farandole.training.collectives.transport import Reduction, Transport
 from farandole.training.collectives.transport_choice import host_transport
 

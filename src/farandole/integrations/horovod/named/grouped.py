@@ -15,7 +15,7 @@ from farandole.integrations.horovod.named.differentiable import (
     reduce,
 )
 from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
-from farandole.training.collectives.stages import Kind
+from farandole.integrations.horovod.named.stages import Kind
 from farandole.training.collectives.transport import Reduction
 from farandole.training.optim.compression import Compression, Compressor
 

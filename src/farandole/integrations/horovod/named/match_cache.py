@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from farandole.training.collectives.stages import Key, MatchedOperation, Request
+from farandole.integrations.horovod.named.stages import Key, MatchedOperation, Request
 
 
 class ResponseCache:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from farandole.errors import ProtocolError
 from farandole.integrations.horovod.named.match_cache import ResponseCache
 from farandole.integrations.horovod.named.pending import PendingTable, Stall
-from farandole.training.collectives.stages import (
+from farandole.integrations.horovod.named.stages import (
     END,
     GLOBAL_SET,
     AllJoined,

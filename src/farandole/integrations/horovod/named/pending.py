@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from farandole.errors import ProtocolError
-from farandole.training.collectives.stages import (
+from farandole.integrations.horovod.named.stages import (
     Key,
     Kind,
     MatchedOperation,

@@ -10,10 +10,10 @@ import torch
 
 from farandole.errors import CollectiveMismatch, HorovodInternalError
 from farandole.integrations.horovod.named.engine import NamedCollectives, engine
+from farandole.integrations.horovod.named.stages import GLOBAL_SET, Key, Kind, Request
 from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
 from farandole.training.collectives import world
 from farandole.training.collectives.extension import SomeRanks
-from farandole.training.collectives.stages import GLOBAL_SET, Key, Kind, Request
 
 
 class ProcessSet:

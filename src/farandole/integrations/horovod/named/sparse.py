@@ -9,8 +9,8 @@ import torch
 from farandole.integrations.horovod.named.calls import Call, submit_gathering
 from farandole.integrations.horovod.named.negotiation import Average
 from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
+from farandole.integrations.horovod.named.stages import Kind
 from farandole.integrations.horovod.named.tensor_queue import synchronize
-from farandole.training.collectives.stages import Kind
 
 
 def sparse_allreduce_async(

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from farandole.base.liveness.status_reporting import WaitingForPeers
+from farandole.integrations.horovod.named.stages import Key, Request
 from farandole.training.collectives import world
 from farandole.training.collectives.connection_pair import Wake
-from farandole.training.collectives.stages import Key, Request
 
 
 def poll(handle: object) -> bool:

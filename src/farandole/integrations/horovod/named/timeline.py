@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from farandole.base.machine import now_ns, wall_time_s
+from farandole.integrations.horovod.named.stages import Kind
 from farandole.training.collectives import world
-from farandole.training.collectives.stages import Kind
 
 logger = logging.getLogger("farandole")
 

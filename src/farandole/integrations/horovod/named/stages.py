@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from farandole.training.collectives.advice import LEAVE_TOGETHER
 from farandole.training.collectives.transport import Reduction
 
 CPU = -1
@@ -430,10 +431,6 @@ def fail_after_end(ended: Sequence[int], pending: PendingOperation, together: Se
         f"{ranks_in_words(pending.requested_by())} waits for {'it' if len(ended) == 1 else 'them'}: {LEAVE_TOGETHER}"
     )
     return [Fail(each.key, message) for each in together]
-
-
-DECIDE_TOGETHER = "Decide it by a value that is the same on all of them, such as fd.any(condition) or fd.mean(loss)"
-LEAVE_TOGETHER = f"all workers have to leave it at the same point of the loop. {DECIDE_TOGETHER}"
 
 
 def _shortened(names: list[str]) -> str:

@@ -1,24 +1,20 @@
 """TorchState: all values of a training job that must survive a change of the membership. Scripts create one.
 
-With a loader of Farandole it is a StepState (step_state.py). Without one it follows the commit rule, which this module
-implements.
+With a loader of Farandole it is a StepState (training/state/step_state.py), which is no subclass and counts as one for
+isinstance(). Without a loader it follows the commit rule, which this module implements.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from farandole.base.env import read_fixed_env, read_worker_env
 from farandole.base.membership import Progress
 from farandole.errors import ConfigError
 from farandole.integrations.horovod.named.objects import broadcast_object
-from farandole.training.collectives import world
-from farandole.training.state import loop_hooks
-from farandole.training.state.deep_copy import BackgroundCopy, TensorPair, finish_all
-from farandole.training.state.metadata import (
+from farandole.integrations.horovod.object_state import ObjectState
+from farandole.integrations.horovod.state_handlers import (
     BUILT_IN,
     LoaderHandler,
     LoaderSamplerHandler,
@@ -28,8 +24,11 @@ from farandole.training.state.metadata import (
     StateHandler,
     handler_for,
 )
-from farandole.training.state.object_state import ObjectState
-from farandole.training.state.undivided_data import UNDIVIDED
+from farandole.training.collectives import world
+from farandole.training.state import loop_hooks
+from farandole.training.state.deep_copy import BackgroundCopy, TensorPair, finish_all
+from farandole.training.state.step_state import StepState
+from farandole.training.state.undivided_data import refuse_undivided
 
 
 class TorchState(ObjectState):
@@ -43,8 +42,8 @@ class TorchState(ObjectState):
 
     A torch DataLoader stays each worker's own; the progress of its sampler is kept, if the sampler records any.
 
-    Modules, optimizers, samplers that record progress and objects with state_dict() have handlers (metadata.py); any
-    number of each. Every other value is plain, and must support copying and pickling.
+    Modules, optimizers, samplers that record progress and objects with state_dict() have handlers (state_handlers.py);
+    any number of each. Every other value is plain, and must support copying and pickling.
 
     A commit is a deep copy. Parameters of optimizers, and optimizer state, are copied while training continues: the
     copies complete before the next step() or load_state_dict(). Code that changes parameters in another way between a
@@ -87,15 +86,11 @@ class TorchState(ObjectState):
     def __new__(cls, *args: Any, **kwargs: Any) -> TorchState:
         loader = kwargs.get("loader", args[2] if len(args) > 2 else None)
         if not _is_ours(loader):
-            _refuse_undivided(loader)
+            refuse_undivided(loader)
             return super().__new__(cls)
-        from farandole.training.state.step_state import StepState
-
-        if not issubclass(StepState, cls):
-            if issubclass(cls, StepState):
-                return super().__new__(cls)
+        if cls is not TorchState:
             raise ConfigError(f"{cls.__name__}(loader=...): a subclass with a loader must derive from StepState")
-        return super().__new__(StepState)
+        return cast(TorchState, StepState(*args, **kwargs))
 
     def __init__(
         self,
@@ -201,33 +196,12 @@ class TorchState(ObjectState):
         return [each.value for each in self._handlers.values() if isinstance(each, OptimizerStateHandler)]
 
 
+TorchState.register(StepState)  # with a loader, scripts get a StepState for a TorchState
+
+
 def _is_ours(loader: Any) -> bool:
     """Return whether a loader moves with the decided steps, as those of torch do not."""
     return hasattr(loader, "commit") and hasattr(loader, "set_world")
-
-
-def _refuse_undivided(loader: Any) -> None:
-    """Raise ConfigError for a torch DataLoader from which each worker would train all of the data, in a job that has,
-    or may get, several workers. A sampler of the user's own may divide the data, and is trusted."""
-    if not isinstance(loader, DataLoader) or not _may_have_others():
-        return
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if is_iterable or (type(sampler) in UNDIVIDED and type(loader.batch_sampler) in (BatchSampler, type(None))):
-        ours = "StreamLoader" if is_iterable else "DataLoader"
-        how = "its data set is an IterableDataset" if is_iterable else f"its sampler is a {type(sampler).__name__}"
-        raise ConfigError(
-            f"TorchState(loader=...) has torch's DataLoader, which does not divide the data among workers ({how}): "
-            f"each worker would train all of it, and start again after a fault. Use fd.elastic.{ours}(dataset, "
-            f"global_batch_size=...); or, under the commit rule as in Horovod, create the DataLoader with sampler="
-            f"fd.elastic.ElasticSampler(dataset). Where the data set has only this worker's part, leave the loader "
-            f"out of the state"
-        )
-
-
-def _may_have_others() -> bool:
-    fixed = read_fixed_env()
-    return read_worker_env() is not None or (fixed is not None and fixed.size > 1)
 
 
 def broadcast_value(value: Any) -> Any:

@@ -1,8 +1,7 @@
 """Handlers, with which a TorchState saves, restores and synchronizes the values that are not plain.
 
 The sync() of a handler copies from rank 0. Inside `elastic.run`, the values of the built-in handlers are synchronized
-together instead, from the rank with the newest commit (sync.py). The functions at the end serve the states of
-both rules.
+together instead, from the rank with the newest commit (committed_state.py).
 """
 
 from __future__ import annotations

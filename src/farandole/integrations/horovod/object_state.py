@@ -4,33 +4,24 @@ states.
 
 from __future__ import annotations
 
-import logging
-import os
 import queue
-import secrets
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from abc import ABCMeta
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import msgspec
-
-from farandole.base.liveness import status_reporting
 from farandole.base.membership import Progress
 from farandole.errors import HostsUpdatedInterrupt
-from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import loop_hooks
 from farandole.training.state.deep_copy import deep_copy, refuse_learnable
+from farandole.training.state.elastic_state import ElasticState
 from farandole.training.state.loop_hooks import HostUpdateResult
 from farandole.training.state.packed_metadata import pack_metadata
 from farandole.training.state.packing import Packed
-from farandole.training.state.tracker import Tracker
-
-logger = logging.getLogger("farandole")
 
 
-class State:
+class State(ElasticState, metaclass=ABCMeta):
     """The interface of a state that `elastic.run` needs. Derive from it and define save(), restore() and sync().
 
     Rank 0 is never a worker that has just joined, so a sync() that broadcasts from rank 0 keeps the committed values.
@@ -63,37 +54,16 @@ class State:
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
+        super().__init__()
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp: float = 0
-        self._reset_callbacks: list[Callable[[], object]] = []
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Allow any attribute: a script knows the values that it has given."""
-
-    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Add functions to call when the world has changed, e.g. to scale the learning rate by the new size().
-
-        They run on every worker, in order, before the state is synchronized: their changes on the source rank then
-        reach all workers. They also run on a worker that joins: until then its world was itself alone.
-
-        Args:
-            callbacks: Functions without arguments.
-        """
-        self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
         """Handle a change of the world: call reset() and the callbacks. `elastic.run` calls it before sync()."""
         self._host_messages = queue.Queue()
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-        for value in list(vars(self).values()):
-            if isinstance(value, Tracker):
-                value.regrouped()
+        super().on_reset()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Note that hosts came or will go; may be called from any thread.
@@ -144,45 +114,6 @@ class State:
     def sync(self) -> None:
         """Make the state of all ranks equal to rank 0's. A collective."""
         raise NotImplementedError(f"{type(self).__name__} has no sync()")
-
-    def reset(self) -> None:
-        """Adapt to a changed world. Override it to rebuild objects that depend on rank() and size()."""
-
-    def save_once(self, write: Callable[..., object], path: str | os.PathLike[str] | None = None) -> bool:
-        """Have one worker write a file of the script; see save_once() below.
-
-        Args:
-            write: Writes the file, to the path that it is given if there is a `path`.
-            path: A local or mounted file.
-
-        Returns:
-            True on the worker that has written it.
-        """
-        return save_once(write, path, self._how_far())
-
-    def log(self, **values: float | SupportsFloat) -> None:
-        """Show numbers of this worker on the job's page, and in its metrics: `state.log(loss=loss, lr=0.1)`.
-
-        A call takes some microseconds. The newest numbers are sent twice a second, and a tensor on a device is waited
-        for only then. A tensor that has its graph, such as a loss, is left out where one of its name was read within
-        the last 50 ms. The page shows the mean over the workers that log a name. Numbers are no part of the state.
-        Those of a rehearsal, whose step does not count, are dropped. A value of the state that is named `log` replaces
-        this method.
-
-        Args:
-            **values: Numbers, or tensors with one element. Each replaces the former one of its name; at most 50 names
-                are shown.
-
-        Raises:
-            TypeError: A value that is read is neither a number nor a tensor with one element.
-        """
-        if not step.is_rehearsal():
-            status_reporting.log_numbers(values)
-
-    def _how_far(self) -> Progress:
-        """Return the progress that save_once() compares, equal on all ranks. A state without a count is never older
-        than a file."""
-        return Progress()
 
     def _agree_on_messages(self) -> HostUpdateResult | None:
         """Decide by rank 0's messages for all ranks, without a run loop that answers."""
@@ -301,77 +232,3 @@ class KeptValues:
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Do nothing: the state has no tensors."""
-
-
-# The implementation of state.save_once: one worker that is still in the job writes a file of the script, such as an
-# exported model.
-#
-# `if rank() == 0: torch.save(...)` is not enough in an elastic job: a worker that was disconnected and replaced may
-# take itself for rank 0 long afterwards. So the coordinator decides, as for a checkpoint.
-
-
-AskToSave = Callable[[str, Progress, str], str]
-"""Signature ask(name, progress, file): returns "" if this worker may save, else the reason. `name` identifies the
-request."""
-
-_UNNAMED = "the argument of save_once"
-
-_ask: AskToSave | None = None
-
-
-def install_saver(ask: AskToSave | None) -> None:
-    """Install the function that decides: it asks a job's coordinator. None without a coordinator, where rank 0 stays
-    the same worker."""
-    global _ask
-    _ask = ask
-
-
-def save_once(write: Callable[..., object], path: str | os.PathLike[str] | None, progress: Progress) -> bool:
-    """Have rank 0 write a file, if the coordinator agrees. Called by all ranks at the same place; no collective.
-    Returns True on the rank that has saved.
-
-    With a path (a local or mounted file), `write(temporary)` creates a file beside it, which replaces `path` atomically
-    once the coordinator has agreed. `path` is never an incomplete file, and never comes from a worker that was
-    disconnected or from an older state than the existing file. Without a path the coordinator is asked first; then
-    `write()` may do anything that is harmless when repeated: after a fault the script may reach the same place a second
-    time.
-
-    Errors of `write` propagate unchanged, and no temporary file remains.
-    """
-    if world.current().placement.rank != 0:
-        return False
-    if path is None:
-        if not _is_agreed(progress, _UNNAMED):
-            return False
-        write()
-        return True
-    target = Path(path).absolute()
-    temporary = target.with_name(f".{secrets.token_hex(8)}.{target.name}")
-    try:
-        write(temporary)
-        _force(temporary)
-        if not _is_agreed(progress, str(target)):
-            return False
-        temporary.replace(target)
-        return True
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _is_agreed(progress: Progress, file: str) -> bool:
-    if _ask is None:
-        return True
-    progress = msgspec.structs.replace(progress, run_id=world.current().id.run_id)
-    refusal = _ask(f"save-once-{secrets.token_hex(8)}", progress, file)
-    if refusal:
-        logger.warning("save_once: %s was not saved: %s", file, refusal)
-    return not refusal
-
-
-def _force(path: Path) -> None:
-    """Flush the file to disk: the rename must not precede its contents."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

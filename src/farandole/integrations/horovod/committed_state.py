@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from farandole.base.membership import Progress
-from farandole.training.collectives.transport import Transport
-from farandole.training.state.metadata import (
+from farandole.integrations.horovod.state_handlers import (
     BUILT_IN,
     ModelStateHandler,
     OptimizerStateHandler,
@@ -21,11 +20,12 @@ from farandole.training.state.metadata import (
     StatefulHandler,
     StateHandler,
 )
+from farandole.integrations.horovod.torch_state import TorchState
+from farandole.training.collectives.transport import Transport
 from farandole.training.state.optimizer_state import OptimizerState
 from farandole.training.state.packed_metadata import pack_metadata, refuse_other_model
 from farandole.training.state.packing import Packed
 from farandole.training.state.sync import SyncReport, synchronize
-from farandole.training.state.torch_state import TorchState
 
 HandlerT = TypeVar("HandlerT", bound=StateHandler)
 
