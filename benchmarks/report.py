@@ -69,9 +69,9 @@ def _recovery(rows: Sequence[Row]) -> Iterator[str]:
     yield "`kill -9` of a random worker, again and again, each time after the last one's replacement has joined;"
     yield "until the *slowest* survivor has applied a step of a later generation. Its death is known before the kernel"
     yield "has freed its memory ([how](decisions/processes-of-a-host.md#an-exit-notice)). With 25 M parameters most of"
-    yield "the time is the step itself, and of a join the 300 MB that the newcomer copies. No survivor leaves its process"
-    yield "or its function. Other work is what a script computes in each step beside its training: 10 ms of processor"
-    yield "time, in Python."
+    yield "the time is the step itself, and of a join the 300 MB that the newcomer copies. No survivor leaves its"
+    yield "process or its function. Other work is what a script computes in each step beside its training: 10 ms of"
+    yield "processor time, in Python."
     yield ""
     columns = ("parameters", "workers", "loader processes of each", "other work", "kills", "median step", "median")
     yield f"| {' | '.join(columns)} | worst | pause at a join, median | worst |"

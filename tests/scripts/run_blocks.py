@@ -99,6 +99,7 @@ PREPARED: dict[str, Callable[[Prepared], Any]] = {
     "generator": lambda _: Net(),
     "hvd": lambda _: fd,
     "labelled": lambda has: [{"x": x, "labels": int(y)} for x, y in has["dataset"]],
+    "loss": lambda _: torch.tensor(0.5),
     "loader": lambda has: fd.elastic.DataLoader(has["dataset"], global_batch_size=32),
     "model": lambda _: Net(),
     "module": lambda _: _module(),
