@@ -23,7 +23,7 @@ import time
 
 from farandole.base.config import JobConfig
 from farandole.base.events import AgentWasLost, Event, GenerationStarted, Recovered
-from farandole.base.wire.channel import encode
+from farandole.base.wire.frames import encode
 from farandole.base.wire.messages import Welcome
 from farandole.job.coordinator.server import Coordinator
 

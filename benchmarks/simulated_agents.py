@@ -13,7 +13,8 @@ import sys
 from farandole.base.liveness.heartbeats import Heartbeats, heartbeat_period_s
 from farandole.base.machine import installed_software, now_s
 from farandole.base.membership import LONGEST_BETWEEN_S, Address, Phase, WorkerStatus, WorkerTelemetry
-from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.channel import Channel, connect
+from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,

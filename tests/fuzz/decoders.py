@@ -17,7 +17,7 @@ import msgspec
 from farandole.base.config import JobConfig
 from farandole.base.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.base.membership import GenerationId
-from farandole.base.wire import channel
+from farandole.base.wire import frames
 from farandole.base.wire.authentication import (
     DialerHandshake,
     Introduction,
@@ -27,15 +27,15 @@ from farandole.base.wire.authentication import (
     Session,
     decode_introduction,
 )
-from farandole.base.wire.channel import WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.base.wire.frames import WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 from farandole.base.wire.messages import AgentHello, FromWorker
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
-from farandole.job.coordinator import store_server
 from farandole.job.coordinator.control_requests import status_of
 from farandole.job.coordinator.decide import decide, next_deadline
 from farandole.job.coordinator.inputs import AgentConnected, AgentReported
 from farandole.job.coordinator.job import new_job
-from farandole.job.coordinator.store_server import MAGIC, Query, StoreServer
+from farandole.job.coordinator.store_connection import MAGIC, Query, StoreConnection
+from farandole.job.coordinator.store_server import StoreServer
 from farandole.job.coordinator.transition import Log, SendAgent
 from farandole.job.engines.host_list import parse_host
 from tests.fuzz.inputs import mutated, pieces, valid_messages
@@ -45,15 +45,15 @@ Target = Callable[[bytes], None]
 _TOKEN, _KEY = b"t" * 64, b"k" * 32
 
 _DECODERS = (
-    channel.WORKER_MESSAGES,
-    channel.TO_WORKER,
-    channel.AGENT_MESSAGES,
-    channel.CLIENT_MESSAGES,
-    channel.TO_CLIENT,
-    channel.GUARD_MESSAGES,
-    channel.CALL_RECEIVED,
-    channel.DIALERS_MESSAGES,
-    channel.TO_AGENT,
+    frames.WORKER_MESSAGES,
+    frames.TO_WORKER,
+    frames.AGENT_MESSAGES,
+    frames.CLIENT_MESSAGES,
+    frames.TO_CLIENT,
+    frames.GUARD_MESSAGES,
+    frames.CALL_RECEIVED,
+    frames.DIALERS_MESSAGES,
+    frames.TO_AGENT,
 )
 
 
@@ -118,7 +118,7 @@ class Decoding:
             assert buffer.missing > 0
             for payload in buffer.feed(piece):
                 with contextlib.suppress(ProtocolError):
-                    decode(channel.WORKER_MESSAGES, payload)
+                    decode(frames.WORKER_MESSAGES, payload)
 
     def _listen(self, data: bytes) -> None:
         ListenerHandshake(Purpose.DATA).could_go_on(data)
@@ -151,7 +151,7 @@ class Decoding:
         asyncio.set_event_loop(self._loop)
 
         async def ask() -> None:
-            connection = store_server._Connection(self._store)
+            connection = StoreConnection(self._store)
             connection.connection_made(_NoTransport())
             connection.data_received(HELLO_TO_STORE)
             for piece in pieces(data, self._random):
@@ -164,7 +164,7 @@ class Decoding:
 
     def _report(self, data: bytes) -> None:
         """Whatever an agent sends: the coordinator decides, and goes on."""
-        message = decode(channel.AGENT_MESSAGES, data)
+        message = decode(frames.AGENT_MESSAGES, data)
         if self._job.ending is not None or self._random.random() < 0.001:
             self._job = new_job(JobConfig(num_proc=2, max_np=4), "job")
         if not self._job.agents:

@@ -9,8 +9,8 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
-from farandole.base.wire.channel import encode
 from farandole.base.wire.control import ClientMessage, ToClient
+from farandole.base.wire.frames import encode
 from farandole.base.wire.messages import AgentMessage, ToAgent, ToWorker, WorkerMessage
 
 _NUMBERS = (0, 1, -1, 127, 255, 65535, 2**31 - 1, 2**32, 2**53, 2**63 - 1, -(2**63), 10**9)

@@ -15,8 +15,8 @@ from farandole.base.events import Event
 from farandole.base.machine import now_s
 from farandole.base.membership import Address, GenerationId
 from farandole.base.wire.authentication import DialerHandshake, Introduction, Purpose, Role, new_token
-from farandole.base.wire.channel import encode, frame
 from farandole.base.wire.encryption import EncryptedStream, load_certificates
+from farandole.base.wire.frames import encode, frame
 from farandole.base.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from farandole.job.agent.worker_server import WorkerServer
 from farandole.job.coordinator.server import Coordinator

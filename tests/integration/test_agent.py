@@ -19,7 +19,8 @@ import pytest
 from farandole.base.events import ConnectionRefused, CoordinatorLost, StoppedWorkerKilled
 from farandole.base.membership import Address, GenerationId, Peer, Placement
 from farandole.base.wire.authentication import derive_data_key, new_token
-from farandole.base.wire.channel import AGENT_MESSAGES, Channel, accept
+from farandole.base.wire.channel import Channel, accept
+from farandole.base.wire.frames import AGENT_MESSAGES
 from farandole.base.wire.messages import (
     Abort,
     AgentHello,
@@ -44,7 +45,8 @@ from farandole.base.wire.messages import (
     Synced,
     WorkerExited,
 )
-from farandole.job.agent.agent import Agent, AgentConfig
+from farandole.job.agent.agent import Agent
+from farandole.job.agent.agent_config import AgentConfig
 from farandole.job.agent.coordinator_session import CoordinatorSession
 from farandole.job.launch.output import OutputOptions, OutputSink
 from tests.support.jobs import SCRIPTS, processes_with

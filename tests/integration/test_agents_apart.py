@@ -18,7 +18,8 @@ from farandole.base.events import AgentJoined, AgentWasLost, HostDrained
 from farandole.base.liveness.heartbeats import HeartbeatSeal
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import Role, new_token
-from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.channel import Channel, connect
+from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     AgentDied,

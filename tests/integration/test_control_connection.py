@@ -11,7 +11,7 @@ import pytest
 from farandole.base.config import JobConfig
 from farandole.base.events import ConnectionRefused, HostUndrained
 from farandole.base.wire.authentication import new_token
-from farandole.base.wire.channel import TO_CLIENT, Channel, connect
+from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.control import (
     AskScale,
     AskStatus,
@@ -22,6 +22,7 @@ from farandole.base.wire.control import (
     Subscribe,
     ToClient,
 )
+from farandole.base.wire.frames import TO_CLIENT
 from farandole.base.wire.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
 from farandole.errors import AuthenticationError
 from farandole.job.coordinator.command_server import EVENTS_KEPT

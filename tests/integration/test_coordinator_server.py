@@ -16,7 +16,8 @@ from farandole.base.events import AgentJoined, AgentWasLost, ConnectionRefused, 
 from farandole.base.machine import now_s
 from farandole.base.wire import channel
 from farandole.base.wire.authentication import new_token
-from farandole.base.wire.channel import TO_AGENT, Channel, connect, frame
+from farandole.base.wire.channel import Channel, connect
+from farandole.base.wire.frames import TO_AGENT, frame
 from farandole.base.wire.listening import Strangers
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from farandole.base.env import WorkerEnv, environment_of
-from farandole.base.wire import channel
+from farandole.base.wire import frames
 from farandole.base.wire.messages import Abort, Message, Prepare
 from tests.support.waiting import DEADLINE_S
 
@@ -59,7 +59,7 @@ class Worker:
             self._connection, _ = listener.accept()
 
     def tell(self, message: Message) -> None:
-        self._connection.sendall(channel.frame(channel.encode(message)))
+        self._connection.sendall(frames.frame(frames.encode(message)))
 
     def hang_up(self) -> None:
         self._connection.close()

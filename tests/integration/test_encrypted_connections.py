@@ -21,6 +21,7 @@ from farandole.base.events import ConnectionRefused
 from farandole.base.machine import now_s
 from farandole.base.membership import GenerationId
 from farandole.base.wire.authentication import Role, new_token
+from farandole.base.wire.encryption import load_certificates
 from farandole.errors import AuthenticationError, CollectiveMismatch, PeerLost, ProtocolError
 from farandole.job.coordinator.server import Coordinator
 from farandole.job.launch.control_client import Client
@@ -228,7 +229,7 @@ def test_wrong_certificates_and_tls_at_one_end_only_are_named_at_once_and_the_jo
 
     async def test() -> None:
         async with serving(folder) as (coordinator, events, token):
-            address, ours = coordinator.address, coordinator._tls
+            address, ours = coordinator.address, load_certificates(folder)
             for certificates, error, why in (
                 (None, ProtocolError, "the listener uses TLS, and this side does not: give --tls DIR at both ends"),
                 (of_this_process(), AuthenticationError, "the certificate of the listener is not of this job"),
@@ -254,9 +255,10 @@ def test_wrong_certificates_and_tls_at_one_end_only_are_named_at_once_and_the_jo
 
 def test_the_token_is_proved_inside_of_tls_too(tmp_path: Path) -> None:
     async def test() -> None:
-        async with serving(made(tmp_path)) as (coordinator, events, _):
+        folder = made(tmp_path)
+        async with serving(folder) as (coordinator, events, _):
             with pytest.raises(Exception, match="closed the connection after this side had proved the token"):
-                await Client.dial(coordinator.address, new_token(), "job", coordinator._tls)
+                await Client.dial(coordinator.address, new_token(), "job", load_certificates(folder))
             assert "the dialer did not prove the token" in (await refusals(events, 1))[0]
 
     run(test())

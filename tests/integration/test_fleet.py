@@ -13,7 +13,8 @@ from farandole.base.events import AgentJoined, AgentNotStarted, Event, HostDrain
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import new_token
 from farandole.errors import ConfigError
-from farandole.job.agent.agent import Agent, AgentConfig
+from farandole.job.agent.agent import Agent
+from farandole.job.agent.agent_config import AgentConfig
 from farandole.job.coordinator.server import Coordinator
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
 from farandole.job.engines.fleet import Fleet

@@ -18,7 +18,8 @@ from farandole.base.events import AgentRejoins, AgentServes, AgentWaits
 from farandole.base.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import ListenerHandshake, Purpose, Role, new_token
-from farandole.base.wire.channel import AGENT_MESSAGES, LENGTH, Channel, accept
+from farandole.base.wire.channel import Channel, accept
+from farandole.base.wire.frames import AGENT_MESSAGES, LENGTH
 from farandole.base.wire.messages import (
     AgentHello,
     AgentLeaving,

@@ -10,7 +10,7 @@ import torch
 
 from farandole.base.membership import GenerationId
 from farandole.base.wire.authentication import PROOF_BYTES, Introduction
-from farandole.base.wire.channel import frame
+from farandole.base.wire.frames import frame
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.training.collectives.connection_pair import DTYPES
 from farandole.training.collectives.p2p_transport import P2PTransport

@@ -12,7 +12,8 @@ from farandole.base.config import JobConfig
 from farandole.base.events import ConnectionRefused, JobRebuilt
 from farandole.base.membership import DataAddress, GenerationId
 from farandole.base.wire.authentication import new_token
-from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.channel import Channel, connect
+from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
@@ -26,7 +27,7 @@ from farandole.base.wire.messages import (
     WorkersTold,
 )
 from farandole.errors import AuthenticationError
-from farandole.job.coordinator import server
+from farandole.job.coordinator import rebuilding
 from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.journal import CoordinatorState
 from farandole.job.coordinator.server import Coordinator, Outcome
@@ -58,7 +59,7 @@ async def asking(
     monkeypatch: pytest.MonkeyPatch, telling_s: float = 60.0
 ) -> AsyncIterator[tuple[Coordinator, EventLog, asyncio.Task[Outcome]]]:
     """A coordinator that knows nothing."""
-    monkeypatch.setattr(server, "TELLING_S", telling_s)
+    monkeypatch.setattr(rebuilding, "TELLING_S", telling_s)
     job, events = new_job(CONFIG, JOB_ID, EPOCH - 1), EventLog()
     nothing = CoordinatorState(job, 0.0, 0, {}, {}, {}, frozenset(), (), lost="a test")
     coordinator = Coordinator(

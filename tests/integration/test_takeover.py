@@ -15,7 +15,8 @@ from farandole.base.config import JobConfig
 from farandole.base.events import AgentWasLost, ConnectionRefused
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import new_token
-from farandole.base.wire.channel import TO_AGENT, Channel, connect
+from farandole.base.wire.channel import Channel, connect
+from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     AgentHello,
@@ -32,7 +33,7 @@ from farandole.base.wire.messages import (
     Welcome,
     WorkerExited,
 )
-from farandole.job.coordinator import server
+from farandole.job.coordinator import agent_greeting, decision_loop
 from farandole.job.coordinator.journal import CoordinatorState
 from farandole.job.coordinator.server import Coordinator, Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
@@ -60,7 +61,10 @@ class SlowStore:
 
 
 class Epoch:
-    """One coordinator, its events, and its journal. `state`: that of the former one."""
+    """One coordinator, its events, and its journal. `state`: that of the former one. The sessions of `now` are those of
+    the coordinator itself."""
+
+    now: CoordinatorState
 
     def __init__(
         self, state: bytes | None = None, port: int = 0, config: JobConfig = CONFIG, welcome: Welcome = WELCOME
@@ -82,7 +86,7 @@ class Epoch:
 
     def _write(self, state: CoordinatorState) -> asyncio.Future[None] | None:
         """While it `is_slow` the journal has a state only when the future in `writing` is done."""
-        encoded = pickle.dumps(state)
+        self.now, encoded = state, pickle.dumps(state)
         if not self.is_slow:
             self.state = encoded
             return None
@@ -288,8 +292,11 @@ def test_workers_of_an_agent_without_a_connection_may_run_for_its_patience_longe
     assert PATIENCE_S - 0.3 < lease_s < PATIENCE_S + 0.3 if is_longer else lease_s < 0.3
 
 
-def test_what_an_agent_is_told_on_another_connection_is_in_the_journal() -> None:
+def test_what_an_agent_is_told_on_another_connection_is_in_the_journal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else the agent forgets a message that no later coordinator has seen."""
+    monkeypatch.setattr(decision_loop, "rest_s", lambda _took_s: DEADLINE_S)  # after the first decision
 
     async def test() -> None:
         first = Epoch()
@@ -297,10 +304,9 @@ def test_what_an_agent_is_told_on_another_connection_is_in_the_journal() -> None
             channel = await first.meet()
             await receive(channel, Welcome)
             spawns = [await receive(channel, Spawn) for _ in range(2)]
-            first.coordinator._rests_until_s = asyncio.get_running_loop().time() + DEADLINE_S  # decides later
             channel.send(WorkerExited(spawns[0].worker, -9, (), "", 1))
             async with asyncio.timeout(DEADLINE_S):
-                while not first.coordinator._sessions["a"].log.handled:
+                while not first.now.sessions["a"].log.handled:
                     await asyncio.sleep(0.001)
             told = await receive(await first.meet(Resumption(1, 2)), Resumed)
             assert told.handled == 1
@@ -312,18 +318,20 @@ def test_what_an_agent_is_told_on_another_connection_is_in_the_journal() -> None
     run(test())
 
 
-def test_a_report_that_waits_for_a_decision_is_not_lost_with_a_coordinator_that_has_written_its_journal() -> None:
+def test_a_report_that_waits_for_a_decision_is_not_lost_with_a_coordinator_that_has_written_its_journal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Events that belong to no decision, such as a refused connection, are written between two decisions."""
+    monkeypatch.setattr(decision_loop, "rest_s", lambda _took_s: DEADLINE_S)  # after the first decision
 
     async def test() -> None:
         first = Epoch()
         async with first.serves():
             channel = await first.meet()
             spawned = await receive(channel, Spawn)
-            first.coordinator._rests_until_s = asyncio.get_running_loop().time() + DEADLINE_S  # decides later
             channel.send(WorkerExited(spawned.worker, -9, (), "", 1))
             async with asyncio.timeout(DEADLINE_S):
-                while not first.coordinator._sessions["a"].log.handled:
+                while not first.now.sessions["a"].log.handled:
                     await asyncio.sleep(0.001)
             first.coordinator.commit()
         assert first.state is not None
@@ -456,7 +464,7 @@ def test_the_silence_of_an_agent_that_has_to_wait_for_the_journal_does_not_count
 def test_a_journal_that_is_not_written_in_time_ends_the_connection_and_the_agent_comes_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "HANDSHAKE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(agent_greeting, "HANDSHAKE_DEADLINE_S", 0.2)
 
     async def test() -> None:
         first = Epoch()

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from farandole.base.membership import DataAddress
-from farandole.base.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.base.wire.frames import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 from farandole.base.wire.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
 from farandole.job.agent import worker_server
 from farandole.job.agent.worker_server import WorkerServer

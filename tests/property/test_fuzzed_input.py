@@ -11,7 +11,7 @@ import pytest
 
 from farandole.base.membership import GenerationId
 from farandole.base.wire.authentication import SUBJECT_LIMIT, Introduction, decode_introduction
-from farandole.base.wire.channel import AGENT_MESSAGES, WORKER_MESSAGES, decode
+from farandole.base.wire.frames import AGENT_MESSAGES, WORKER_MESSAGES, decode
 from farandole.errors import ProtocolError
 from tests.fuzz.decoders import Decoding, bounded_memory
 from tests.fuzz.ports import Ports

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from farandole.base.env import read_worker_env
 from farandole.base.membership import DataAddress
-from farandole.base.wire.channel import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
+from farandole.base.wire.frames import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,

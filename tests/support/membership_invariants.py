@@ -41,19 +41,16 @@ from farandole.base.wire.messages import (
     WorkerDying,
     WorkerExited,
 )
-from farandole.job.coordinator import (
-    Action,
+from farandole.job.coordinator.inputs import (
     AgentConnected,
     AgentLost,
     AgentReported,
-    EndJob,
     HostsOffered,
     Input,
-    Log,
     ScaleRequested,
-    SendAgent,
     UndrainRequested,
 )
+from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 
 
 class MembershipInvariants:

@@ -30,20 +30,10 @@ from farandole.base.wire.messages import (
     WorkerExited,
     WorkerMessage,
 )
-from farandole.job.coordinator import (
-    Action,
-    AgentConnected,
-    AgentReported,
-    EndJob,
-    HostsOffered,
-    Input,
-    Log,
-    SendAgent,
-    Tick,
-    decide,
-    new_job,
-    next_deadline,
-)
+from farandole.job.coordinator.decide import decide, next_deadline
+from farandole.job.coordinator.inputs import AgentConnected, AgentReported, HostsOffered, Input, Tick
+from farandole.job.coordinator.job import new_job
+from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 from tests.support.membership_invariants import MembershipInvariants
 
 MessageT = TypeVar("MessageT", bound=ToAgent)

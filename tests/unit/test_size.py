@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
 LINES = {
-    "base": 7370,
-    "job": 20870,
-    "training": 29050,
-    "integrations": 27060,
+    "base": 7380,
+    "job": 21380,
+    "training": 29030,
+    "integrations": 27040,
     "testing": 2580,
     "doors": 590,
 }
@@ -22,14 +22,10 @@ LINES = {
 LONGEST = 500
 LONG_FILES = {
     "base/events.py": 1260,  # a list: one class for each event
-    "base/wire/channel.py": 520,
     "base/wire/messages.py": 860,  # a list: one class for each message
     "integrations/torchrun/in_place/script_step_loop.py": 740,
     "integrations/torchrun/in_place/training.py": 690,
     "integrations/torchrun/torchrun_parser.py": 530,
-    "job/agent/agent.py": 570,
-    "job/coordinator/server.py": 920,
-    "job/coordinator/store_server.py": 700,
     "job/launch/job_runner.py": 520,
     "training/state/step.py": 560,
     "training/state/step_state.py": 570,

@@ -17,7 +17,7 @@ from farandole.base.wire.messages import (
     Synced,
     WorkerExited,
 )
-from farandole.job.coordinator import AgentLost, AgentReported, ScaleRequested
+from farandole.job.coordinator.inputs import AgentLost, AgentReported, ScaleRequested
 from tests.support.told_job import ToldJob
 
 

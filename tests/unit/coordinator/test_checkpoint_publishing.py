@@ -5,7 +5,8 @@ from __future__ import annotations
 from farandole.base.events import CheckpointFailed, CheckpointSaved, StateLost
 from farandole.base.membership import Origin, Progress
 from farandole.base.wire.messages import CheckpointEnded, ForwardToWorkers, MayPublish, PublishAnswer, Stop
-from farandole.job.coordinator import StopRequested, new_job
+from farandole.job.coordinator.inputs import StopRequested
+from farandole.job.coordinator.job import new_job
 from tests.support.told_job import ToldJob
 
 

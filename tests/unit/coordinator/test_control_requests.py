@@ -7,8 +7,8 @@ import pytest
 from farandole.base.events import HostUndrained
 from farandole.base.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined, is_drained, is_scaled
 from farandole.base.wire.messages import Dismissed
-from farandole.job.coordinator import DrainRequested, ScaleRequested, UndrainRequested
 from farandole.job.coordinator.control_requests import judge, status_of
+from farandole.job.coordinator.inputs import DrainRequested, ScaleRequested, UndrainRequested
 from tests.support.told_job import ToldJob
 
 

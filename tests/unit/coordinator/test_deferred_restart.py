@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farandole.base.wire.messages import Leaving, WorkerDying
-from farandole.job.coordinator import AgentReported
+from farandole.job.coordinator.inputs import AgentReported
 from tests.support.told_job import ToldJob
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from farandole.base.events import HostDrained, WorkerEnded
 from farandole.base.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill, Left, Prepare
-from farandole.job.coordinator import AgentLost, AgentReported, hosts
+from farandole.job.coordinator import hosts
+from farandole.job.coordinator.inputs import AgentLost, AgentReported
 from farandole.job.coordinator.transition import Transition
 from tests.support.told_job import ToldJob
 

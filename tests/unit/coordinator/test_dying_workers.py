@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farandole.base.events import TrainingCutShort, WorkerLost
 from farandole.base.wire.messages import Failed, WorkerDying
-from farandole.job.coordinator import AgentReported, ScaleRequested
+from farandole.job.coordinator.inputs import AgentReported, ScaleRequested
 from tests.support.told_job import ToldJob
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from farandole.base.events import CollectiveStalled, Recovered, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
 from farandole.base.membership import Phase, WorkerStatus
 from farandole.base.wire.messages import ForwardToWorkers, Kill, Stop, WorkerDying, WorkerExited
-from farandole.job.coordinator import AgentReported
 from farandole.job.coordinator.failure_detection import HangDetector
-from farandole.job.coordinator.inputs import StepsStalled
+from farandole.job.coordinator.inputs import AgentReported, StepsStalled
 from tests.support.told_job import ToldJob
 
 TIMEOUT_S = 5.0

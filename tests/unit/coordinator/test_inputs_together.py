@@ -8,9 +8,10 @@ import pytest
 
 from farandole.base.events import RegroupBegan, WorkerLost, WorkerSpawned
 from farandole.base.wire.messages import Failed, FromWorker, Ready, WorkerDying, WorkerExited
-from farandole.job.coordinator import AgentConnected, AgentReported, ScaleRequested, decide
+from farandole.job.coordinator.decide import decide
+from farandole.job.coordinator.decision_loop import rest_s
+from farandole.job.coordinator.inputs import AgentConnected, AgentReported, ScaleRequested
 from farandole.job.coordinator.sentences import listed
-from farandole.job.coordinator.server import rest_s
 from tests.support.told_job import ToldJob
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.base.events import ScaleRefused, WorkerEnded
 from farandole.base.wire.messages import Kill, Leaving
-from farandole.job.coordinator import ScaleRequested
+from farandole.job.coordinator.inputs import ScaleRequested
 from tests.support.told_job import ToldJob
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.base.events import HostBlacklisted, HostCooledDown, WorkerLost
 from farandole.base.wire.messages import Abort, ForwardToWorkers, Kill
-from farandole.job.coordinator import AgentLost
+from farandole.job.coordinator.inputs import AgentLost
 from tests.support.told_job import ToldJob
 
 

@@ -7,7 +7,7 @@ import pytest
 from farandole.base.events import ExitsAwaited, TrainingCutShort
 from farandole.base.membership import Shortfall
 from farandole.base.wire.messages import JobOver, Kill, Leaving
-from farandole.job.coordinator import StopRequested
+from farandole.job.coordinator.inputs import StopRequested
 from tests.support.told_job import ToldJob
 
 

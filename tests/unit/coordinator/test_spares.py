@@ -10,7 +10,7 @@ from farandole.base.config import JobConfig
 from farandole.base.events import SparesMissing, SpareWaits
 from farandole.base.wire.messages import Kill, Leaving
 from farandole.errors import ConfigError
-from farandole.job.coordinator import AgentLost, ScaleRequested
+from farandole.job.coordinator.inputs import AgentLost, ScaleRequested
 from tests.support.told_job import ToldJob
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farandole.base.events import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
 from farandole.base.wire.messages import Kill, LinkBroken, Spawn, WorkerMet
-from farandole.job.coordinator import AgentReported
+from farandole.job.coordinator.inputs import AgentReported
 from tests.support.told_job import ToldJob
 
 

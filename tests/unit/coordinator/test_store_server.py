@@ -16,8 +16,9 @@ from farandole.base.events import ConnectionRefused
 from farandole.base.wire.listening import Strangers
 from farandole.base.wire.peer_user import _is_supported
 from farandole.errors import ConfigError
-from farandole.job.coordinator import store_server
-from farandole.job.coordinator.store_server import MAGIC, Query, StoreServer
+from farandole.job.coordinator import store_connection, store_server, store_table
+from farandole.job.coordinator.store_connection import MAGIC, Query
+from farandole.job.coordinator.store_server import StoreServer
 from tests.support.waiting import EventLog, run
 
 HELLO = bytes([Query.VALIDATE]) + struct.pack("<I", MAGIC)
@@ -216,7 +217,7 @@ def test_garbage_is_refused_with_a_log_line(garbage: bytes) -> None:
 
 
 def test_a_connection_that_says_nothing_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "VALIDATION_S", 0.05)
+    monkeypatch.setattr(store_connection, "VALIDATION_S", 0.05)
 
     async def test() -> None:
         async with running() as here:
@@ -248,7 +249,7 @@ def test_there_are_limits_for_connections(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_store_does_not_grow_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "STORE_BYTES", 5000)
+    monkeypatch.setattr(store_table, "STORE_BYTES", 5000)
 
     async def test() -> None:
         async with running() as here:
@@ -272,7 +273,7 @@ LONG_WAIT = [Query.WAIT, integer(20), *[string(b"%d" % number + b"x" * 200) for 
 def test_what_is_held_for_connections_counts_and_is_free_when_they_end(
     request_: list[bytes | Query], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_server, "STORE_BYTES", 20_000)
+    monkeypatch.setattr(store_table, "STORE_BYTES", 20_000)
 
     async def test() -> None:
         async with running() as here:
@@ -292,7 +293,7 @@ def test_what_is_held_for_connections_counts_and_is_free_when_they_end(
 
 
 def test_a_wait_that_is_over_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "STORE_BYTES", 5000)
+    monkeypatch.setattr(store_table, "STORE_BYTES", 5000)
 
     async def test() -> None:
         async with running() as here:
@@ -312,7 +313,7 @@ def test_a_wait_that_is_over_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_that_are_not_read_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "STORE_BYTES", 40 << 20)
+    monkeypatch.setattr(store_table, "STORE_BYTES", 40 << 20)
 
     async def test() -> None:
         async with running() as here:
@@ -361,8 +362,8 @@ def test_to_append_a_little_costs_little() -> None:
 
 
 def test_an_appended_value_and_an_answer_have_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "VALUE_BYTES", 1000)
-    monkeypatch.setattr(store_server, "REQUEST_BYTES", 3000)
+    monkeypatch.setattr(store_table, "VALUE_BYTES", 1000)
+    monkeypatch.setattr(store_connection, "REQUEST_BYTES", 3000)
 
     async def test() -> None:
         async with running() as here:

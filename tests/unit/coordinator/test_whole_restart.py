@@ -8,7 +8,7 @@ from farandole.base.config import JobConfig
 from farandole.base.events import AllWorkersRestart, WorkerFailed
 from farandole.base.wire.messages import Elastic, Kill, RecordedError, Spawn, SpawnFailed, WorkerExited
 from farandole.errors import ConfigError
-from farandole.job.coordinator import AgentLost, AgentReported, StopRequested
+from farandole.job.coordinator.inputs import AgentLost, AgentReported, StopRequested
 from tests.support.told_job import ToldJob
 
 

@@ -9,7 +9,8 @@ import socket
 import pytest
 
 from farandole.base.wire.authentication import Proofs, Role, Session
-from farandole.base.wire.channel import TO_AGENT, Channel
+from farandole.base.wire.channel import Channel
+from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.sockets import keep_alive
 from tests.support.waiting import run
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farandole.base.membership import DataAddress, GenerationId, Peer, Placement
-from farandole.base.wire.channel import (
+from farandole.base.wire.frames import (
     AGENT_MESSAGES,
     TO_AGENT,
     TO_WORKER,

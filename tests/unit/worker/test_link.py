@@ -13,7 +13,7 @@ import pytest
 from farandole.base.env import WorkerEnv
 from farandole.base.machine import now_s
 from farandole.base.membership import DataAddress, GenerationId, Peer, Placement, Progress
-from farandole.base.wire import channel
+from farandole.base.wire import frames
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -66,27 +66,27 @@ class Agent:
         self._connection, _ = listener.accept()
         listener.close()
         self._connection.settimeout(DEADLINE_S)
-        self._frames = channel.FrameBuffer(channel.WORKER_FRAME_LIMIT)
+        self._frames = frames.FrameBuffer(frames.WORKER_FRAME_LIMIT)
         self._received: list[WorkerMessage] = []
         self._looks = threading.Semaphore(0)
         self.link.on_look = self._looks.release
         self.link.open(env, DataAddress("127.0.0.1", 7))
 
     def sends(self, *messages: ToWorker) -> None:
-        self._connection.sendall(b"".join(channel.frame(channel.encode(message)) for message in messages))
+        self._connection.sendall(b"".join(frames.frame(frames.encode(message)) for message in messages))
 
     def says(self, *messages: ToWorker) -> None:
         """Send messages, and wait until the link has obeyed them."""
         self.sends(*messages)
         probed = threading.Event()
         self.link.on_probe = lambda number: probed.set() if number == -1 else None
-        self._connection.sendall(channel.frame(channel.encode(Probe(-1))))
+        self._connection.sendall(frames.frame(frames.encode(Probe(-1))))
         assert probed.wait(DEADLINE_S)
 
     def hears(self) -> WorkerMessage:
         while not self._received:
             for payload in self._frames.feed(self._connection.recv(1 << 16)):
-                self._received.append(channel.decode(channel.WORKER_MESSAGES, payload))
+                self._received.append(frames.decode(frames.WORKER_MESSAGES, payload))
         return self._received.pop(0)
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ def test_a_probe_is_passed_on(agent: Agent) -> None:
     probed = threading.Event()
     agent.says()
     agent.link.on_probe = lambda number: probed.set() if number == 4 else None
-    agent._connection.sendall(channel.frame(channel.encode(Probe(4))))
+    agent._connection.sendall(frames.frame(frames.encode(Probe(4))))
     assert probed.wait(DEADLINE_S)
 
 

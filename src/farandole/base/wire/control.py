@@ -1,7 +1,7 @@
 """Messages between a user's command and the coordinator: requests, answers, and the status of a job.
 
 They use the same authenticated connection as an agent's messages; the first message tells which of the two has dialed.
-coordinator/control_requests.py makes a Status, coordinator/server.py answers, launch/control_client.py asks.
+coordinator/control_requests.py makes a Status, coordinator/command_server.py answers, launch/control_client.py asks.
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 
 from farandole.base.command_parser import USAGE_ERROR, Parser
-from farandole.base.wire.channel import TO_CLIENT, Channel, connect
+from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.control import Accepted, AskDrain, AskScale, AskUndrain, ClientHello, Declined, ToClient
 from farandole.base.wire.encryption import load_certificates
+from farandole.base.wire.frames import TO_CLIENT
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.job.launch.control_client import DONE, NOT_DONE, Client, Contact, NoAnswer, chosen_job
 from farandole.job.launch.control_parser import add_job_selection

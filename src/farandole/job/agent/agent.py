@@ -8,23 +8,22 @@ import asyncio
 import contextlib
 import enum
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from farandole.base.config import ForkServerUse
 from farandole.base.env import WorkerEnv, environment_of, horovod_environment, torchrun_environment
 from farandole.base.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
 from farandole.base.liveness.heartbeats import Heartbeats, heartbeat_period_s
-from farandole.base.machine import now_s, since_boot_s, wall_time_s
+from farandole.base.machine import now_s, since_boot_s
 from farandole.base.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry
 from farandole.base.wire.authentication import derive_data_key, derive_key
-from farandole.base.wire.channel import TO_AGENT, Channel, connect
-from farandole.base.wire.encryption import Certificates
-from farandole.base.wire.function_call import PART_BYTES, call_file, return_file
+from farandole.base.wire.channel import Channel, connect
+from farandole.base.wire.frames import TO_AGENT
+from farandole.base.wire.function_call import call_file, return_file
 from farandole.base.wire.listening import RefusalReports
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
@@ -42,7 +41,6 @@ from farandole.base.wire.messages import (
     Kill,
     PartReceived,
     Resumed,
-    ReturnPart,
     Spawn,
     SpawnFailed,
     StacksWritten,
@@ -56,12 +54,14 @@ from farandole.base.wire.messages import (
     WriteStacks,
 )
 from farandole.errors import AuthenticationError, ProtocolError
+from farandole.job.agent.agent_config import AgentConfig
 from farandole.job.agent.completion import to_its_end
 from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.job.agent.error_file import ErrorFiles
 from farandole.job.agent.heartbeat_datagrams import HeartbeatSocket
 from farandole.job.agent.network_addresses import data_hosts
 from farandole.job.agent.process import StoppedWatch
+from farandole.job.agent.returns import Returns
 from farandole.job.agent.spawner import make_spawner
 from farandole.job.agent.stack_dumps import StackDumps
 from farandole.job.agent.worker_processes import WorkerProcesses
@@ -76,57 +76,6 @@ STATUS_EVERY_S = 0.5
 
 _TIMER_TOLERANCE_S = 0.01
 _DUMP_BEFORE_KILL_S = 1.0  # the others wait for the end of this worker
-
-
-@dataclass(frozen=True)
-class AgentConfig:
-    """The configuration of an agent.
-
-    slots               workers for which this host has capacity
-    command             the command of each worker
-    environment         the base of a worker's environment; the agent adds the variables of init()
-    is_elastic          workers may come and go without ending the job, and are told so as in Horovod
-    detection_budget_s  how long a worker may be stopped, and the coordinator silent; the agent sends ten heartbeats in
-                        it
-    grace_s             from SIGTERM to SIGKILL when the job ends, or this agent is asked to
-    is_apart            the agent is not part of the coordinator's process: it can lose it, and be replaced meanwhile
-    heartbeat_id, heartbeat_port  of its heartbeats as datagrams; 0: there are none
-    fork_server         whether workers may be forked by a process that has imported torch
-    store_port          of the job's store, at the address of the coordinator; 0: there is none
-    max_restarts        how often all workers may be started again, for scripts that read it
-    error_folder        the folder for the workers' error files, which stay after the job; empty: they are removed
-    data_hosts          the addresses of this machine for the other workers; empty: that from which this agent reaches
-                        the coordinator, and the others that are not loopback unless that is
-    process             the identifier of this process in AgentHello
-    tls                 the job's certificates, with which its TCP connections are encrypted; None: they are not
-    patience_s          how long its workers continue when the connection to the coordinator has ended, until there is
-                        another one; 0: not at all
-    outlives_silence    a coordinator that is silent for the budget counts as such an end: another one may take over
-    """
-
-    name: str
-    host: str
-    slots: int
-    coordinator: Address
-    job_id: str
-    token: bytes = field(repr=False)
-    command: Sequence[str]
-    environment: Mapping[str, str] = field(repr=False)
-    detection_budget_s: float
-    grace_s: float
-    is_elastic: bool = False
-    is_apart: bool = False
-    heartbeat_id: bytes = field(default=b"", repr=False)
-    heartbeat_port: int = 0
-    fork_server: ForkServerUse = "off"
-    store_port: int = 0
-    max_restarts: int = 0
-    error_folder: str = ""
-    data_hosts: tuple[str, ...] = ()
-    process: str = ""
-    patience_s: float = 0.0
-    outlives_silence: bool = False
-    tls: Certificates | None = field(default=None, repr=False)
 
 
 class EndOfService(enum.Enum):
@@ -165,8 +114,7 @@ class Agent:
         self._config, self._sink, self._on_event = config, sink, on_event
         self._refused = RefusalReports(on_event)
         self._joined, self._call = session, call
-        self._returns: dict[str, asyncio.Event] = {}  # by worker: set when its last part was received
-        self._is_obeying = True
+        self._returns = Returns()
         self._is_abandoned = False
         self._server = WorkerServer(self._on_message, self._on_refused)
         self._heartbeats = Heartbeats(since_boot_s())
@@ -228,7 +176,7 @@ class Agent:
                 self._session.abort()  # their exits are not failures of theirs
             return service
         finally:
-            self._stop_waiting_for_answers()
+            self._returns.stop_waiting()  # the coordinator's messages are not read any more
             lease.cancel()
             obedience.cancel()  # an order to spawn that came from now on would start a worker that nothing ends
             try:
@@ -387,8 +335,7 @@ class Agent:
         elif isinstance(order, WriteStacks):
             self._start_task(self._write_stacks(order))
         elif isinstance(order, PartReceived):
-            if order.worker in self._returns:
-                self._returns[order.worker].set()
+            self._returns.on_received(order.worker)
         elif isinstance(order, CoordinatorHeartbeat):
             self._record_heartbeat(order.sequence, order.received)
             self._heartbeat_every_s = order.every_s or self._heartbeat_every_s
@@ -444,33 +391,8 @@ class Agent:
         self._server.dismiss(worker)  # first its last messages: Finished must not arrive after the exit
         error = self._errors.take(worker)
         if self._call:
-            await self._send_return(worker)
+            await self._returns.send(worker, return_file(self._processes.scratch, worker), self._session.send)
         self._session.send(WorkerExited(worker, exit_code, last_lines, stacks or "", pid, error))
-
-    async def _send_return(self, worker: str) -> None:
-        """Send what the worker has left for the caller of farandole.run(), if anything, one part after the other."""
-        path = return_file(self._processes.scratch, worker)
-        if not path.exists():  # it was killed, or has exited early
-            return
-        received = self._returns[worker] = asyncio.Event()
-        with path.open("rb") as file:
-            age_s = max(0.0, wall_time_s() - os.fstat(file.fileno()).st_mtime)
-            data = file.read(PART_BYTES)
-            while data:
-                following = file.read(PART_BYTES)
-                self._session.send(ReturnPart(worker, data, not following, age_s))
-                if following and self._is_obeying:
-                    await received.wait()
-                    received.clear()
-                data = following
-        del self._returns[worker]
-        path.unlink(missing_ok=True)
-
-    def _stop_waiting_for_answers(self) -> None:
-        """Send the remaining parts of returns without an answer: the coordinator's messages are not read any more."""
-        self._is_obeying = False
-        for received in self._returns.values():
-            received.set()
 
     def _on_spawn_failed(self, worker: str, error: str) -> None:
         self._pages.remove(worker)

@@ -18,8 +18,9 @@ from farandole.base.env import inherited_environment
 from farandole.base.events import AgentRejoins, AgentServes, AgentWaits, Event
 from farandole.base.machine import installed_software, now_s
 from farandole.base.membership import Address
-from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, TO_AGENT, Channel, TokenRefused, connect
+from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel, TokenRefused, connect
 from farandole.base.wire.encryption import Certificates
+from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.function_call import receive_call
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
@@ -35,7 +36,8 @@ from farandole.base.wire.messages import (
     WorkerSilent,
 )
 from farandole.errors import AuthenticationError, ConfigError, FarandoleError, ProtocolError
-from farandole.job.agent.agent import Agent, AgentConfig, EndOfService, Service
+from farandole.job.agent.agent import Agent, EndOfService, Service
+from farandole.job.agent.agent_config import AgentConfig
 from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.job.agent.host_resources import share_cores
 from farandole.job.agent.network_addresses import own_addresses

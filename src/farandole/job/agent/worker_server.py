@@ -23,7 +23,7 @@ import msgspec
 from farandole.base.liveness import exit_notice
 from farandole.base.liveness.status_reporting import MUTEX_AT, StatusPage
 from farandole.base.membership import Meeting, WorkerStatus
-from farandole.base.wire.channel import WORKER_FRAME_LIMIT, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
+from farandole.base.wire.frames import WORKER_FRAME_LIMIT, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
 from farandole.base.wire.listening import FailureBudget, Listener, Strangers
 from farandole.base.wire.messages import PROTOCOL_VERSION, Hello, ToWorker, WorkerMessage
 from farandole.base.wire.peer_user import is_of_another_user

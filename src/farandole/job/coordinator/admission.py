@@ -1,5 +1,5 @@
 """The limits on agents that join a job: each slot and each agent costs the coordinator memory and time in each
-decision. Pure. server.py asks it before an agent counts.
+decision. Pure. agent_greeting.py asks it before an agent counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The coordinator's side of the connections of commands and of pages: requests, and the events of the job. server.py
+"""The coordinator's side of the connections of commands and of pages: requests, and the events of the job. reception.py
 accepts them.
 """
 

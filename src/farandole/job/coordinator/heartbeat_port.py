@@ -1,5 +1,5 @@
 """The heartbeats of agents on other machines: over their connections, and as datagrams beside them, for which there is
-a UDP port at each address at which server.py listens.
+a UDP port at each address at which reception.py listens.
 """
 
 from __future__ import annotations

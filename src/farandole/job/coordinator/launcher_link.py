@@ -19,7 +19,7 @@ import msgspec
 from farandole.base import events
 from farandole.base.config import JobConfig
 from farandole.base.membership import Address, Origin
-from farandole.base.wire.channel import LENGTH
+from farandole.base.wire.frames import LENGTH
 from farandole.base.wire.message_log import MessageLog
 from farandole.base.wire.messages import OutputMessage, Welcome
 from farandole.job.coordinator.journal import JournalError

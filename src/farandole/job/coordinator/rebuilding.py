@@ -13,16 +13,22 @@ command, how many steps were decided, and what the newest checkpoint is. All tha
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from farandole.base.events import JobRebuilt
 from farandole.base.membership import GenerationId
+from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S
 from farandole.base.wire.messages import AgentHello, Leaving, Newcomer, ToldWorker, WorkersTold
 from farandole.job.coordinator import regroup, worker_failure, worker_messages
+from farandole.job.coordinator.inputs import Input, StopRequested
 from farandole.job.coordinator.job import AgentRecord, Generation, Job, Slot, SlotUse, Worker
 from farandole.job.coordinator.sentences import counted
 from farandole.job.coordinator.transition import Action, Transition
+
+TELLING_S = 2 * HANDSHAKE_DEADLINE_S
+"""Seconds for which agents may tell of their workers after the journal was lost. They look for this coordinator every
+half second, and may be held up by addresses that do not answer."""
 
 _NAME = re.compile(r"w(0|[1-9]\d{0,8})")
 _AHEAD = 1000
@@ -37,6 +43,43 @@ class ToldAgent:
 
     hello: AgentHello
     told: WorkersTold
+
+
+class Retelling:
+    """The time in which agents tell what the job is, and nothing is decided. It is over, or has not begun, while
+    `reason` is empty.
+
+    num_proc    the workers of the job, as in is_enough
+    patience_s  for so long agents of other machines keep their workers without a coordinator
+    on_rebuilt  called with the job of which the agents have told
+
+    Attributes:
+        reason: Why the former state is lost.
+        told: What agents have told, by their names.
+    """
+
+    def __init__(self, num_proc: int, patience_s: float, on_rebuilt: Callable[[Job], None]) -> None:
+        self._num_proc, self._patience_s, self._on_rebuilt = num_proc, patience_s, on_rebuilt
+        self.reason = ""
+        self.told: dict[str, ToldAgent] = {}
+        self._since_s = 0.0
+
+    def begin(self, reason: str, now_s: float) -> None:
+        """Wait for agents."""
+        self.reason, self._since_s = reason, now_s
+
+    def may_end(self, now_s: float, inputs: Sequence[Input]) -> bool:
+        """Return whether the agents have had the time to tell of their workers, or the user wants the job to end."""
+        waited_s = now_s - self._since_s
+        is_time = waited_s >= TELLING_S and (is_enough(self.told, self._num_proc) or waited_s >= self._patience_s)
+        return is_time or any(isinstance(each, StopRequested) for each in inputs)
+
+    def rebuild(self, job: Job, now_s: float) -> tuple[Job, list[Action]]:
+        """Return the job of which the agents have told, and the actions with which it goes on."""
+        job, actions = rebuilt(job, self.told, self.reason, now_s)
+        self.reason, self.told = "", {}
+        self._on_rebuilt(job)
+        return job, actions
 
 
 def why_not_believed(job_id: str, hello: AgentHello, told: WorkersTold, others: Mapping[str, ToldAgent]) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from farandole.base.machine import now_s, wall_time_s
 from farandole.base.membership import Address
-from farandole.base.wire.channel import TO_CLIENT, Channel, connect
+from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.control import (
     STACKS_S,
     AskStacks,
@@ -28,6 +28,7 @@ from farandole.base.wire.control import (
     ToClient,
 )
 from farandole.base.wire.encryption import Certificates, load_certificates
+from farandole.base.wire.frames import TO_CLIENT
 from farandole.errors import ConfigError, FatalError
 from farandole.job.launch.job_files import JobFile, is_alive, read_job_file, running
 from farandole.job.launch.joining import read_token_file, tls_folder

@@ -28,7 +28,8 @@ from farandole.base.wire.authentication import new_token
 from farandole.base.wire.encryption import load_certificates
 from farandole.base.wire.function_call import FunctionJob
 from farandole.base.wire.messages import Welcome
-from farandole.job.agent.agent import Agent, AgentConfig
+from farandole.job.agent.agent import Agent
+from farandole.job.agent.agent_config import AgentConfig
 from farandole.job.agent.host_resources import reserve_descriptors, share_cores, workers_at_most
 from farandole.job.agent.network_addresses import addresses_for, own_addresses, with_others
 from farandole.job.agent.preemption import Notice, watch_for_notices

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from farandole.base.env import WorkerEnv
 from farandole.base.machine import close_at_fork, now_s
 from farandole.base.membership import Address, DataAddress, Peer
-from farandole.base.wire.channel import TO_WORKER, FrameBuffer, decode, encode, frame
+from farandole.base.wire.frames import TO_WORKER, FrameBuffer, decode, encode, frame
 from farandole.base.wire.messages import (
     PROTOCOL_VERSION,
     Abort,

@@ -1,0 +1,163 @@
+"""The loop that feeds what happens to `decide`: inputs that arrive at the same time are decided together, and the job's
+next deadline is an input, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from farandole.base.events import CoordinatorStalled, Event
+from farandole.job.coordinator.decide import decide, next_deadline
+from farandole.job.coordinator.failure_detection import JobClock
+from farandole.job.coordinator.inputs import AgentLost, Input, StepsSeen, Tick
+from farandole.job.coordinator.job import Job
+from farandole.job.coordinator.rebuilding import Retelling
+from farandole.job.coordinator.transition import Action
+
+_SHORTEST_WAIT_S = 0.001
+_SHORT_REST_S = 0.02
+
+
+def rest_s(took_s: float) -> float:
+    """Return for how long inputs are gathered after a decision that took so long.
+
+    While all members of a large job report, within a second, most of its coordinator's time would else be spent on
+    conclusions from a few reports at a time. The decision of a small job is over before the next message has come.
+    """
+    return min(4 * took_s, max(took_s, _SHORT_REST_S)) if took_s > _SHORTEST_WAIT_S else 0.0
+
+
+class DecisionLoop:
+    """Used on one event loop: `start`, then inputs, then `close`.
+
+    job        the state from which it begins
+    retelling  while it is on, nothing is decided
+    steps      returns, by worker, how many steps it had decided when it was last seen
+    act        does what was decided, and commits it; raises OSError when the journal cannot be written
+    has_ended  returns whether the job is over: no deadline matters any more
+    fail       called with an error of a rule, or of `act`, which ends the run
+
+    Attributes:
+        job: The state after the last decision.
+        clock, retelling: As given.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        clock: JobClock,
+        retelling: Retelling,
+        *,
+        steps: Callable[[], Mapping[str, int]],
+        act: Callable[[Sequence[Action]], None],
+        has_ended: Callable[[], bool],
+        fail: Callable[[BaseException], None],
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self.job = job
+        self.clock, self.retelling, self._steps = clock, retelling, steps
+        self._act, self._has_ended, self._fail, self._on_event = act, has_ended, fail, on_event
+        self._inbox: list[Input] = []  # inputs on which the next decision is made, at the latest at this time:
+        self._decision: asyncio.TimerHandle | asyncio.Handle | None = None
+        self._tick: asyncio.TimerHandle | None = None
+        self._rests_until_s = 0.0  # by the clock of the event loop
+        self._knows_steps = False  # the inbox contains the newest number of decided steps
+
+    def start(self) -> None:
+        """Begin to watch the deadlines of the job."""
+        self._set_tick(next_deadline(self.job))
+
+    def report(self, happened: Input) -> None:
+        """Let an input be decided together with the others that arrive at the same time."""
+        self._inbox.append(happened)
+        if self._decision is None:
+            loop = asyncio.get_running_loop()
+            delay_s = self._rests_until_s - loop.time()
+            if delay_s > 0:
+                self._decision = loop.call_later(delay_s, self.settle)
+            else:
+                self._decision = loop.call_soon(self.settle)  # after all tasks whose sockets have been read
+
+    def report_steps(self) -> None:
+        """Report the number of decided steps, as far as it is known, before a worker is lost."""
+        if not self._knows_steps:
+            self._knows_steps = True
+            step = max(self._steps().values(), default=0)
+            if step > self.job.steps_seen:
+                self.report(StepsSeen(step))
+
+    def decide(self, happened: Input) -> None:
+        """Decide on an input now, after those that have arrived before."""
+        self._inbox.append(happened)
+        self.settle()
+
+    def settle(self) -> None:
+        """Make one decision on all inputs that have arrived."""
+        if self._decision is not None:
+            self._decision.cancel()
+            self._decision = None
+        if self.retelling.reason and not self.may_rebuild():
+            return
+        inputs, self._inbox = self._inbox, []
+        self._knows_steps = False
+        if not inputs:
+            return
+        self.notice_stall()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            actions = self._rebuild() if self.retelling.reason else []
+            self.job, decided = decide(self.job, inputs, self.clock.now_s())
+            deadline_s = next_deadline(self.job)
+        except Exception as error:  # noqa: BLE001 - a bug in a rule ends the job, and says so
+            self._fail(error)
+            return
+        try:
+            self._act([*actions, *decided])
+        except OSError as error:  # no room for the journal: nothing that was decided may be sent
+            self._fail(error)
+            return
+        self._set_tick(deadline_s)
+        ended_s = loop.time()
+        self._rests_until_s = ended_s + rest_s(ended_s - began_s)
+
+    def settle_all(self) -> bool:
+        """Make a decision if inputs have arrived that need not wait for the agents to tell of the job."""
+        if not self._inbox or self.retelling.reason:
+            return False
+        self.settle()
+        return True
+
+    def settle_reports(self) -> None:
+        """Make a decision on what has arrived beside losses of agents, which are decided together."""
+        if not all(isinstance(each, AgentLost) for each in self._inbox):
+            self.settle()
+
+    def may_rebuild(self) -> bool:
+        """Return whether the job may be rebuilt now from what agents have told."""
+        return self.retelling.may_end(self.clock.now_s(), self._inbox)
+
+    def notice_stall(self) -> None:
+        """Report the time in which this process could not run. Call it before any judgement."""
+        if stalled_s := self.clock.notice_stall():
+            self._on_event(CoordinatorStalled(stalled_s))
+
+    def close(self) -> None:
+        """Stop the timers. Idempotent."""
+        for timer in (self._decision, self._tick):
+            if timer is not None:
+                timer.cancel()
+
+    def _rebuild(self) -> list[Action]:
+        """Replace the job by that of which the agents have told; the inputs since then wait."""
+        self.job, actions = self.retelling.rebuild(self.job, self.clock.now_s())
+        return actions
+
+    def _set_tick(self, deadline_s: float | None) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+            self._tick = None
+        if deadline_s is not None and not self._has_ended():
+            delay_s = max(deadline_s - self.clock.now_s(), _SHORTEST_WAIT_S)
+            self._tick = asyncio.get_running_loop().call_later(delay_s, self.decide, Tick())
