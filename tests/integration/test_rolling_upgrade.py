@@ -60,7 +60,7 @@ def newer_release(folder: Path) -> Path:
         source,
         "job/coordinator/journal.py",
         (f"FORMAT = {FORMAT}", f"FORMAT = {FORMAT + 1}"),
-        ("MIGRATIONS: Mapping[int, Callable[[Any], Any]] = {}", MIGRATIONS),
+        ("MIGRATIONS: Mapping[int, Callable[[Any], Any]] = {2: _with_one_record_of_a_death}", MIGRATIONS),
         ("    attempt: int\n", "    cleared_for: int\n"),
     )
     renamed = (("attempt=self._attempt", "cleared_for=self._attempt"), ("state.attempt", "state.cleared_for"))
@@ -86,7 +86,8 @@ def test_a_newer_release_takes_over_and_an_older_one_says_what_to_do(tmp_path: P
         assert job.process.wait(LONG_S) == 2
         told = " ".join(job.said().split())
         assert f"was written by Farandole 9.0 (protocol {PROTOCOL_VERSION + 1}) in format {FORMAT + 1}" in told
-        assert f"which reads {FORMAT}: continue with Farandole 9.0 (protocol {PROTOCOL_VERSION + 1}) or a newer" in told
+        newer_one = f"Farandole 9.0 (protocol {PROTOCOL_VERSION + 1}) or a newer"
+        assert f"which reads 2 to {FORMAT}: continue with {newer_one}" in told
         job.train_on(20)
         job.start_on(lab.hosts[1], newer)
         job.wait_for_agents(times=2)

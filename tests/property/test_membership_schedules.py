@@ -32,18 +32,21 @@ from farandole.base.wire.messages import (
     WorkerExited,
     WorkerMessage,
 )
-from farandole.job.coordinator import (
+from farandole.job.coordinator.decide import decide
+from farandole.job.coordinator.inputs import (
     AgentConnected,
     AgentLost,
     AgentReported,
+    DrainRequested,
     HostsOffered,
+    Input,
+    ScaleRequested,
     StepsStalled,
     StopRequested,
     Tick,
-    decide,
-    new_job,
+    UndrainRequested,
 )
-from farandole.job.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
+from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.shutdown import STOPPED_EXIT_CODE
 from tests.support.membership_invariants import MembershipInvariants
 from tests.support.simulated_job import Habits, SimulatedJob
@@ -283,7 +286,7 @@ def check_schedule(seed: int, make_world: Callable[[int], SimulatedJob] = random
         if world.end is None:
             return world
         if world.job.is_released and world.end.exit_code != STOPPED_EXIT_CODE:
-            assert (world.end.exit_code == 0) == (not world.invariants.failed_after_release) or world.job.losses
+            assert (world.end.exit_code == 0) == (not world.invariants.failed_after_release) or world.job.losses_now()
     except AssertionError as error:
         recent = "\n".join(f"{at_s:10.4f} {happened}" for at_s, happened in world.history[-60:])
         raise AssertionError(f"seed {seed}: {error}\n{recent}\n{world.job}") from error

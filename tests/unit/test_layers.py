@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations/torchrun": {"ddp"},
 }
 """Packages of the same storey. An integration that needs another one is to become one that does not."""
+CIRCLES = {
+    "integrations/torchrun/process_group/autoload.py integrations/torchrun/process_group/c10d_group.py "
+    "integrations/torchrun/process_group/registration.py",
+    "training/collectives/encrypted_socket.py training/collectives/sealed_records.py",
+}
+"""Files of a package that import one another, by name; the list can only shrink."""
+CIRCLE_OF_PACKAGES = {"integrations/ddp", "integrations/torchrun"}
+"""Integrations that import one another; it can only shrink."""
 WITHOUT_TORCH = {
     "base",
     "job",
@@ -142,6 +150,56 @@ def may_import(storey: str, package: str, other: str, other_package: str, name: 
     if storey == other and storey != "base":
         return other_package in {package, ""} or other_package in MAY_IMPORT[f"{storey}/{package}"]
     return other == storey or other in STOREYS[storey]
+
+
+def circles(imported: Mapping[str, set[str]]) -> list[list[str]]:
+    """The groups of names that import one another, directly or through others, in order."""
+    reached = {name: {name} for name in imported}
+    has_changed = True
+    while has_changed:
+        sizes = {name: len(each) for name, each in reached.items()}
+        for name, others in imported.items():
+            for other in others & reached.keys():
+                reached[name] |= reached[other]
+        has_changed = sizes != {name: len(each) for name, each in reached.items()}
+    groups = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in imported}
+    return sorted(list(group) for group in groups if len(group) > 1)
+
+
+def imported_files() -> dict[str, set[str]]:
+    """By file: the files that it imports when it runs, also inside functions."""
+    files = {path.relative_to(ROOT).as_posix(): path for path in ROOT.rglob("*.py")}
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
+    found: dict[str, set[str]] = {}
+    for file, path in files.items():
+        names = [name.removeprefix("farandole.") for name in imports(path.read_text()) if name.startswith("farandole.")]
+        places = {modules.get(name) or modules.get(name.rpartition(".")[0]) for name in names}
+        found[file] = {place for place in places if place is not None and place != file}
+    return found
+
+
+def package_of(file: str) -> str:
+    return "/".join(place_of(file.split("/"))).rstrip("/")
+
+
+def test_no_files_of_a_package_import_one_another() -> None:
+    within = {
+        file: {other for other in others if package_of(other) == package_of(file)}
+        for file, others in imported_files().items()
+    }
+    assert {" ".join(circle) for circle in circles(within)} == CIRCLES
+
+
+def test_no_packages_import_one_another() -> None:
+    between: dict[str, set[str]] = {}
+    for file, others in imported_files().items():
+        if package_of(file) != "door":  # the public names, which integrations use, import everything
+            between.setdefault(package_of(file), set()).update(map(package_of, others))
+    assert circles(between) == [sorted(CIRCLE_OF_PACKAGES)]
+
+
+def test_a_circle_is_found_through_others() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"e"}}) == [["a", "b", "c"]]
 
 
 def sources() -> list[Path]:

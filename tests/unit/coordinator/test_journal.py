@@ -150,7 +150,7 @@ def test_a_journal_of_a_newer_format_is_refused_with_what_to_do(
     write(files, b"one")
     monkeypatch.undo()
     expected = (
-        rf"written by Farandole .* in format {journal.FORMAT + 1}, and this is .*, which reads {journal.FORMAT}: "
+        rf"written by Farandole .* in format {journal.FORMAT + 1}, and this is .*, which reads 2 to {journal.FORMAT}: "
     )
     with pytest.raises(JournalError, match=expected + "continue with Farandole .* or a newer one"):
         read(files)
@@ -200,6 +200,25 @@ def test_this_release_reads_the_state_of_a_real_job_of_its_format() -> None:
     assert (state.job.generation is not None) & (len(state.job.workers) == 2)
     assert state.sessions.keys() == state.job.agents.keys()
     assert [name for name, _ in msgspec.msgpack.decode(beside, type=KeptFrames).kept] == []
+
+
+def test_the_two_lists_of_losses_of_format_2_are_one() -> None:
+    """The fixture is of a job whose second member was killed, and which has not trained since; then another one was
+    killed, and the next one is dying."""
+    with (FIXTURES / "journal-2-losses").open("rb") as file:
+        data = Journal((file.fileno(), file.fileno()), "job").read()
+    assert data is not None
+    job = decoded(data)[0].job
+    assert [(loss.worker, loss.how, loss.exit_code) for loss in job.losses_now()] == [
+        ("w3", "was killed by SIGABRT (signal 6)", -6),
+        ("w2", "", None),
+    ]
+    assert [loss.sentence for loss in job.losses_now()][1] == "w2 (slot 2) is dying"
+    assert {loss.worker: loss.noticed for loss in job.losses} == {
+        "w1": "its exit",
+        "w3": "its exit",
+        "w2": "the end of its main thread",
+    }
 
 
 def test_a_full_disk_is_an_error_and_the_state_before_counts(files: JournalFiles, tmp_path: os.PathLike[str]) -> None:

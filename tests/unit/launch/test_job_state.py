@@ -199,7 +199,7 @@ def test_a_version_that_does_not_read_its_format_does_not_continue_the_job(
     killed(folder, b"one")
     change(folder, version="0.0.1 (protocol 1)", format=number, token=7)  # and with other fields
     expected = (
-        rf"was written by Farandole 0.0.1 \(protocol 1\) in format {number}, and this is .*, which reads {FORMAT}"
+        rf"was written by Farandole 0.0.1 \(protocol 1\) in format {number}, and this is .*, which reads 2 to {FORMAT}"
     )
     with pytest.raises(
         ConfigError, match=rf"{expected}: continue with Farandole 0.0.1 \(protocol 1\){advice}; to begin"

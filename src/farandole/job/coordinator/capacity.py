@@ -19,7 +19,6 @@ from farandole.base.events import (
     WorkerSpawned,
 )
 from farandole.base.wire.messages import Left, Spawn
-from farandole.job.coordinator import regroup
 from farandole.job.coordinator.job import Job, Offer, Slot, Worker
 from farandole.job.coordinator.placements import number_on_host, placements
 from farandole.job.coordinator.transition import Transition
@@ -51,7 +50,7 @@ def fix_workers(transition: Transition, number: int, because: str) -> None:
         _aim_at(transition, number)
     members = job.generation.members if job.generation is not None else ()
     if len(members) < number and job.change is None and not job.is_finishing:
-        regroup.abort(transition, f"each step needs {number} workers")
+        transition.faults.append(f"each step needs {number} workers")
 
 
 def free_workers(transition: Transition) -> bool:
@@ -192,7 +191,7 @@ def _may_not_start_together(transition: Transition) -> bool:
 def _refill(transition: Transition) -> list[str]:
     """Replace lost workers within their slots' budgets."""
     new, occupied = list[str](), workers_by_slot(transition.job)
-    if regroup.defers_restarts(transition.job):
+    if _defers_restarts(transition.job):
         return new
     for slot, use in transition.job.slots.items():
         vacant = use.is_open and not use.is_held_back and use.backoff_until_s is None and slot not in occupied
@@ -200,6 +199,14 @@ def _refill(transition: Transition) -> list[str]:
             transition.change_slot(slot, restarts=use.restarts + 1)
             new.append(_add_worker(transition, slot, is_awaited=False))
     return new
+
+
+def _defers_restarts(job: Job) -> bool:
+    """Return whether lost workers are not replaced yet (regroup.py)."""
+    if job.restart_deferred_until_s is None:
+        return False
+    staying = sum(not worker.is_leaving for worker in job.each_survivor())
+    return staying >= max(1, job.config.min_np)
 
 
 def _open_more(transition: Transition) -> list[str]:

@@ -163,26 +163,28 @@ class Change:
 
 @dataclass(frozen=True)
 class Loss:
-    """A member that was lost since the last START (after the release: that failed). `sentence` says how; a worker that
-    is `dying` gets a more exact one later, and its exit code."""
+    """The death of a worker. The job keeps that of a member until its recovery is reported.
 
-    sentence: str
-    raised: str | None = None
-    dying: str | None = None
-    exit_code: int | None = None
-
-
-@dataclass(frozen=True)
-class LostMember:
-    """A member that was lost, for the report of the recovery. `how` is the predicate of its end ("it ..."), and is
-    empty until its exit is known; `noticed` names the means of detection, `silent_since_s` when the last sign of its
-    host arrived, where silence was the means."""
+    worker          its name
+    sentence        what happened
+    how             the predicate of its end ("it ..."); empty while it is dying: its exit is not known yet
+    exit_code       None: not known, not started, or lost with its agent
+    raised          last line of the exception that ended it
+    last_lines      of its output
+    noticed         the means of detection
+    silent_since_s  when the last sign of its host arrived, where silence was the means
+    number          of the generation that lost it; 0: none did
+    """
 
     worker: str
-    noticed: str
-    silent_since_s: float | None = None
+    sentence: str
     how: str = ""
+    exit_code: int | None = None
+    raised: str | None = None
     last_lines: tuple[str, ...] = ()
+    noticed: str = "its exit"
+    silent_since_s: float | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -298,11 +300,10 @@ class Job:
     fixed_because  why only one number of workers may train, also after such a job has gone on with fewer; empty: any
                    number may
     free_config    the config of such a job with the limits that it was started with; None: no number is fixed
-    losses         members lost since the last START
+    losses         lost members whose recovery has not been reported yet
     steps_seen     steps, or commits, decided as far as the coordinator knew at the last loss
     lost_at        steps_seen when the state was lost; None once it was reported how far the job went back
     lease_end_s    until then workers of hosts that were lost may run unobserved
-    lost_members   lost members whose recovery has not been reported yet
     restart_deferred_until_s  replacements of lost workers are not started before, or until the survivors train again
     plain_exits    workers that exited with code 0 and never called init()
     never_met      those of them that have met no others in a process group of torch.distributed either
@@ -351,7 +352,6 @@ class Job:
     steps_seen: int = 0
     lost_at: int | None = None
     lease_end_s: float | None = None
-    lost_members: tuple[LostMember, ...] = ()
     recovery: Recovery | None = None
     restart_deferred_until_s: float | None = None
     plain_exits: tuple[str, ...] = ()
@@ -386,6 +386,10 @@ class Job:
         """Return whether the worker is a member of the last generation and has not been lost."""
         worker = self.workers.get(name)
         return worker is not None and self.is_member(name) and not (worker.has_left or worker.is_dying)
+
+    def losses_now(self) -> list[Loss]:
+        """Return the losses since the last START; after the release the members that failed."""
+        return [loss for loss in self.losses if self.generation is not None and loss.number == self.generation.number]
 
     def emergency_writer(self) -> str | None:
         """Return the worker that writes the emergency checkpoint when the job ends: the survivor of the lowest rank

@@ -22,12 +22,26 @@ from farandole.base.wire.messages import PROTOCOL_VERSION, ToAgent
 from farandole.errors import FarandoleError
 from farandole.job.coordinator.job import AgentRecord, Job, Slot, SlotUse, Worker
 
-FORMAT = 2
+FORMAT = 3
 """The number of the format of states, and of a job's folder (launch/job_state.py). Releases with the same number take
 over from one another. A new field that has a default is no change: it is missing in older states, and a release that
 does not know it ignores it. After any other change raise the number, and add a function to MIGRATIONS."""
 
-MIGRATIONS: Mapping[int, Callable[[Any], Any]] = {}
+
+def _with_one_record_of_a_death(content: dict[str, Any]) -> dict[str, Any]:
+    """Format 2 had two lists: `losses` since the last START, and `lost_members` until their recovery was reported."""
+    job = content["state"]["job"]
+    number = job["generation"]["id"][2] if job["generation"] else 0
+    losses = {each["worker"]: {"sentence": each["worker"], **each} for each in job.pop("lost_members", [])}
+    for each in job.get("losses", []):
+        name, _, how = each["sentence"].partition(" ")
+        known = losses.setdefault(name, {"worker": name, "how": "" if each["dying"] else how})
+        known |= {key: each[key] for key in ("sentence", "raised", "exit_code")} | {"number": number}
+    job["losses"] = list(losses.values())
+    return content
+
+
+MIGRATIONS: Mapping[int, Callable[[Any], Any]] = {2: _with_one_record_of_a_death}
 """By the number of an older format: the function that turns the content of a state, as `msgspec.msgpack.decode` returns
 it, into that of the next format. A format without a function is refused."""
 

@@ -25,10 +25,10 @@ from farandole.base.events import (
 from farandole.base.membership import GenerationId
 from farandole.base.wire.messages import Abort, FirstStep, Left, Prepare, Start, StartWorkers
 from farandole.job.coordinator import capacity, placements
-from farandole.job.coordinator.job import Change, Generation, Job, LinkTrouble, LostMember, Recovery, Worker
+from farandole.job.coordinator.job import Change, Generation, Job, LinkTrouble, Loss, Recovery, Worker
+from farandole.job.coordinator.published_checkpoints import is_state_lost, resume_from_checkpoint
 from farandole.job.coordinator.sentences import counted, listed, why_not_refilled
 from farandole.job.coordinator.transition import Transition
-from farandole.job.coordinator.worker_messages import is_state_lost, resume_from_checkpoint
 
 # The effect of a planned change on the membership, in Horovod's numbers; their sum for both.
 _REMOVED, _ADDED = 1, 2
@@ -79,7 +79,7 @@ def end_if_hopeless(transition: Transition) -> None:
 
 def awaits_exits(job: Job) -> bool:
     """Return whether workers are dying without which the job cannot continue: their exits will tell how they ended."""
-    return any(loss.dying for loss in job.losses) and (is_state_lost(job) or not any(job.each_survivor()))
+    return any(not loss.how for loss in job.losses_now()) and (is_state_lost(job) or not any(job.each_survivor()))
 
 
 def advance(transition: Transition) -> None:
@@ -130,7 +130,7 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
     names = tuple(worker.name for worker in members)
     if job.generation is not None:
         recovery_started(transition, change)
-    transition.change(number=number, generation=Generation(id, names), change=None, losses=())
+    transition.change(number=number, generation=Generation(id, names), change=None)
     transition.change(links=LinkTrouble(retries=job.links.retries), resets=job.resets + (job.generation is not None))
     transition.log(GenerationStarted(number, names, not job.was_synced, transition.now_s - change.began_s))
 
@@ -304,21 +304,23 @@ def _record_shortage(transition: Transition, change: Change) -> None:
 
 def _have_all_left(job: Job) -> bool:
     """Return whether all members have left the elastic function by themselves, and ended well."""
-    return bool(job.losses) and not any(job.each_survivor()) and all(loss.exit_code == 0 for loss in job.losses)
+    losses = job.losses_now()
+    return bool(losses) and not any(job.each_survivor()) and all(loss.exit_code == 0 for loss in losses)
 
 
 def _is_end_of_all(job: Job) -> bool:
     """Return whether the code raised and no member survives."""
-    return any(loss.raised for loss in job.losses) and not any(job.each_survivor())
+    return any(loss.raised for loss in job.losses_now()) and not any(job.each_survivor())
 
 
 def _why_hopeless(job: Job) -> str | None:
     """Return the reason why no further generation can ever start, or None. A job never silently starts again at
     step 0."""
-    raised = [loss for loss in job.losses if loss.raised]
-    how = "; ".join(loss.sentence for loss in job.losses)
+    losses = job.losses_now()
+    raised = [loss for loss in losses if loss.raised]
+    how = "; ".join(loss.sentence for loss in losses)
     if _is_end_of_all(job):
-        if len({loss.raised for loss in job.losses}) == 1:
+        if len({loss.raised for loss in losses}) == 1:
             return (
                 f"All remaining workers raised the same exception: {raised[0].raised}. Restarting them would not help."
             )
@@ -348,12 +350,12 @@ def _why_hopeless(job: Job) -> str | None:
 #     capacity.fill           in the same decision: the slot is not deferred any more, and gets its worker
 
 
-def record_lost_member(transition: Transition, member: LostMember) -> None:
-    """Record that a member is lost, or more details of a member recorded before."""
-    known = {each.worker: each for each in transition.job.lost_members}
-    if member.worker in known:
-        member = replace(known[member.worker], how=member.how, last_lines=member.last_lines)
-    transition.change(lost_members=tuple({**known, member.worker: member}.values()))
+def record_loss(transition: Transition, loss: Loss) -> None:
+    """Record the loss of a member, or the end of one that was recorded while it was dying."""
+    known = {each.worker: each for each in transition.job.losses}
+    if (former := known.get(loss.worker)) is not None:
+        loss = replace(loss, noticed=former.noticed, silent_since_s=former.silent_since_s, number=former.number)
+    transition.change(losses=tuple({**known, loss.worker: loss}.values()))
 
 
 def recovery_started(transition: Transition, change: Change) -> None:
@@ -392,34 +394,32 @@ def conclude_recovery(transition: Transition) -> None:
     job, recovery = transition.job, transition.job.recovery
     if recovery is None or (job.change is not None and not job.change.is_planned):
         return  # Or the next fault has already happened.
-    if any(not member.how for member in job.lost_members if member.worker in job.workers):
+    if any(not loss.how for loss in job.losses if loss.worker in job.workers):
         return  # Its exit code will tell how it ended.
     if not all(worker.stepped == recovery.number or job.has_finished(worker) for worker in job.each_survivor()):
         return
-    transition.change(recovery=None, lost_members=(), lost_at=None)
+    transition.change(recovery=None, losses=tuple(job.losses_now()), lost_at=None)
     end_deferral(transition)
     if recovery.step is not None:
-        transition.log(_report(recovery, recovery.step, job.lost_members, job.lost_at))
+        transition.log(_report(recovery, recovery.step, job.losses, job.lost_at))
 
 
 def _since_start_s(step: FirstStep) -> float:
     return step.connected_s + step.synced_s + step.stepped_s
 
 
-def _report(
-    recovery: Recovery, step: FirstStep, lost_members: tuple[LostMember, ...], lost_at: int | None
-) -> Recovered:
+def _report(recovery: Recovery, step: FirstStep, losses: tuple[Loss, ...], lost_at: int | None) -> Recovered:
     regrouped_s = recovery.started_s - recovery.began_s
     # Broken connections may have begun the recovery while the silence of a host was not long enough to be noticed.
-    signs_s = [member.silent_since_s for member in lost_members if member.silent_since_s is not None]
+    signs_s = [loss.silent_since_s for loss in losses if loss.silent_since_s is not None]
     silent_s = max(0.0, recovery.began_s - min(signs_s, default=recovery.began_s))
     return Recovered(
         number=recovery.number,
         is_planned=recovery.is_planned,
         reason=recovery.reason,
-        lost=tuple(f"{member.worker}, which {member.how}" for member in lost_members),
-        noticed=tuple(dict.fromkeys(member.noticed for member in lost_members)),
-        last_lines=tuple(line for member in lost_members for line in member.last_lines),
+        lost=tuple(f"{loss.worker}, which {loss.how}" for loss in losses),
+        noticed=tuple(dict.fromkeys(loss.noticed for loss in losses)),
+        last_lines=tuple(line for loss in losses for line in loss.last_lines),
         total_ms=_ms(silent_s + regrouped_s + _since_start_s(step)),
         silent_ms=_ms(silent_s),
         ready_ms=_ms(regrouped_s),
@@ -464,11 +464,3 @@ def end_deferral_in_time(transition: Transition) -> None:
     until_s = transition.job.restart_deferred_until_s
     if until_s is not None and transition.now_s >= until_s:
         end_deferral(transition)
-
-
-def defers_restarts(job: Job) -> bool:
-    """Return whether lost workers are not replaced yet."""
-    if job.restart_deferred_until_s is None:
-        return False
-    staying = sum(not worker.is_leaving for worker in job.each_survivor())
-    return staying >= max(1, job.config.min_np)

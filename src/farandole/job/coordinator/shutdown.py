@@ -16,7 +16,7 @@ from farandole.base.wire.messages import (
     WorkerExited,
     WorkerMessage,
 )
-from farandole.job.coordinator import capacity, whole_restart, worker_messages
+from farandole.job.coordinator import capacity, published_checkpoints, whole_restart
 from farandole.job.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
 from farandole.job.coordinator.job import Generation, Job, LinkTrouble, Worker
 from farandole.job.coordinator.sentences import counted
@@ -57,7 +57,7 @@ def release_if_all_finished(transition: Transition) -> None:
     shortfalls = [worker.shortfall for worker in members if worker.shortfall is not None]
     if shortfalls:  # equal on all members, unless the members run different code
         transition.log(TrainingCutShort.of(max(shortfalls, key=lambda each: (each.steps_left, each.epochs_left))))
-    transition.change(is_released=True, released_s=transition.now_s, change=None, losses=(), links=LinkTrouble())
+    transition.change(is_released=True, released_s=transition.now_s, change=None, links=LinkTrouble())
     for worker in job.newcomers():
         capacity.let_go(transition, worker, "the training finished without it")
 
@@ -73,7 +73,6 @@ def _become_static(transition: Transition, generation: Generation, reason: str) 
         is_finishing=False,
         was_synced=False,
         change=None,
-        losses=(),
         links=LinkTrouble(),
     )
     for name in generation.members:
@@ -90,8 +89,8 @@ def advance_completion(transition: Transition) -> None:
     if any(job.each_survivor()) or going:
         _name_awaited(transition)
         return
-    if job.losses:
-        failures = "; ".join(loss.sentence for loss in job.losses)
+    if losses := job.losses_now():
+        failures = "; ".join(loss.sentence for loss in losses)
         transition.end(1, f"All workers finished the training, but afterwards {failures}.")
     else:
         count = len(job.generation.members) if job.generation else 0
@@ -174,9 +173,9 @@ def advance(transition: Transition) -> None:
 def _emergency_checkpoint(transition: Transition, worker: Worker, payload: WorkerMessage) -> None:
     match payload:
         case MayPublish():
-            worker_messages.may_publish(transition, worker, payload)
+            published_checkpoints.may_publish(transition, worker, payload)
         case CheckpointEnded():
-            worker_messages.checkpoint_ended(transition, worker, payload)
+            published_checkpoints.checkpoint_ended(transition, worker, payload)
 
 
 def _wait_no_longer(transition: Transition) -> None:

@@ -77,7 +77,6 @@ def _begin_anew(transition: Transition) -> None:
         alone=(),
         has_met=False,
         losses=(),
-        lost_members=(),
         static_because="",
         steps_seen=0,
         recovery=None,

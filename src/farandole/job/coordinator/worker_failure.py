@@ -15,45 +15,40 @@ after the release     exit code 0: done; anything else is reported and makes the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 from farandole.base.events import AgentWasLost, WorkerEnded, WorkerLost
 from farandole.base.wire.messages import SpawnFailed, WorkerExited
 from farandole.job.coordinator import backoff, capacity, regroup, whole_restart
 from farandole.job.coordinator.hosts import quarantine_host
 from farandole.job.coordinator.inputs import AgentLost
-from farandole.job.coordinator.job import Job, Loss, LostMember, Worker
+from farandole.job.coordinator.job import Job, Loss, Worker
 from farandole.job.coordinator.sentences import format_exit, listed, worker_name
 from farandole.job.coordinator.transition import Transition
 
+Gone: TypeAlias = tuple[Worker, Loss]
+"""A worker whose process is gone, and its death."""
 
-@dataclass(frozen=True)
-class ExitRecord:
-    """A worker whose process is gone. `how` is the predicate of its end ("it ..."); no exit code: not started, or agent
-    lost. `noticed`: as in LostMember; `silent_s`: how long its host had been silent by now."""
 
-    worker: Worker
-    how: str
-    exit_code: int | None = None
-    last_lines: tuple[str, ...] = ()
-    noticed: str = "its exit"
-    silent_s: float = 0.0
-
-    def sentence(self, job: Job) -> str:
-        raised = f", having raised {self.worker.raised}" if self.worker.raised else ""
-        return f"{worker_name(job, self.worker)} {self.how}{raised}"
+def _loss(job: Job, worker: Worker, how: str, is_over: bool = True, **more: Any) -> Loss:
+    """Return the death of a worker that `how`; unless `is_over` it is dying. `more`: as in Loss."""
+    raised = f", having raised {worker.raised}" if worker.raised else ""
+    number = job.generation.number if job.generation and job.is_member(worker.name) and not worker.is_dying else 0
+    sentence = f"{worker_name(job, worker)} {how}{raised}"
+    return Loss(worker.name, sentence, how if is_over else "", raised=worker.raised, number=number, **more)
 
 
 def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | SpawnFailed) -> None:
     """Handle a worker whose process is gone and reaped."""
     if isinstance(message, SpawnFailed):
-        gone = ExitRecord(worker, f"could not be started: {message.error}")
+        loss = _loss(transition.job, worker, f"could not be started: {message.error}")
     else:
         if not transition.job.is_elastic:
             whole_restart.report_failure(transition, worker, message)
-        how = format_exit(message.exit_code)
-        gone = ExitRecord(worker, _with_reason(worker, how), message.exit_code, message.last_lines)
-    _gone(transition, [gone])
+        how = _with_reason(worker, format_exit(message.exit_code))
+        loss = _loss(transition.job, worker, how, exit_code=message.exit_code, last_lines=message.last_lines)
+    _gone(transition, [(worker, loss)])
 
 
 def worker_dying(transition: Transition, worker: Worker) -> None:
@@ -63,10 +58,10 @@ def worker_dying(transition: Transition, worker: Worker) -> None:
     is_needed = job.is_elastic and not job.is_released and job.is_member(worker.name)
     if not is_needed or worker.has_left or worker.is_dying or job.config.on_failure == "host":
         return
+    how = _with_reason(worker, "is dying")
+    loss = _loss(job, worker, how, is_over=False, noticed="the end of its main thread")
     transition.change_worker(worker.name, is_dying=True)
-    loss = Loss(ExitRecord(worker, _with_reason(worker, "is dying")).sentence(job), worker.raised, worker.name)
-    transition.change(losses=(*transition.job.losses, loss))
-    regroup.record_lost_member(transition, LostMember(worker.name, "the end of its main thread"))
+    regroup.record_loss(transition, loss)
     if worker.raised:
         transition.change_slot(worker.slot, is_held_back=True)
     transition.faults.append(loss.sentence)
@@ -94,29 +89,31 @@ def agent_lost(transition: Transition, input: AgentLost) -> None:
             whole_restart.report_failure(transition, worker, None)
     how = f"was lost with agent {agent.name}"
     noticed = f"the silence of agent {agent.name}" if input.silent_s else f"the end of agent {agent.name}"
-    _gone(transition, [ExitRecord(worker, how, noticed=noticed, silent_s=input.silent_s) for worker in workers])
+    since_s = transition.now_s - input.silent_s if input.silent_s else None
+    job = transition.job
+    losses = [_loss(job, worker, how, noticed=noticed, silent_since_s=since_s) for worker in workers]
+    _gone(transition, list(zip(workers, losses, strict=True)))
     if transition.job.is_released:
         return  # the training is complete, unless a member was lost with the agent (shutdown.py)
     if not (transition.job.may_get_slots() or any(agent.is_connected for agent in transition.job.agents.values())):
         transition.end(1, f"Agent {agent.name} was the last one and is lost: {input.reason}.")
 
 
-def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
-    transition.forget(one.worker.name for one in gone)
+def _gone(transition: Transition, gone: list[Gone]) -> None:
+    transition.forget(worker.name for worker, _ in gone)
     if transition.job.whole_restart is not None:
-        for one in gone:
-            _log_end(transition, one)
+        for worker, loss in gone:
+            _log_end(transition, worker, loss)
         return
     unexpected = []
-    for one in gone:
+    for worker, loss in gone:
         # A worker that left, or that was stopped before it became a member, may end with any exit code.
-        was_member = transition.job.is_member(one.worker.name) or one.worker.is_dying
-        expected = one.worker.has_left or (one.worker.killed_for and not was_member)
-        if expected:
-            transition.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
+        was_member = transition.job.is_member(worker.name) or worker.is_dying
+        if worker.has_left or (worker.killed_for and not was_member):
+            _log_end(transition, worker, loss)
         else:
-            unexpected.append(one)
-            backoff.count_failure(transition, one.worker, one.exit_code)
+            unexpected.append((worker, loss))
+            backoff.count_failure(transition, worker, loss.exit_code)
     if transition.job.generation is None:
         _before_generation_1(transition, unexpected)
     elif transition.job.is_released:
@@ -127,62 +124,48 @@ def _gone(transition: Transition, gone: list[ExitRecord]) -> None:
         _static(transition, unexpected)
 
 
-def _elastic(transition: Transition, gone: list[ExitRecord]) -> None:
-    losses = []
-    for one in gone:
-        if one.exit_code == 0 and not any(transition.job.each_survivor()):
-            _log_end(transition, one)
+def _elastic(transition: Transition, gone: list[Gone]) -> None:
+    faults = []
+    for worker, loss in gone:
+        if loss.exit_code == 0 and not any(transition.job.each_survivor()):
+            _log_end(transition, worker, loss)
         else:
-            _log_loss(transition, one)
-        if one.worker.is_dying:
-            _complete_loss(transition, one)
-        elif transition.job.is_member(one.worker.name):
-            losses.append(Loss(one.sentence(transition.job), one.worker.raised, exit_code=one.exit_code))
-            if one.worker.raised:
+            _log_loss(transition, worker, loss)
+        if worker.is_dying or transition.job.is_member(worker.name):
+            regroup.record_loss(transition, loss)
+        if not worker.is_dying and transition.job.is_member(worker.name):
+            faults.append(loss.sentence)
+            if worker.raised:
                 # If all raise the same exception, none is restarted: wait until the others prove to be healthy
                 # (regroup.py).
-                transition.change_slot(one.worker.slot, is_held_back=True)
-    stopped = _take_hosts_out(transition, gone)
-    if losses or stopped:
-        transition.change(losses=(*transition.job.losses, *losses))
-        transition.faults += [*(loss.sentence for loss in losses), *stopped]
+                transition.change_slot(worker.slot, is_held_back=True)
+    transition.faults += [*faults, *_take_hosts_out(transition, gone)]
 
 
-def _complete_loss(transition: Transition, one: ExitRecord) -> None:
-    """Complete the loss, if it still counts, that was recorded when the worker was dying."""
-    losses = [
-        replace(loss, sentence=one.sentence(transition.job), dying=None, exit_code=one.exit_code)
-        if loss.dying == one.worker.name
-        else loss
-        for loss in transition.job.losses
-    ]
-    transition.change(losses=tuple(losses))
-
-
-def _take_hosts_out(transition: Transition, gone: list[ExitRecord]) -> list[str]:
+def _take_hosts_out(transition: Transition, gone: list[Gone]) -> list[str]:
     """Ban the hosts; return one sentence for each banned host that had more members than those that are gone."""
     if transition.job.config.on_failure != "host":
         return []
-    hosts = dict.fromkeys(transition.job.host_of(one.worker) for one in gone)
+    hosts = dict.fromkeys(transition.job.host_of(worker) for worker, _ in gone)
     stopped = {host: quarantine_host(transition, host) for host in hosts}
     return [f"stopping {listed(names)} on {host} with it" for host, names in stopped.items() if names]
 
 
-def _static(transition: Transition, gone: list[ExitRecord]) -> None:
-    for one in gone:
-        if not transition.job.is_member(one.worker.name):
-            _log_loss(transition, one)
-        elif one.exit_code == 0:
-            _log_end(transition, one)
-            transition.change_slot(one.worker.slot, is_held_back=True)
+def _static(transition: Transition, gone: list[Gone]) -> None:
+    for worker, loss in gone:
+        if not transition.job.is_member(worker.name):
+            _log_loss(transition, worker, loss)
+        elif loss.exit_code == 0:
+            _log_end(transition, worker, loss)
+            transition.change_slot(worker.slot, is_held_back=True)
         else:
-            _log_loss(transition, one, may_be_replaced=False)
-            if _all_restart(transition, one.sentence(transition.job)):
+            _log_loss(transition, worker, loss, may_be_replaced=False)
+            if _all_restart(transition, loss.sentence):
                 continue
             so_far = whole_restart.attempts_so_far(transition.job)
             transition.end(
-                _exit_code_after(one),
-                f"{one.sentence(transition.job)}{so_far and f' ({so_far})'}. {_why_others_end(transition.job)}",
+                _exit_code_after(loss),
+                f"{loss.sentence}{so_far and f' ({so_far})'}. {_why_others_end(transition.job)}",
             )
     if not transition.job.survivors() and transition.job.whole_restart is None:
         transition.end(0, "All workers exited with code 0.")
@@ -199,18 +182,18 @@ def _why_others_end(job: Job) -> str:
     )
 
 
-def _exit_code_after(one: ExitRecord) -> int:
+def _exit_code_after(loss: Loss) -> int:
     """Return the exit code of a job that ends because of this worker."""
-    return one.exit_code if one.exit_code and one.exit_code > 0 else 1
+    return loss.exit_code if loss.exit_code and loss.exit_code > 0 else 1
 
 
-def _end_process_group(transition: Transition, one: ExitRecord) -> None:
+def _end_process_group(transition: Transition, worker: Worker, loss: Loss) -> None:
     """End a job whose workers have met in a process group of torch.distributed only: such a group ends with the first
     worker that is lost, and a replacement would wait for ever for the others."""
-    _log_loss(transition, one, may_be_replaced=False)
+    _log_loss(transition, worker, loss, may_be_replaced=False)
     transition.end(
-        _exit_code_after(one),
-        f"{one.sentence(transition.job)}. The workers train in a process group of torch.distributed, which cannot "
+        _exit_code_after(loss),
+        f"{loss.sentence}. The workers train in a process group of torch.distributed, which cannot "
         "continue without it: wrap the training in an elastic function to survive a loss.",
     )
 
@@ -222,33 +205,33 @@ def _all_restart(transition: Transition, reason: str) -> bool:
     return transition.job.whole_restart is not None
 
 
-def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None:
-    for one in gone:
-        sentence, called = one.sentence(transition.job), one.worker.address is not None
-        if one.exit_code == 0 and not called:
-            _log_end(transition, one)
-            transition.change_slot(one.worker.slot, is_held_back=True)
-            transition.change(plain_exits=(*transition.job.plain_exits, one.worker.name))
-            if not one.worker.has_met:
-                transition.change(never_met=(*transition.job.never_met, one.worker.name))
+def _before_generation_1(transition: Transition, gone: list[Gone]) -> None:
+    for worker, loss in gone:
+        sentence, called = loss.sentence, worker.address is not None
+        if loss.exit_code == 0 and not called:
+            _log_end(transition, worker, loss)
+            transition.change_slot(worker.slot, is_held_back=True)
+            transition.change(plain_exits=(*transition.job.plain_exits, worker.name))
+            if not worker.has_met:
+                transition.change(never_met=(*transition.job.never_met, worker.name))
             continue
-        if one.worker.has_met and not called and transition.job.config.max_restarts is None:
-            _end_process_group(transition, one)
+        if worker.has_met and not called and transition.job.config.max_restarts is None:
+            _end_process_group(transition, worker, loss)
             continue
         # A worker that fails by itself at the start is not started again; a killed worker is.
-        _log_loss(transition, one, may_be_replaced=_may_be_replaced_alone(transition.job, one))
+        _log_loss(transition, worker, loss, may_be_replaced=_may_be_replaced_alone(transition.job, loss))
         when = "while it waited in init() for the other workers" if called else "before it called init()"
-        could_start = one.exit_code is not None or not transition.job.agents[one.worker.slot.agent].is_connected
-        if one.exit_code != 0 and could_start and transition.job.config.max_restarts is not None:
+        could_start = loss.exit_code is not None or not transition.job.agents[worker.slot.agent].is_connected
+        if loss.exit_code != 0 and could_start and transition.job.config.max_restarts is not None:
             if not _all_restart(transition, sentence):
-                transition.end(_exit_code_after(one), f"{sentence} ({whole_restart.attempts_so_far(transition.job)}).")
-        elif one.exit_code is not None and one.exit_code >= 0:
-            transition.end(one.exit_code or 1, f"{sentence} {when}; a failed start is not repeated.")
-        elif one.exit_code is None and transition.job.agents[one.worker.slot.agent].is_connected:
+                transition.end(_exit_code_after(loss), f"{sentence} ({whole_restart.attempts_so_far(transition.job)}).")
+        elif loss.exit_code is not None and loss.exit_code >= 0:
+            transition.end(loss.exit_code or 1, f"{sentence} {when}; a failed start is not repeated.")
+        elif loss.exit_code is None and transition.job.agents[worker.slot.agent].is_connected:
             transition.end(1, f"{sentence}.")
         elif transition.job.config.on_failure == "host":
-            _take_hosts_out(transition, [one])
-        elif one.exit_code is not None and capacity.restarts_left(transition.job, one.worker.slot) == 0:
+            _take_hosts_out(transition, [(worker, loss)])
+        elif loss.exit_code is not None and capacity.restarts_left(transition.job, worker.slot) == 0:
             transition.end(
                 1,
                 f"{sentence} {when}, and its slot's restart budget is used up "
@@ -256,33 +239,25 @@ def _before_generation_1(transition: Transition, gone: list[ExitRecord]) -> None
             )
 
 
-def _may_be_replaced_alone(job: Job, one: ExitRecord) -> bool:
-    return job.config.max_restarts is None and one.exit_code is not None and one.exit_code < 0
+def _may_be_replaced_alone(job: Job, loss: Loss) -> bool:
+    return job.config.max_restarts is None and loss.exit_code is not None and loss.exit_code < 0
 
 
-def _after_release(transition: Transition, gone: list[ExitRecord]) -> None:
-    for one in gone:
-        if one.worker.is_dying:
-            _log_loss(transition, one, may_be_replaced=False)
-        elif one.exit_code == 0 or not transition.job.is_member(one.worker.name):
-            _log_end(transition, one)
+def _after_release(transition: Transition, gone: list[Gone]) -> None:
+    for worker, loss in gone:
+        if not worker.is_dying and (loss.exit_code == 0 or not transition.job.is_member(worker.name)):
+            _log_end(transition, worker, loss)
         else:
-            _log_loss(transition, one, may_be_replaced=False)
-            transition.change(losses=(*transition.job.losses, Loss(one.sentence(transition.job), one.worker.raised)))
+            _log_loss(transition, worker, loss, may_be_replaced=False)
+            regroup.record_loss(transition, loss)
 
 
-def _log_loss(transition: Transition, one: ExitRecord, may_be_replaced: bool = True) -> None:
-    worker = one.worker
+def _log_loss(transition: Transition, worker: Worker, loss: Loss, may_be_replaced: bool = True) -> None:
     is_agent_there = transition.job.agents[worker.slot.agent].is_connected  # else its slot is gone, too
     budget_counts = transition.job.config.on_failure == "slot" and is_agent_there and may_be_replaced
     left = capacity.restarts_left(transition.job, worker.slot) if budget_counts else None
-    transition.log(WorkerLost(worker.name, worker.slot.index, one.how, left, one.last_lines))
-    if worker.is_dying or transition.job.is_member(worker.name):
-        silent_since_s = transition.now_s - one.silent_s if one.silent_s else None
-        regroup.record_lost_member(
-            transition, LostMember(worker.name, one.noticed, silent_since_s, one.how, one.last_lines)
-        )
+    transition.log(WorkerLost(worker.name, worker.slot.index, loss.how, left, loss.last_lines))
 
 
-def _log_end(transition: Transition, one: ExitRecord) -> None:
-    transition.log(WorkerEnded(one.worker.name, one.worker.slot.index, one.how))
+def _log_end(transition: Transition, worker: Worker, loss: Loss) -> None:
+    transition.log(WorkerEnded(worker.name, worker.slot.index, loss.how))

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farandole.base.events import (
-    CheckpointFailed,
-    CheckpointSaved,
     JobRemarked,
     ShardWrong,
     StateHash,
-    StateLost,
     StatesDiverged,
     StragglerFound,
     StragglerRecovered,
@@ -35,7 +32,6 @@ from farandole.base.wire.messages import (
     MayPublish,
     Newcomer,
     Probed,
-    PublishAnswer,
     Ready,
     Remark,
     ShardDiffered,
@@ -46,8 +42,8 @@ from farandole.base.wire.messages import (
     WorkerMessage,
     WorkersFixed,
 )
-from farandole.job.coordinator import capacity, failure_detection, hosts, regroup, shutdown
-from farandole.job.coordinator.job import Job, Worker
+from farandole.job.coordinator import capacity, failure_detection, hosts, published_checkpoints, regroup, shutdown
+from farandole.job.coordinator.job import Worker
 from farandole.job.coordinator.transition import Transition
 
 
@@ -96,9 +92,9 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case Leaving():
                 _leaving(transition, worker)
             case MayPublish():
-                may_publish(transition, worker, message)
+                published_checkpoints.may_publish(transition, worker, message)
             case CheckpointEnded():
-                checkpoint_ended(transition, worker, message)
+                published_checkpoints.checkpoint_ended(transition, worker, message)
 
 
 def kill_overdue(transition: Transition) -> None:
@@ -230,61 +226,3 @@ def _leaving(transition: Transition, worker: Worker) -> None:
     if not job.is_member(worker.name):
         transition.send_to_workers([worker.name], Left())
         transition.change_worker(worker.name, has_left=True)
-
-
-# Checkpoints from the coordinator's side: the permission to publish one, and the return to the newest one -------------
-
-
-def may_publish(transition: Transition, worker: Worker, asked: MayPublish) -> None:
-    """Answer a worker that asks to publish. Every state that a living member has captured, also before the last
-    regroup, is in the past of all members: the source rank was never behind it. So the generation of the checkpoint
-    does not matter; the worker only has to be a member now."""
-    refusal = _why_not(transition.job, worker, asked)
-    if not refusal:
-        transition.change(published={**transition.job.published, asked.file: asked.progress})
-        if not asked.file:
-            # From now on there may be a checkpoint, even if its writer does not live to report it.
-            transition.change(has_checkpoint=transition.job.saves)
-    transition.send_to_workers([worker.name], PublishAnswer(asked.name, refusal))
-
-
-def checkpoint_ended(transition: Transition, worker: Worker, message: CheckpointEnded) -> None:
-    """Log the result of a checkpoint."""
-    if message.error:
-        transition.log(CheckpointFailed(worker.name, message.step, message.error))
-    else:
-        transition.log(CheckpointSaved(worker.name, message.step, message.name, message.took_s))
-
-
-def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
-    if not job.is_member(worker.name):
-        return "this worker is not a member of the current generation"
-    if not worker.synced:
-        return "this worker has not confirmed that it holds the state"
-    newest = job.published.get(asked.file)
-    if newest is not None and asked.progress < newest:
-        return f"a newer checkpoint, of step {newest.step}, is already published"
-    return ""
-
-
-# The return to the newest checkpoint ----------------------------------------------------------------------------------
-#
-# After all holders of the state are lost, newcomers read the newest checkpoint, as at the start of a job. A new run
-# id begins, so that no checkpoint of the old one is mistaken for it. The next generation is a bootstrap: rank 0 reads
-# the checkpoint, and the others copy its state.
-
-
-def is_state_lost(job: Job) -> bool:
-    """Return whether no survivor has the state that some worker has confirmed. One that is not READY may have confirmed
-    it in a message that is under way: Synced comes before READY."""
-    change = job.change
-    return job.was_synced and not any(
-        worker.synced or change is None or worker.ready != change.number for worker in job.each_survivor()
-    )
-
-
-def resume_from_checkpoint(transition: Transition) -> None:
-    """Reset the job's progress to "no state". Only for a job with a checkpoint."""
-    job = transition.job
-    transition.change(run_id=job.run_id + 1, was_synced=False, is_finishing=False, lost_at=job.steps_seen, steps_seen=0)
-    transition.log(StateLost(job.run_id + 1, "; ".join(loss.sentence for loss in job.losses)))
