@@ -9,21 +9,17 @@ that yields zeros, and does not disturb the reducer itself.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable, Collection, Container, KeysView
+from collections.abc import Collection, Container, KeysView
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
-from farandole.errors import ConfigError, RecoverableError
-from farandole.integrations.torchrun.process_group.works import failure, overlapped, plain_collectives
+from farandole.errors import RecoverableError
+from farandole.integrations.ddp.comm_hook import CommHook
+from farandole.integrations.torchrun.process_group.works import overlapped
 from farandole.training.collectives import world
 from farandole.training.optim.buckets import Arrivals, laid_out
 from farandole.training.optim.step_agreement import StepHeader, absorb, conclude, packed_at_end
@@ -44,11 +40,13 @@ class Pass(Protocol):
 class PlainPass:
     """A pass without an undecided batch of a Farandole loader: it takes the mean over all ranks, as torch does."""
 
-    def __init__(self, hook: UserHook | None) -> None:
+    def __init__(self, hook: CommHook | None) -> None:
         self._hook = hook
 
     def take(self, bucket: GradBucket) -> Future[torch.Tensor]:
         if self._hook is not None:
+            if bucket.index() == 0:
+                self._hook.begin(None, bucket.buffer().device)
             return self._hook.start(bucket)
         transport, flat = world.current().transport, bucket.buffer()
         if transport.size > 1:
@@ -89,7 +87,7 @@ class StepPass:
         header: StepHeader,
         factor: float,
         accumulated: Accumulated,
-        hook: UserHook | None,
+        hook: CommHook | None,
         weighed: Container[int],
         overlaps: bool = False,
     ) -> None:
@@ -128,6 +126,8 @@ class StepPass:
             trailers = self._transport.all_reduce(flat, trailer)
         else:
             self._weigh(bucket, float(self._transport.size))  # the hook takes the mean
+            if bucket.index() == 0:
+                self._hook.begin(self._batch.global_batch, flat.device)
             self._under_way.append(self._hook.start(bucket))
             if bucket.is_last():
                 self._wait_for(self._hook)
@@ -176,9 +176,10 @@ class StepPass:
             self._transport.abort(reason)  # other ranks wait for the remaining buckets, which will not come
             overlapped.finish()
 
-    def _wait_for(self, hook: UserHook) -> None:
+    def _wait_for(self, hook: CommHook) -> None:
         """Wait for the results of the user's hook."""
         values = [hook.wait(each) for each in self._under_way]
+        hook.end()
         self._buckets = [(future, value) for (future, _), value in zip(self._buckets, values, strict=True)]
 
     def _complete(self) -> None:
@@ -249,75 +250,3 @@ def _add(sums: dict[int, torch.Tensor], key: int, gradient: torch.Tensor) -> Non
         sums[key].add_(gradient)
     else:
         sums[key] = gradient
-
-
-# The user's communication hook of a DistributedDataParallel -----------------------------------------------------------
-#
-# It reduces as before, between Farandole's weights and step header.
-
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-
-
-class UserHook:
-    """A communication hook. By the contract of such hooks it returns the mean over all ranks.
-
-    State that it keeps from step to step (PowerSGD's errors) is reset in each generation: a worker that has joined has
-    none of it, and all ranks must do the same.
-    """
-
-    def __init__(self, state: Any, hook: Hook) -> None:
-        self._state, self._hook = state, hook
-        self._beginning = _remember(state)
-
-    def begin_generation(self) -> None:
-        for name, value in copy.deepcopy(self._beginning).items():
-            setattr(self._state, name, value)
-
-    def start(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        with plain_collectives():
-            return self._hook(self._state, bucket)
-
-    def wait(self, future: Future[torch.Tensor]) -> torch.Tensor:
-        """Wait for the result of the hook. Raises RecoverableError when a worker was lost, even if another error
-        arrives here."""
-        try:
-            with plain_collectives():
-                return future.wait()
-        except Exception as error:
-            lost = failure()
-            if lost is None:
-                raise
-            raise lost from error
-
-
-def registered_hook(ddp: DistributedDataParallel) -> UserHook | None:
-    """Return the hook that the module has so far. Raises ConfigError for a hook that only C++ knows."""
-    if ddp._comm_hooks:
-        hook, state = ddp._comm_hooks[-1]
-        return UserHook(state, hook)
-    # Private, but built-in hooks (_register_builtin_comm_hook in torch/nn/parallel/distributed.py of torch 2.13) are
-    # recorded there only.
-    logging_data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    built_in = str(logging_data.get("comm_hook", ""))
-    if built_in.endswith("FP16_COMPRESS"):
-        return UserHook(None, fp16_compress_hook)
-    if built_in and not built_in.endswith("ALLREDUCE"):
-        raise ConfigError(
-            f"DistributedDataParallel has the built-in hook {built_in}, which is not supported; leave it out"
-        )
-    return None
-
-
-def _remember(state: Any) -> dict[str, Any]:
-    """Return deep copies of the attributes of a hook's state, by name, without process groups and objects that cannot
-    be copied."""
-    names = [*getattr(state, "__dict__", ())]
-    for kind in type(state).__mro__:
-        slots = getattr(kind, "__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    kept = {}
-    for name in names:
-        if hasattr(state, name) and not isinstance(getattr(state, name), ProcessGroup):
-            with contextlib.suppress(TypeError, RuntimeError):
-                kept[name] = copy.deepcopy(getattr(state, name))
-    return kept

@@ -15,7 +15,8 @@ from torch.futures import Future
 
 from farandole.base.machine import usable_cores
 from farandole.errors import RecoverableError, StepError
-from farandole.integrations.ddp.ddp_passes import Accumulated, DroppedPass, Pass, PlainPass, StepPass, UserHook
+from farandole.integrations.ddp.comm_hook import CommHook
+from farandole.integrations.ddp.ddp_passes import Accumulated, DroppedPass, Pass, PlainPass, StepPass
 from farandole.training.collectives import world
 from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.training.collectives.transport_choice import host_transport
@@ -39,7 +40,7 @@ class DdpPath:
         self,
         names: Mapping[torch.Tensor, str],
         accumulates: Callable[[], bool],
-        hook: UserHook | None,
+        hook: CommHook | None,
         finds_unused: bool = False,
     ) -> None:
         self.parameters = list(names)
@@ -75,10 +76,6 @@ class DdpPath:
         self._accumulated.forget()
 
     # Calls of the module ---------------------------------------------------------------------------------
-
-    def begin_generation(self) -> None:
-        if self.hook is not None:
-            self.hook.begin_generation()
 
     def begin_forward(self, is_asked_to_reduce: bool) -> bool:
         """Return whether the backward pass of this forward pass reduces by the reducer; not in no_sync(), if the module
@@ -272,6 +269,8 @@ class DdpPath:
         """Note that the step ends undecided, and wait until no reduction is under way."""
         self._has_stale = True
         self._pass.end_overlap(reason)
+        if self.hook is not None:
+            self.hook.undo()
 
     # Calls of the optimizers -----------------------------------------------------------------------------
 

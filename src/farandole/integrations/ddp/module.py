@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.errors import ConfigError, RecoverableError
-from farandole.integrations.ddp.ddp_passes import UserHook, registered_hook
+from farandole.integrations.ddp.comm_hook import CommHook, registered_hook
 from farandole.integrations.ddp.ddp_path import DdpPath
 from farandole.integrations.ddp.stepping import SteppingOptimizer, make_stepping
 from farandole.integrations.torchrun.process_group.autoload import BACKEND
@@ -66,7 +66,6 @@ class ElasticModule(DistributedDataParallel):
         path, here = self._farandole_path, world.current()
         if self._farandole_world is not here:
             self._farandole_world = here
-            path.begin_generation()
             self._reset()
             self.require_forward_param_sync = True  # whatever operation was aborted
         if not torch.is_grad_enabled():
@@ -114,7 +113,7 @@ class ElasticModule(DistributedDataParallel):
         if self._farandole_path.hook is not None:
             raise RuntimeError("register_comm_hook can only be called once")
         self._comm_hooks.append((hook, state))
-        self._farandole_path.hook = UserHook(state, hook)
+        self._farandole_path.hook = CommHook(state, hook)
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ConfigError in an elastic function."""

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.errors import ConfigError
-from farandole.integrations.ddp.ddp_passes import registered_hook
+from farandole.integrations.ddp.comm_hook import registered_hook
 from farandole.integrations.ddp.module import parallel_modules, refuse_configuration
 from farandole.training.optim.distributed_optimizer import reduce_in_place
 from farandole.training.optim.optimizer_mixin import WrappedOptimizer

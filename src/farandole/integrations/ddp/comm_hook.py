@@ -1,0 +1,220 @@
+"""The user's communication hook of a DistributedDataParallel. It reduces as before, between Farandole's weights and
+step header.
+
+What it keeps from step to step begins anew in each generation, on all workers: one that has joined has none of it. The
+state of PowerSGD is known, and goes on instead:
+
+- What an aborted step has changed is undone, as the parameters are.
+- Matrices, counters and random numbers are equal on all workers. One that has joined gets them from the first worker
+  that has made the most steps.
+- The errors belong to each worker: what its compression has left out so far. A survivor keeps them, a worker that has
+  joined has none, and those of a lost worker are lost. The hook divides by the number of workers; so errors are
+  multiplied by the new one over the former one, and count as much as they would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from farandole.errors import ConfigError
+from farandole.integrations.torchrun.process_group.works import failure, plain_collectives
+from farandole.training.collectives import world
+from farandole.training.state.batch import GlobalBatch
+
+Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+
+
+class CommHook:
+    """A communication hook. By the contract of such hooks it returns the mean over all ranks."""
+
+    def __init__(self, state: Any, hook: Hook) -> None:
+        self._state, self._hook = state, hook
+        self._beginning = _copied(state)
+        self._carried = CarriedState(state, self._begin_anew) if _is_of_power_sgd(state) else None
+        self._world: world.World | None = None  # in which the state has begun anew
+
+    def begin(self, step: GlobalBatch | None, device: torch.device) -> None:
+        """Note that the first bucket of a pass follows, for a step, or without one. All ranks call it. Raises the
+        errors of transports."""
+        here = world.current()
+        if step is not None and self._carried is not None:
+            self._carried.begin(step, device)
+        elif here is not self._world:
+            self._begin_anew()
+        self._world = here
+
+    def _begin_anew(self) -> None:
+        _load(self._state, copy.deepcopy(self._beginning))
+
+    def end(self) -> None:
+        """Note that the results of all buckets of a pass have arrived."""
+        if self._carried is not None:
+            self._carried.is_whole = True
+
+    def undo(self) -> None:
+        """Undo what the current step has changed in a state that is carried over."""
+        if self._carried is not None:
+            self._carried.undo()
+
+    def start(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        with plain_collectives():
+            return self._hook(self._state, bucket)
+
+    def wait(self, future: Future[torch.Tensor]) -> torch.Tensor:
+        """Wait for the result of the hook. Raises RecoverableError when a worker was lost, even if another error
+        arrives here."""
+        try:
+            with plain_collectives():
+                return future.wait()
+        except Exception as error:
+            lost = failure()
+            if lost is None:
+                raise
+            raise lost from error
+
+
+def registered_hook(ddp: DistributedDataParallel) -> CommHook | None:
+    """Return the hook that the module has so far. Raises ConfigError for a hook that only C++ knows."""
+    if ddp._comm_hooks:
+        hook, state = ddp._comm_hooks[-1]
+        return CommHook(state, hook)
+    # Private, but built-in hooks (_register_builtin_comm_hook in torch/nn/parallel/distributed.py of torch 2.13) are
+    # recorded there only.
+    logging_data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    built_in = str(logging_data.get("comm_hook", ""))
+    if built_in.endswith("FP16_COMPRESS"):
+        return CommHook(None, fp16_compress_hook)
+    if built_in and not built_in.endswith("ALLREDUCE"):
+        raise ConfigError(
+            f"DistributedDataParallel has the built-in hook {built_in}, which is not supported; leave it out"
+        )
+    return None
+
+
+def _copied(state: Any) -> dict[str, Any]:
+    """Return deep copies of the attributes of a hook's state, by name, without process groups and objects that cannot
+    be copied."""
+    names = [*getattr(state, "__dict__", ())]
+    for kind in type(state).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    kept = {}
+    for name in names:
+        if hasattr(state, name) and not isinstance(getattr(state, name), ProcessGroup):
+            with contextlib.suppress(TypeError, RuntimeError):
+                kept[name] = copy.deepcopy(getattr(state, name))
+    return kept
+
+
+def _load(state: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(state, name, value)
+
+
+# The state of PowerSGD ------------------------------------------------------------------------------------------------
+#
+# torch 2.13, torch/distributed/algorithms/ddp_comm_hooks/powerSGD_hook.py. Errors are new tensors in each step, by the
+# number of the bucket; the matrices are overwritten.
+
+_ERRORS = "error_dict"
+_OF_POWER_SGD = (_ERRORS, "p_memory_dict", "q_memory_dict", "rng", "iter")
+_STANDING = struct.Struct("<QQ")  # steps, bytes of what is equal on all ranks
+
+Errors = dict[int, torch.Tensor]
+
+
+def _is_of_power_sgd(state: Any) -> bool:
+    return all(hasattr(state, name) for name in _OF_POWER_SGD)
+
+
+class CarriedState:
+    """The state of PowerSGD, from step to step and from generation to generation.
+
+    begin_anew  sets it to its beginning
+    """
+
+    def __init__(self, state: Any, begin_anew: Callable[[], None]) -> None:
+        self._state, self._begin_anew = state, begin_anew
+        self._steps = 0  # those that are decided
+        self._step: GlobalBatch | None = None
+        self._before: dict[str, Any] = {}  # the state before it
+        self._undone: Errors | None = None  # of a step that is aborted here: another worker may have applied it
+        self._size = 0  # workers in it
+        self._agreed_in: world.World | None = None
+        self.is_whole = False  # the hook has reduced all buckets of the step
+
+    @property
+    def _errors(self) -> Errors:
+        return getattr(self._state, _ERRORS)  # type: ignore[no-any-return]
+
+    @_errors.setter
+    def _errors(self, errors: Errors) -> None:
+        setattr(self._state, _ERRORS, errors)
+
+    def begin(self, step: GlobalBatch, device: torch.device) -> None:
+        """Begin a pass. Raises the errors of transports."""
+        if step is self._step:
+            return  # a further pass of this step
+        if self._step is not None and self.is_whole:  # it was not undone, so it is decided
+            self._steps += 1
+        self._step, here = None, world.current()
+        if self._agreed_in is not here:
+            self._agree(here, device)
+            self._agreed_in, self._size = here, here.transport.size
+        self._before = {**self._equal(), _ERRORS: dict(self._errors)}
+        self._step, self._undone, self.is_whole = step, None, False
+
+    def undo(self) -> None:
+        """Restore the state before the step, which is aborted."""
+        if self._step is not None:
+            self._undone = self._errors if self.is_whole else None
+            _load(self._state, self._before)
+            self._step, self._before = None, {}
+
+    def _equal(self) -> dict[str, Any]:
+        """Return copies of what is equal on all ranks, by name."""
+        errors, self._errors = self._errors, {}  # as large as the model, and not to be copied
+        try:
+            return {name: value for name, value in _copied(self._state).items() if name != _ERRORS}
+        finally:
+            self._errors = errors
+
+    def _agree(self, here: world.World, device: torch.device) -> None:
+        """Give all ranks the state of the most steps, if there is any."""
+        packed = pickle.dumps(_moved(self._equal(), torch.device("cpu"))) if self._steps else b""
+        own = _STANDING.pack(self._steps, len(packed))
+        standings = [_STANDING.unpack(each) for each in here.transport.all_gather(own)]
+        most, nbytes = max(standings)
+        if most == 0:
+            self._begin_anew()
+            return
+        if any(steps != most for steps, _ in standings):
+            source = standings.index((most, nbytes))
+            sent = torch.frombuffer(bytearray(packed if source == here.transport.rank else nbytes), dtype=torch.uint8)
+            here.transport.broadcast(sent, source)
+            if self._steps != most:
+                is_next = self._steps + 1 == most and self._undone is not None
+                _load(self._state, _moved(pickle.loads(sent.numpy().tobytes()), device))
+                self._errors = self._undone if is_next and self._undone is not None else {}
+        if self._size not in (0, here.transport.size):
+            scale = here.transport.size / self._size
+            self._errors = {place: error * scale for place, error in self._errors.items()}
+        self._steps = most
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values.to(device)
+    return {name: _moved(value, device) for name, value in values.items()} if isinstance(values, dict) else values
