@@ -13,7 +13,7 @@ LINES = {
     "base": 7380,
     "job": 21370,
     "training": 29030,
-    "integrations": 27040,
+    "integrations": 27190,
     "testing": 2580,
     "doors": 590,
 }
