@@ -62,7 +62,7 @@ SIGNATURES = {
     "allgather_object": "obj, name=None",
     "DistributedOptimizer": (
         "optimizer, named_parameters=None, compression=none, backward_passes_per_step=1, op=Average, "
-        "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set"
+        "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=None"
     ),
     "SyncBatchNorm": "num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True",
 }
