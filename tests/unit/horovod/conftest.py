@@ -14,7 +14,7 @@ from farandole.training.collectives import world
 @pytest.fixture(autouse=True)
 def alias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(alias_path()))
-    monkeypatch.setattr(world, "_not_initialized", world._not_initialized)  # importing the alias changes it
+    monkeypatch.setattr(world.view, "without_world", world.view.without_world)  # importing the alias changes it
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         del sys.modules[name]

@@ -22,7 +22,7 @@ def make_world(number: int) -> world.World:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> world.World:
     entered = make_world(1)
-    monkeypatch.setattr(world, "_current", entered)
+    monkeypatch.setattr(world.view, "world", entered)
     return entered
 
 
@@ -48,7 +48,7 @@ def test_a_group_with_letters_of_its_own_is_not_in_the_way(here: world.World) ->
 def test_a_group_is_over_with_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     group = FarandoleGroup(Some([0], 0))
     group.barrier()
-    monkeypatch.setattr(world, "_current", later := make_world(2))
+    monkeypatch.setattr(world.view, "world", later := make_world(2))
     with pytest.raises(GroupOutdated, match="created for ranks \\[0\\] in generation 1, and this is generation 2"):
         group.barrier()
     assert later.transport.size == group.size() == 1
@@ -57,5 +57,5 @@ def test_a_group_is_over_with_its_generation(monkeypatch: pytest.MonkeyPatch) ->
 def test_everybodys_group_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     group = FarandoleGroup(Everybody())
     placement = Placement(2, 5, 2, 5, 0, 1)
-    monkeypatch.setattr(world, "_current", world.World(GenerationId(1, 1, 2, ""), placement, AloneTransport(2)))
+    monkeypatch.setattr(world.view, "world", world.World(GenerationId(1, 1, 2, ""), placement, AloneTransport(2)))
     assert (group.rank(), group.size(), group.getRank(), group.getSize()) == (2, 5, 2, 5)

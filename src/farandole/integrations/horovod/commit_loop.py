@@ -37,8 +37,8 @@ from farandole.training.state.deep_copy import finish_all
 from farandole.training.state.loop_hooks import HostUpdateResult
 from farandole.training.state.sync import SyncReport
 from farandole.training.worker.checkpoints import Checkpoints, checkpoints
-from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.leaving import all_have_finished, leaving_on_sigterm
+from farandole.training.worker.worker_job import WorkerJob
 from farandole.training.worker.worker_recovery import regroup, report_first_step
 
 logger = logging.getLogger("farandole")

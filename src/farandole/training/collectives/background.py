@@ -8,12 +8,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.training.collectives.transport import Transport
-
-_tasks: queue.SimpleQueue[Callable[[], object]] | None = None
 
 
 class Background:
@@ -70,13 +68,12 @@ class Background:
             self._condition.notify_all()
 
 
+@cache
 def _queue() -> queue.SimpleQueue[Callable[[], object]]:
     """Return the queue of the thread, which is started at its first use and lives as long as the process."""
-    global _tasks
-    if _tasks is None:
-        _tasks = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(_tasks,), name="farandole-gradients", daemon=True).start()
-    return _tasks
+    tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+    threading.Thread(target=_work, args=(tasks,), name="farandole-gradients", daemon=True).start()
+    return tasks
 
 
 def _work(tasks: queue.SimpleQueue[Callable[[], object]]) -> None:

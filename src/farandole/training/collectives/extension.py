@@ -30,17 +30,15 @@ def are_all(ranks: SomeRanks | None) -> bool:
 
 
 class End(Protocol):
-    def take(self) -> object:
-        """Wait until the extension has ended on all ranks. Raises CollectiveMismatch, on all of them, when another rank
-        waits for this one in an operation."""
-        ...
+    def take(self) -> object: ...
 
 
 class Extension(Protocol):
     """The extension of one world, from the start of its generation to the end. Its transport is its own."""
 
     def begin_end(self) -> End:
-        """Begin the orderly end: this rank's elastic function has returned."""
+        """Begin the orderly end: this rank's elastic function has returned. take() waits until it has on all ranks, and
+        raises CollectiveMismatch, on all of them, when another rank waits for this one in an operation."""
         ...
 
     def abort(self, reason: str) -> None:

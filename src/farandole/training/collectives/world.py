@@ -17,6 +17,7 @@ from farandole.errors import GenerationEnded, NotInitialized, StepError
 from farandole.training.collectives.transport import Transport
 
 if TYPE_CHECKING:
+    from farandole.training.collectives.agreement import CallHandler
     from farandole.training.collectives.extension import Extension
     from farandole.training.collectives.point_to_point import PointToPoint
 
@@ -69,32 +70,40 @@ class World:
             self.p2p.close()
 
 
-_current: World | None = None
-_not_initialized = "Farandole has not been initialized; call farandole.init() first"
-_refusal: str | None = None
-_interruption: str | None = None
-_is_forked_child = False
-_on_enter: list[Callable[[World | None], None]] = []
+@dataclass
+class View:
+    """This process's view of its job, for the functions below."""
+
+    world: World | None = None  # the current one; None before init() and after shutdown()
+    without_world: str = "Farandole has not been initialized; call farandole.init() first"
+    refusal: str | None = None  # why collectives are refused; None: they are not
+    interruption: str | None = None  # why they raise GenerationEnded; None: they do not
+    call_handler: CallHandler | None = None  # carries out fd.mean and fd.any in an elastic function
+    is_forked_child: bool = False  # this process was forked by one that had a world
+    on_enter: list[Callable[[World | None], None]] = field(default_factory=list)
+
+
+view = View()
 
 
 def enter(world: World | None) -> None:
     """Make `world` the current one; None after shutdown()."""
-    global _current
-    _current = world
-    for callback in _on_enter:
+    view.world = world
+    for callback in view.on_enter:
         callback(world)
 
 
 def on_enter(callback: Callable[[World | None], None]) -> None:
     """Call `callback(world)` from now on whenever a world has become the current one."""
-    _on_enter.append(callback)
+    view.on_enter.append(callback)
 
 
 def current() -> World:
     """The current world. Raises NotInitialized before init() and after shutdown()."""
-    if _current is None:
-        raise NotInitialized(_not_initialized)
-    return _current
+    here = view.world
+    if here is None:
+        raise NotInitialized(view.without_world)
+    return here
 
 
 def remark(topic: str, text: str) -> None:
@@ -107,25 +116,23 @@ def remark(topic: str, text: str) -> None:
 
 def word_missing_init(message: str) -> None:
     """Set the message of NotInitialized: programs written for Horovod compare it with Horovod's."""
-    global _not_initialized
-    _not_initialized = message
+    view.without_world = message
 
 
 @contextmanager
 def placed_as(rank: int, size: int) -> Iterator[None]:
     """Present a world of one as this rank of `size`. Its collectives stay local."""
-    global _current
     here = current()
-    _current = replace(here, placement=msgspec.structs.replace(here.placement, rank=rank, size=size))
+    view.world = replace(here, placement=msgspec.structs.replace(here.placement, rank=rank, size=size))
     try:
         yield
     finally:
-        _current = here
+        view.world = here
 
 
 def is_entered() -> bool:
     """Return whether there is a current world."""
-    return _current is not None
+    return view.world is not None
 
 
 def refuse_collectives(why: str | None) -> None:
@@ -133,9 +140,8 @@ def refuse_collectives(why: str | None) -> None:
 
     None permits them again, but never in a forked child.
     """
-    global _refusal
-    if not (_is_forked_child and why is None):
-        _refusal = why
+    if not (view.is_forked_child and why is None):
+        view.refusal = why
 
 
 def interrupt_collectives(why: str | None) -> None:
@@ -143,33 +149,31 @@ def interrupt_collectives(why: str | None) -> None:
 
     None permits them again. fd.mean and fd.any have their own handling (agreement.py).
     """
-    global _interruption
-    _interruption = why
+    view.interruption = why
 
 
 def are_refused() -> bool:
-    return _refusal is not None
+    return view.refusal is not None
 
 
 def raise_if_refused(op: str) -> None:
     """Raise StepError where collectives are refused, and GenerationEnded where they are interrupted."""
-    if _refusal is not None:
-        raise StepError(f"{op} {_refusal}")
-    if _interruption is not None:
-        raise GenerationEnded(op, current().id.number, _interruption)
+    if view.refusal is not None:
+        raise StepError(f"{op} {view.refusal}")
+    if view.interruption is not None:
+        raise GenerationEnded(op, current().id.number, view.interruption)
 
 
 def is_forked_child() -> bool:
     """Return whether this process was forked by one that had a world. Then it must leave alone what belongs to the
     worker: its connections, its files, the threads that it lacks."""
-    return _is_forked_child
+    return view.is_forked_child
 
 
 def _refuse_in_child() -> None:
     """Refuse collectives in a forked child: it inherits its parent's rank, but must not act as that rank."""
-    global _is_forked_child
-    if _current is not None:
-        _is_forked_child = True
+    if view.world is not None:
+        view.is_forked_child = True
         refuse_collectives(
             f"in process {os.getpid()}, which was forked by a worker and is not a worker itself: train in the worker, "
             f"or start the child process with multiprocessing's spawn method"

@@ -124,34 +124,16 @@ def reduce_in_place(optimizer: torch.optim.Optimizer) -> None:
 
 
 class PathWithoutLoader(Protocol):
-    """From gradient to step where there is no batch of a loader, as Horovod's scripts expect it. The methods that
-    reduce are collectives, and raise HorovodInternalError."""
+    """From gradient to step where there is no batch of a loader: the NamedPath of Horovod's scripts."""
 
     was_synchronized: bool
 
-    def name(self, names: dict[torch.Tensor, str]) -> None:
-        """Set the names of the current parameters."""
-        ...
-
-    def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Handle a gradient, inside backward()."""
-        ...
-
-    def reduce_rest(self) -> bool:
-        """Reduce the remaining gradients. Return whether there were any."""
-        ...
-
-    def synchronize(self) -> None:
-        """Reduce the remaining gradients, before the script changes them."""
-        ...
-
-    def begin(self, parameter: torch.Tensor) -> tuple[Any, Any]:
-        """Begin the reduction of one gradient. Return its handle, and what its decompression needs."""
-        ...
-
-    def forget(self) -> None:
-        """Reset the state for the time after a step."""
-        ...
+    def name(self, names: dict[torch.Tensor, str]) -> None: ...
+    def on_gradient(self, parameter: torch.Tensor) -> None: ...
+    def reduce_rest(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def begin(self, parameter: torch.Tensor) -> tuple[Any, Any]: ...
+    def forget(self) -> None: ...
 
 
 class ReducingOptimizer(WrappedOptimizer):

@@ -24,7 +24,7 @@ from farandole.training.checkpoint.snapshot import Kept, Staging, digest_of_snap
 from farandole.training.collectives import world
 from farandole.training.state.step_state import StepState
 from farandole.training.state.tracker import flush_trackers
-from farandole.training.worker.context import WorkerJob
+from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 

@@ -1,4 +1,4 @@
-"""A worker in a job of fixed size (torchrun, mpirun, srun): no coordinator, one generation. context.py uses it."""
+"""A worker in a job of fixed size (torchrun, mpirun, srun): no coordinator, one generation."""
 
 from __future__ import annotations
 
@@ -39,16 +39,10 @@ class FixedJob:
         self._session = 0
 
     def meet(self) -> None:
-        """Find the other ranks through the launcher's rendezvous and enter their world. Raises what Rendezvous
-        and WorldBuilder raise."""
-        self._start = Rendezvous(self._env, self._timeout_s).meet(self._listener.address)
-        self.meet_again()
-
-    def meet_again(self) -> None:
-        """Enter the world, also after leave(). Raises PeerLost when a rank does not arrive in time."""
+        """Find the other ranks through the launcher's rendezvous, the first time, and enter their world, also after
+        leave(). Raises what Rendezvous and WorldBuilder raise."""
         if self._start is None:
-            self.meet()
-            return
+            self._start = Rendezvous(self._env, self._timeout_s).meet(self._listener.address)
         self._session += 1
         world.enter(self._builder.build(self._start, self._session, self._timeout_s).world)
 

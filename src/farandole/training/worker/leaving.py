@@ -20,7 +20,7 @@ from farandole.errors import CollectiveMismatch, RecoverableError
 from farandole.training.collectives import world
 from farandole.training.collectives.advice import LEAVE_TOGETHER
 from farandole.training.collectives.world import World
-from farandole.training.worker.context import WorkerJob
+from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 

@@ -156,35 +156,28 @@ _STATE_AND_GRADIENTS = 4
 
 _MOST_AHEAD_BYTES, _PIECE_BYTES = 384 << 20, 16 << 20
 
-_keeps_freed_memory = False
 
-
+@cache
 def keep_freed_memory() -> bool:
     """Keep freed memory from now on, in this process. False: it has another C library, or the user has set this
     otherwise."""
-    global _keeps_freed_memory
-    _keeps_freed_memory = _keeps_freed_memory or _set_limits()
-    return _keeps_freed_memory
-
-
-def map_memory_ahead(modules: Iterable[torch.nn.Module]) -> None:
-    """Have the system map memory now for the tensors that a worker with these modules receives when it joins, and for
-    its first step: later, the others would wait for that. Does nothing where freed memory is not kept."""
-    if not _keeps_freed_memory:
-        return
-    nbytes = _STATE_AND_GRADIENTS * sum(p.numel() * p.element_size() for each in modules for p in each.parameters())
-    pieces = min(nbytes, _MOST_AHEAD_BYTES) // _PIECE_BYTES
-    mapped = [torch.zeros(_PIECE_BYTES, dtype=torch.uint8) for _ in range(pieces)]
-    mapped.clear()
-
-
-def _set_limits() -> bool:
     if sys.platform != "linux" or has_malloc_settings():
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return False
     return bool(library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES) and library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
+
+
+def map_memory_ahead(modules: Iterable[torch.nn.Module]) -> None:
+    """Have the system map memory now for the tensors that a worker with these modules receives when it joins, and for
+    its first step: later, the others would wait for that. Does nothing where freed memory is not kept."""
+    if not keep_freed_memory():
+        return
+    nbytes = _STATE_AND_GRADIENTS * sum(p.numel() * p.element_size() for each in modules for p in each.parameters())
+    pieces = min(nbytes, _MOST_AHEAD_BYTES) // _PIECE_BYTES
+    mapped = [torch.zeros(_PIECE_BYTES, dtype=torch.uint8) for _ in range(pieces)]
+    mapped.clear()
 
 
 # Files: the folder in which this worker's loader processes keep the sockets that pass tensors -------------------------

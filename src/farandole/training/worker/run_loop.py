@@ -14,8 +14,8 @@ from farandole.training.state.elastic_state import ElasticState
 from farandole.training.state.step_state import StepState
 from farandole.training.state.tracker import flush_trackers
 from farandole.training.worker import context
-from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.step_loop import StepLoop
+from farandole.training.worker.worker_job import WorkerJob
 
 P = ParamSpec("P")
 StateT = TypeVar("StateT", bound=ElasticState)

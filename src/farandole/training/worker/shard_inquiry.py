@@ -19,7 +19,7 @@ from farandole.training.state.shard_audit import Finding, Inquiry
 if TYPE_CHECKING:
     from farandole.training.state.batch import GlobalBatch
     from farandole.training.state.step_state import StepState
-    from farandole.training.worker.context import WorkerJob
+    from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 

@@ -15,8 +15,8 @@ from farandole.training.state.divergence import Divergence
 from farandole.training.state.step_state import StepState
 from farandole.training.state.sync import SyncReport
 from farandole.training.worker.checkpoints import Checkpoints
-from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.sample_records import SampleRecords
+from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 

@@ -45,7 +45,6 @@ from farandole.training.state.step_state import StepState
 from farandole.training.state.sync import SyncReport, synchronize
 from farandole.training.state.watched_tensors import layers_with_statistics, make_statistics_equal
 from farandole.training.worker.checkpoints import checkpoints
-from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.leaving import all_have_finished, leaving_on_sigterm
 from farandole.training.worker.loss_trial import LossTrial
 from farandole.training.worker.newcomer_trial import Trial, Tried, judge, judge_twice
@@ -54,6 +53,7 @@ from farandole.training.worker.sample_records import sample_records
 from farandole.training.worker.state_watch import StateWatch
 from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.warm_up import is_plain, warm_up
+from farandole.training.worker.worker_job import WorkerJob
 from farandole.training.worker.worker_recovery import BodyCalls, Connection, connect, regroup, report_first_step
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from farandole.training.collectives import world
 from farandole.training.data.boundary_hooks import NoLoaderHooks
 from farandole.training.state import step
 from farandole.training.state.step_state import Loader, StepState
-from farandole.training.worker.context import WorkerJob
+from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 

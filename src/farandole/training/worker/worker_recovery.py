@@ -29,7 +29,7 @@ from farandole.training.state import step
 from farandole.training.state.sync import SyncReport
 
 if TYPE_CHECKING:
-    from farandole.training.worker.context import WorkerJob
+    from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 
@@ -172,9 +172,9 @@ def report_first_step(
 #                      set on the thread that runs the round.
 #     who aborts       link.py, on the link's thread: at an ABORT all objects of older generations, and at a STOP, when
 #                      the job is over, all objects.
-#     who closes       context.py, on the main thread: the objects of all other generations when a new one is in sync
+#     who closes       worker_job.py, on the main thread: the objects of all other generations when a new one is in sync
 #                      (`settle`), and every object at shutdown() (`leave`).
-#     who else reads   context.py, on the link's thread: the neighbours of the newest generation, for link probes.
+#     who else reads   worker_job.py, on the link's thread: the neighbours of the newest generation, for link probes.
 #
 # After an abort a registration stays, so that the object is closed with its generation. The object's calls raise
 # GenerationEnded, now and later. Whatever is registered for an aborted generation afterwards is aborted at once, and

@@ -1,5 +1,5 @@
 """The construction of this worker's world from a START: one transport for the steps, one for each extension, and
-what these connect besides. Used by context.py and fixed_job.py."""
+what these connect besides. Used by worker_job.py and fixed_job.py."""
 
 from __future__ import annotations
 

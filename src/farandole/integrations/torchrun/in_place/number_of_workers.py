@@ -8,7 +8,7 @@ from farandole.base.wire.messages import WorkersFixed
 from farandole.integrations.torchrun.in_place.script_loader import ScriptLoader
 from farandole.integrations.torchrun.in_place.script_objects import line_of_script
 from farandole.training.collectives import world
-from farandole.training.worker.context import WorkerJob
+from farandole.training.worker.worker_job import WorkerJob
 
 _NEVER = 1 << 62
 

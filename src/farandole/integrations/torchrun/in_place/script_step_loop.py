@@ -32,10 +32,10 @@ from farandole.training.state import packing, step
 from farandole.training.state.batch import Batch
 from farandole.training.state.step_state import StepState
 from farandole.training.state.sync import receive
-from farandole.training.worker.context import WorkerJob
 from farandole.training.worker.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.training.worker.step_loop import StepLoop
 from farandole.training.worker.step_randomness import reseed
+from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 
