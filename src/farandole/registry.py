@@ -119,11 +119,11 @@ FACTORIES = {
     "Horovod option without effect": "integrations.horovod.launcher_options:reason_without_effect",
     "Horovod options": "integrations.horovod.launcher_options:add_options",
     "Horovod settings": "integrations.horovod.launcher_options:asked_for",
+    "launcher in Slurm": "integrations.slurm.slurm_launcher:launch_in_slurm",
     "meeting": "integrations.torchrun.process_group.autoload:note_meeting",
     "path without a loader": "integrations.horovod.named_path:NamedPath",
     "pod watch": "integrations.kubernetes.kubernetes_pods:PodWatch",
     "Slurm allocation": "integrations.slurm.slurm_allocation:allocation_of",
-    "Slurm engine": "integrations.slurm.slurm_engine:SlurmEngine",
     "Slurm node's name": "integrations.slurm.slurm_allocation:own_name",
     "Slurm node's slots": "integrations.slurm.slurm_allocation:own_slots",
 }

@@ -17,7 +17,8 @@ from farandole.base.config import JobConfig
 from farandole.base.events import GenerationStarted
 from farandole.errors import ConfigError
 from farandole.job.coordinator.server import Outcome
-from farandole.job.launch.job_runner import JobSetup, run_job
+from farandole.job.launch.job_runner import Surroundings, run_job
+from farandole.job.launch.job_spec import JobSpec
 from farandole.job.launch.output import OutputOptions
 from tests.support.jobs import SCRIPTS, processes_with
 from tests.support.waiting import EventLog, run
@@ -29,9 +30,8 @@ def job(folder: Path, command: Sequence[str], events: EventLog, *, port: int = 0
     """Run it to its end; the command has to name the folder, so that leftovers can be found by it."""
     config = JobConfig(num_proc=2, grace_s=grace_s)
     output = OutputOptions(directory=folder, prefix_timestamp=False)
-    running = run_job(
-        JobSetup(config=config, command=command, host="127.0.0.1", port=port, output=output, on_event=events)
-    )
+    spec = JobSpec(config=config, command=tuple(command), host="127.0.0.1", port=port)
+    running = run_job(spec, Surroundings(on_event=events, output=output))
     try:
         return run(running)
     finally:

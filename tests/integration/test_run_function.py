@@ -23,7 +23,8 @@ import pytest
 
 import farandole as fd
 from farandole.errors import ConfigError
-from farandole.job.launch.run_function import FunctionFailed
+from farandole.job.launch.function_results import FunctionFailed
+from farandole.job.launch.run_function import BY_POSITION
 from tests.support.certificates import made
 from tests.support.jobs import processes_with
 
@@ -81,16 +82,24 @@ def test_arguments_by_position_and_by_name() -> None:
 
 
 def test_the_order_of_arguments_is_horovods() -> None:
-    names = [
-        name
-        for name, each in inspect.signature(fd.run).parameters.items()
-        if each.kind is not inspect.Parameter.KEYWORD_ONLY
-    ]
-    assert " ".join(names) == (
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, each in inspect.signature(fd.run).parameters.items() if each.kind in kinds]
+    assert " ".join([*names, BY_POSITION]) == (
         "func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile "
         "host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo "
         "use_mpi mpi_args network_interface network_interfaces executable np min_np max_np"
     )
+
+
+def test_arguments_that_a_call_cannot_have_are_errors_as_of_any_function() -> None:
+    with pytest.raises(ConfigError, match="reset"):
+        fd.run(rank, (), None, 1, None, None, None, -1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_workers'"):
+        fd.run(rank, max_workers=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="multiple values for argument 'slots'"):
+        fd.run(rank, (), None, 1, None, None, 2, slots=2)
+    with pytest.raises(TypeError, match="1 positional arguments too many"):
+        fd.run(rank, (), None, 1, None, None, *[None] * 22)
 
 
 def test_closures_lambdas_and_classes_of_a_function() -> None:
@@ -294,7 +303,7 @@ def test_a_result_above_the_limit_is_an_error_of_the_worker() -> None:
 
 
 def test_a_call_above_the_limit_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.job.launch.run_function.LARGEST_BYTES", 1000)
+    monkeypatch.setattr("farandole.job.launch.function_results.LARGEST_BYTES", 1000)
     with pytest.raises(TypeError, match="at most 1000 can be sent to the workers; load large data inside"):
         fd.run(len, (bytes(1001),))
 
@@ -443,6 +452,7 @@ def test_two_jobs_at_the_same_time() -> None:
 INTERRUPTED = """
 import os, pathlib, signal, sys, threading
 from farandole.base.config import JobConfig
+from farandole.job.launch.call_options import function_job
 from farandole.job.launch.run_function import run_function
 
 folder = pathlib.Path(sys.argv[1])
@@ -453,7 +463,7 @@ def wait():
     threading.Event().wait()
 
 try:
-    run_function(wait, JobConfig(num_proc=2, min_np=2, grace_s=0.5))
+    run_function(wait, function_job(JobConfig(num_proc=2, min_np=2, grace_s=0.5)))
 except KeyboardInterrupt:
     print("LEFT", [each.name for each in folder.iterdir() if pathlib.Path("/proc", each.name).exists()])
 """

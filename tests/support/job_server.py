@@ -69,7 +69,7 @@ def _import_all() -> None:
 
     launcher = (
         "asyncio",
-        "farandole.job.launch.job_runner",
+        "farandole.job.launch.launcher",
         "farandole.job.coordinator.coordinator_factory",
         "farandole.job.launch.control_commands",
         "farandole.job.launch.stacks_command",

@@ -25,8 +25,6 @@ LONG_FILES = {
     "base/wire/messages.py": 860,  # a list: one class for each message
     "integrations/torchrun/in_place/script_step_loop.py": 740,
     "integrations/torchrun/in_place/training.py": 690,
-    "integrations/torchrun/torchrun_parser.py": 530,
-    "job/launch/job_runner.py": 520,
     "training/state/step.py": 560,
     "training/state/step_state.py": 570,
     "training/worker/step_loop.py": 820,

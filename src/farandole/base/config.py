@@ -80,10 +80,27 @@ class JobConfig:
     tls: str = ""
 
     @property
+    def most_workers(self) -> int:
+        """The most workers that train at once, as far as it is known when the job begins: without a limit a job may
+        grow beyond it by `farandole scale`, or with its hosts where it fills their slots."""
+        return self.num_proc if self.max_np is None else self.max_np
+
+    @property
+    def most_slots(self) -> int:
+        """The slots for `most_workers` and for the spares."""
+        return self.most_workers + self.spares
+
+    def most_workers_in(self, slots: int) -> int:
+        """Return the most workers that train at once in `slots` slots of one host, at least 1. Spares wait, and need no
+        cores."""
+        is_unlimited = self.max_np is None and self.may_change
+        return max(1, min(slots - self.spares, slots if is_unlimited else self.most_workers))
+
+    @property
     def may_change(self) -> bool:
         """True when the job may survive the loss of a worker, or grow. False for a job of fixed size."""
-        most = self.num_proc if self.max_np is None else self.max_np
-        return self.fills_slots or self.restarts > 0 or self.spares > 0 or not self.min_np == self.num_proc == most
+        is_fixed = self.min_np == self.num_proc == self.most_workers
+        return self.fills_slots or self.restarts > 0 or self.spares > 0 or not is_fixed
 
     @property
     def may_start_workers_again(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.job.agent.host_resources import threads_of_each, workers_at_most
+from farandole.job.agent.host_resources import threads_of_each
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,4 @@ def test_each_worker_gets_its_share(workers: int, usable: int, seen: int, thread
     ],
 )
 def test_cores_are_shared_among_those_that_may_train_at_once(config: JobConfig, slots: int, workers: int) -> None:
-    assert workers_at_most(config, slots) == workers
+    assert config.most_workers_in(slots) == workers

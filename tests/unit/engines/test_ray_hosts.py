@@ -48,7 +48,7 @@ def test_dead_nodes_nodes_without_cpus_and_nodes_that_are_drained_are_no_hosts()
 
 def test_a_job_keeps_its_nodes_and_takes_no_more_than_it_needs() -> None:
     nodes = [node(1, CPU=2.0), node(2, CPU=2.0), node(3, CPU=2.0)]
-    settings = RaySettings(most_workers=3)
+    settings = RaySettings(most_slots=3)
     assert hosts_of(nodes, settings, set()) == (HostSlots("gpu-00000001", 2), HostSlots("gpu-00000002", 1))
     known = ("gpu-00000003", "gpu-00000002", "gpu-00000009")
     assert hosts_of(nodes, settings, set(), known) == (HostSlots("gpu-00000003", 2), HostSlots("gpu-00000002", 1))

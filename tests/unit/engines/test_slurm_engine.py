@@ -21,7 +21,7 @@ ORDER = AgentOrder("n2", 2, (Address("10.0.0.1", 2000),), TOKEN)
 
 
 def engine(python: str = "/opt/python") -> SlurmEngine:
-    return SlurmEngine(SlurmAllocation("7", {"n1": 2, "n2": 2}, "the test"), python, lambda event: None)
+    return SlurmEngine(SlurmAllocation("7", {"n1": 2, "n2": 2}, "the test"), python)
 
 
 def squeue(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

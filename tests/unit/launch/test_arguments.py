@@ -45,7 +45,7 @@ def test_every_option_arrives() -> None:
     )
     options = parse_run(text.split())
     assert options.config == JobConfig(4, 2, 8, 5, 10.0, 20.0, 0.5, 0.0, spares=2, max_restarts=3)
-    assert (options.hosts, options.discovery_script, options.environment) == (None, None, {"FARANDOLE_SHARDS": "8"})
+    assert (options.hosts, options.environment) == (None, {"FARANDOLE_SHARDS": "8"})
     assert [note.split(":")[0] for note in options.notes] == ["--fork-server on has no effect"]
     assert (options.host, options.port, options.command) == ("::1", 4711, ("sh",))
     assert (options.output_directory, options.prefix_timestamp) == (Path("out"), True)

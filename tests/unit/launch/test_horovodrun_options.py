@@ -8,7 +8,7 @@ import pytest
 
 from farandole.base.config import JobConfig
 from farandole.integrations.horovod import alias_path
-from farandole.job.engines.host_list import HostSlots
+from farandole.job.engines.host_list import HostScript, HostSlots
 from farandole.job.launch.arguments import HOROVODRUN, parse_run
 
 # Everything that `horovodrun --help` of Horovod 0.28 tells of, and some that it hides.
@@ -56,7 +56,7 @@ def test_hosts_come_from_the_command_line_or_a_file(tmp_path: Path) -> None:
 
 def test_a_discovery_script_arrives_with_the_slots_of_hosts_it_gives_no_number_for() -> None:
     options = parse_run(["-np", "2", "--host-discovery-script", "./hosts.sh", "--slots-per-host", "4", "sh"])
-    assert (options.hosts, options.discovery_script, options.slots_per_host) == (None, "./hosts.sh", 4)
+    assert options.hosts == HostScript("./hosts.sh", 4)
     assert options.config == JobConfig(2, max_np=2, fills_slots=True)  # as many as -np, wherever there are slots
 
 

@@ -37,7 +37,7 @@ def shown(
     stdout, stderr = Terminal(is_tty), Terminal(is_tty)
 
     async def main() -> None:
-        sink = OutputSink(options or OutputOptions(), stdout, stderr)
+        sink = OutputSink(options or OutputOptions(), None, stdout, stderr)
         try:
             say(sink)
         finally:
@@ -63,7 +63,7 @@ def test_bytes_that_are_no_text_arrive_as_they_are() -> None:
     stdout = Terminal()
 
     async def main() -> None:
-        sink = OutputSink(OutputOptions(), stdout, Terminal())
+        sink = OutputSink(OutputOptions(), None, stdout, Terminal())
         sink.line("w0", "stdout", b"\xff\x00\xe2\x82")
         sink.close()
 
@@ -119,7 +119,7 @@ def test_what_is_held_back_is_shown_soon_when_nothing_follows() -> None:
                 return super().write(data)  # type: ignore[arg-type]
 
         stderr = io.TextIOWrapper(Watched())
-        sink = OutputSink(OutputOptions(), Terminal(), stderr)
+        sink = OutputSink(OutputOptions(), None, Terminal(), stderr)
         for line in TRACEBACK:
             sink.line("w0", "stderr", line)
         await asyncio.wait_for(written.wait(), 5.0)
@@ -199,7 +199,7 @@ def test_a_terminal_that_is_gone_stops_nothing(tmp_path: Path) -> None:
             raise BrokenPipeError
 
     async def main() -> None:
-        sink = OutputSink(OutputOptions(tmp_path), io.TextIOWrapper(ExitRecord()), Terminal())
+        sink = OutputSink(OutputOptions(tmp_path), None, io.TextIOWrapper(ExitRecord()), Terminal())
         for _ in range(3):
             sink.line("w0", "stdout", b"x")
         sink.close()

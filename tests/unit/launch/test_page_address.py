@@ -10,7 +10,7 @@ import pytest
 from farandole.base.env import TorchrunSettings
 from farandole.errors import ConfigError
 from farandole.integrations.page.page_command import page_parser
-from farandole.integrations.torchrun.torchrun_parser import parse_torchrun
+from farandole.integrations.torchrun.torchrun_options import parse_torchrun
 from farandole.job.launch import page_address
 from farandole.job.launch.arguments import FARANDOLE_RUN, HOROVODRUN, parse_run
 from farandole.job.launch.page_address import (
@@ -82,7 +82,7 @@ def test_the_command_begins_behind_the_option_also_without_an_address() -> None:
     assert (options.page, options.command[0]) == (PageOptions(PageAddress()), "python")
     options = parse_run(["-np", "1", "--page=0.0.0.0:80", "python", "-c", "0"], HOROVODRUN)
     assert options.page == PageOptions(PageAddress("0.0.0.0", 80))
-    script = parse_torchrun(["--page", __file__, "--page"], TorchrunSettings({}))
+    script = parse_torchrun(["--page", __file__, "--page"], TorchrunSettings({})).job
     assert (script.page, script.command[-1]) == (PageOptions(PageAddress()), "--page")
     assert parse_run(["-np", "1", "python", "-c", "0"], FARANDOLE_RUN).page is None
 
@@ -97,7 +97,7 @@ def test_traces_are_exported_by_the_page(monkeypatch: pytest.MonkeyPatch) -> Non
         ),
     ):
         assert parse_run([*flags, "-np", "1", "python", "-c", "0"], FARANDOLE_RUN).page == page
-        assert parse_torchrun([*flags, __file__], TorchrunSettings({})).page == page
+        assert parse_torchrun([*flags, __file__], TorchrunSettings({})).job.page == page
 
 
 def test_help_shows_what_a_user_may_give() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from farandole.base.env import TorchrunSettings
 from farandole.base.events import WorkerFailed, WorkerSpawned
-from farandole.integrations.torchrun.torchrun_output import FailureReport, TorchrunOutput, run_folder
-from farandole.integrations.torchrun.torchrun_parser import parse_torchrun
+from farandole.integrations.torchrun.torchrun_options import parse_torchrun
+from farandole.integrations.torchrun.torchrun_output import FailureReport, Places, TorchrunOutput, run_folder
 
 
 def spawned(worker: str, rank: int, attempt: int = 0) -> WorkerSpawned:
@@ -23,11 +23,12 @@ def shown(folder: Path, *arguments: str, prefix: str | None = None) -> str:
     console = io.TextIOWrapper(io.BytesIO(), write_through=True)
 
     async def main() -> None:
-        output = TorchrunOutput(options, run_folder(options), console, console)
+        places = Places()
+        output = TorchrunOutput(options, run_folder(options), places, None, console, console)
         for attempt in (0, 1):
             for rank in (0, 1):
                 worker = f"w{2 * attempt + rank}"
-                output.on_event(spawned(worker, rank, attempt))
+                places.on_event(spawned(worker, rank, attempt))
                 output.line(worker, "stdout", f"out {rank} {attempt}".encode())
                 output.line(worker, "stderr", f"err {rank} {attempt}".encode())
                 output.closed(worker)

@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 
 from farandole.base.env import TorchrunSettings, read_torchrun_settings
-from farandole.integrations.torchrun.torchrun_command import job_config
-from farandole.integrations.torchrun.torchrun_parser import (
-    Streams,
-    TorchrunOptions,
-    count_gpus,
-    parse_torchrun,
-    torchrun_parser,
-)
+from farandole.integrations.torchrun.torchrun_options import Streams, TorchrunOptions, count_gpus, parse_torchrun
+from farandole.integrations.torchrun.torchrun_parser import torchrun_parser
 
 SCRIPT = __file__
 NO_SETTINGS = TorchrunSettings({})
@@ -55,26 +49,30 @@ def test_the_defaults_are_those_of_torchrun() -> None:
 
 def test_a_script_keeps_its_own_arguments() -> None:
     options = parse_torchrun(["--nproc-per-node", "2", SCRIPT, "--nnodes", "7", "-m"], NO_SETTINGS)
-    assert options.command == (sys.executable, "-u", SCRIPT, "--nnodes", "7", "-m")
+    assert options.job.command == (sys.executable, "-u", SCRIPT, "--nnodes", "7", "-m")
     assert (options.workers, options.nodes, options.name) == (2, 1, SCRIPT)
 
 
 def test_the_progress_line_is_chosen_as_for_farandole_run() -> None:
-    assert (parsed().progress, parsed("--progress", "always").progress) == ("auto", "always")
+    assert (parsed().job.progress, parsed("--progress", "always").job.progress) == ("auto", "always")
 
 
 def test_a_module_and_a_program_are_run_as_torchrun_does() -> None:
     module = parse_torchrun(["-m", "json.tool", "x"], NO_SETTINGS)
-    assert module.command == (sys.executable, "-u", "-m", "json.tool", "x")
-    assert parse_torchrun(["--no-python", "true", "-x"], NO_SETTINGS).command == ("true", "-x")
-    assert parse_torchrun(["--run-path", "--no-python", SCRIPT], NO_SETTINGS).command == (sys.executable, "-u", SCRIPT)
+    assert module.job.command == (sys.executable, "-u", "-m", "json.tool", "x")
+    assert parse_torchrun(["--no-python", "true", "-x"], NO_SETTINGS).job.command == ("true", "-x")
+    assert parse_torchrun(["--run-path", "--no-python", SCRIPT], NO_SETTINGS).job.command == (
+        sys.executable,
+        "-u",
+        SCRIPT,
+    )
 
 
 def test_pet_variables_are_defaults_and_arguments_override_them() -> None:
     settings = read_torchrun_settings({"PET_NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "4", "PET_STANDALONE": "1"})
     assert settings.defaults["standalone"] == "1"
     options = parse_torchrun(["--max-restarts", "1", SCRIPT], settings)
-    assert (options.workers, options.max_restarts) == (3, 1)
+    assert (options.workers, options.job.config.max_restarts) == (3, 1)
 
 
 def test_a_wrong_pet_variable_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +106,7 @@ def test_a_wrong_pet_variable_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_wrong_value_is_refused_with_torchrun_s_exit_code_and_advice(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("farandole.integrations.torchrun.torchrun_parser.count_gpus", lambda visible: 0)
+    monkeypatch.setattr("farandole.integrations.torchrun.torchrun_options.count_gpus", lambda visible: 0)
     assert message in refused(capsys, *arguments)
 
 
@@ -160,10 +158,10 @@ def test_with_c10d_the_node_that_has_the_endpoint_is_the_first_unless_it_is_said
 def test_a_number_of_nodes_that_may_change_makes_a_job_that_fills_its_slots() -> None:
     given = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:9")
     options = parsed(*given, "--rdzv-conf", "last_call_timeout=7", has_token=True)
-    config = job_config(options)
+    config = options.job.config
     assert (config.num_proc, config.min_np, config.max_np) == (2, 2, 6)
     assert (config.fills_slots, config.last_call_s, config.takes_agents) == (True, 7.0, True)
-    fixed = job_config(parsed("--nnodes", "2:2", *given[2:], has_token=True))
+    fixed = parsed("--nnodes", "2:2", *given[2:], has_token=True).job.config
     assert (fixed.num_proc, fixed.max_np, fixed.fills_slots, fixed.last_call_s) == (4, 4, False, 0.0)
 
 
@@ -172,26 +170,26 @@ def test_standalone_needs_no_address() -> None:
 
 
 def test_the_job_is_restarted_as_a_whole_and_has_a_fixed_size() -> None:
-    config = job_config(parsed("--nproc-per-node", "3", "--max-restarts", "2"))
+    config = parsed("--nproc-per-node", "3", "--max-restarts", "2").job.config
     assert (config.num_proc, config.max_np, config.max_restarts, config.grace_s) == (3, 3, 2, 30.0)
-    assert job_config(parsed("--shutdown-timeout", "4")).grace_s == 4.0
-    assert job_config(parsed(shutdown_timeout_s=6.0)).grace_s == 6.0
+    assert parsed("--shutdown-timeout", "4").job.config.grace_s == 4.0
+    assert parsed(shutdown_timeout_s=6.0).job.config.grace_s == 6.0
 
 
 def test_several_workers_compute_with_one_thread_unless_the_user_says_otherwise() -> None:
-    assert "OMP_NUM_THREADS" not in parsed().environment
+    assert "OMP_NUM_THREADS" not in parsed().job.environment
     several = parsed("--nproc-per-node", "2")
-    assert several.environment["OMP_NUM_THREADS"] == "1"
-    assert any("OMP_NUM_THREADS=1" in note for note in several.notes)
-    assert "OMP_NUM_THREADS" not in parsed("--nproc-per-node", "2", has_threads=True).environment
+    assert several.job.environment["OMP_NUM_THREADS"] == "1"
+    assert any("OMP_NUM_THREADS=1" in note for note in several.job.notes)
+    assert "OMP_NUM_THREADS" not in parsed("--nproc-per-node", "2", has_threads=True).job.environment
 
 
 def test_options_without_a_meaning_are_noted_once_with_the_reason() -> None:
-    [note] = parsed("--monitor-interval", "5").notes
+    [note] = parsed("--monitor-interval", "5").job.notes
     assert note == (
         "--monitor-interval 5.0 has no effect: the end of a worker is detected at once, not by looking at intervals"
     )
-    assert parsed("--monitor-interval", "0.1", "--start-method", "spawn").notes == ()
+    assert parsed("--monitor-interval", "0.1", "--start-method", "spawn").job.notes == ()
 
 
 def test_streams_are_chosen_for_all_workers_or_by_local_rank() -> None:
@@ -216,6 +214,6 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, visible: str | None, cou
 
 
 def test_the_fork_server_is_on_where_all_workers_may_be_started_again() -> None:
-    assert parsed().fork_server == "auto"
-    assert parsed("--max-restarts", "1").fork_server == "on"
-    assert parsed("--max-restarts", "1", "--fork-server", "off").fork_server == "off"
+    assert parsed().job.fork_server == "auto"
+    assert parsed("--max-restarts", "1").job.fork_server == "on"
+    assert parsed("--max-restarts", "1", "--fork-server", "off").job.fork_server == "off"

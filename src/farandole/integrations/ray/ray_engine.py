@@ -32,15 +32,15 @@ class RaySettings:
     """The resources that a job takes from the cluster.
 
     cpus_per_worker, gpus_per_worker  what Ray reserves for each worker; fractions are possible
-    most_workers                      the most workers of the job; 0: as many as the nodes have room for
     most_per_node                     the most workers on each node; 0: as many as it has room for
+    most_slots                        the most slots of the job; 0: as many as the nodes have room for
     environment                       variables of the agents
     """
 
     cpus_per_worker: float = 1.0
     gpus_per_worker: float = 0.0
-    most_workers: int = 0
     most_per_node: int = 0
+    most_slots: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -239,14 +239,14 @@ def slots_of(node: Mapping[str, Any], settings: RaySettings) -> int:
 def hosts_of(
     nodes: Iterable[Mapping[str, Any]], settings: RaySettings, draining: set[str], known: tuple[str, ...] = ()
 ) -> tuple[HostSlots, ...]:
-    """Return the hosts of a job. The nodes that it has used before come first, and those with `most_workers` slots
+    """Return the hosts of a job. The nodes that it has used before come first, and those with `most_slots` slots
     together are enough."""
     usable = {
         name_of(node): slots_of(node, settings) for node in nodes if node["Alive"] and node["NodeID"] not in draining
     }
     order = [name for name in known if name in usable] + [name for name in usable if name not in known]
     hosts: list[HostSlots] = []
-    left = settings.most_workers or sum(usable.values())
+    left = settings.most_slots or sum(usable.values())
     for name in order:
         if (slots := min(usable[name], left)) > 0:
             hosts.append(HostSlots(name, slots))

@@ -41,22 +41,25 @@ class SlurmEngine:
     """Starts agents in an allocation, and is the discovery of its nodes.
 
     python    the interpreter on the nodes; empty: the path of this one
-    on_event  called with the lines that agents print
     requeues  whether the job goes back into the queue when its end is announced
     """
 
     period_s = _LOOK_EVERY_S
 
-    def __init__(
-        self, allocation: SlurmAllocation, python: str, on_event: Callable[[Event], None], requeues: bool = False
-    ) -> None:
-        self._allocation, self._on_event, self._keeps_growth = allocation, on_event, requeues
+    def __init__(self, allocation: SlurmAllocation, python: str, requeues: bool = False) -> None:
+        self._allocation, self._keeps_growth = allocation, requeues
+        self._on_event: Callable[[Event], None] = lambda event: None
         self._python = python or sys.executable
         self._lock = asyncio.Lock()
         self._found: tuple[HostSlots, ...] = ()
         self._found_s: float | None = None
         self.was_announced = False
         """Whether Slurm has announced the end of the job."""
+
+    def report_to(self, on_event: Callable[[Event], None]) -> SlurmEngine:
+        """Return this engine; `on_event` gets the lines that agents print from now on."""
+        self._on_event = on_event
+        return self
 
     async def find(self) -> tuple[HostSlots, ...]:
         """Return the nodes that the job has now. Raises HostsOver once it has none any more, and DiscoveryFailed when

@@ -5,22 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from farandole.base.command_parser import USAGE_ERROR
-from farandole.base.config import JobConfig
 from farandole.base.env import read_token
 from farandole.base.wire.authentication import checked_token
 from farandole.errors import ConfigError
-from farandole.integrations.torchrun.torchrun_parser import Node, TorchrunOptions, parse_torchrun
+from farandole.integrations.torchrun.torchrun_options import Node, TorchrunOptions, parse_torchrun
 from farandole.job.launch.joining import Joining, read_token_file
 
 if TYPE_CHECKING:
     from farandole.job.coordinator.coordinator_factory import CoordinatorFactory
-    from farandole.job.coordinator.server import Outcome
     from farandole.job.launch.report import Report
 
 FAILED = 1  # torchrun's exit code for the failure of a worker, whatever that worker's was
@@ -40,22 +37,16 @@ def torchrun_command(arguments: Sequence[str]) -> int:
 
 
 def _reported(options: TorchrunOptions, factory: CoordinatorFactory | None) -> int:
-    from farandole.job.launch.report import Loudness, Report
-    from farandole.job.launch.terminal_line import job_line
+    from farandole.job.launch.launcher import reporting
 
-    loudness = Loudness[options.loudness]
-    report = Report(sys.stderr, loudness, line=job_line(options.progress, is_quiet=loudness == Loudness.QUIET))
-    try:
-        for note in options.notes:
-            report.note(note)
-        return _run_or_join(options, report, factory)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except ConfigError as error:
-        report.error(str(error))
-        return USAGE_ERROR
-    finally:
-        report.close()
+    with reporting(options.job) as report:
+        try:
+            return _run_or_join(options, report, factory)
+        except KeyboardInterrupt:
+            return _INTERRUPTED
+        except ConfigError as error:
+            report.error(str(error))
+            return USAGE_ERROR
 
 
 def _run_or_join(options: TorchrunOptions, report: Report, factory: CoordinatorFactory | None) -> int:
@@ -74,76 +65,26 @@ def _run_or_join(options: TorchrunOptions, report: Report, factory: CoordinatorF
         raise
 
 
-def job_config(options: TorchrunOptions) -> JobConfig:
-    """Return the configuration of the job: of a fixed size, unless the number of nodes may change, or the script has an
-    elastic function."""
-    may_change = options.nodes != options.most_nodes
-    return JobConfig(
-        num_proc=options.workers * options.nodes,
-        min_np=options.workers * options.nodes if may_change else 1,
-        max_np=options.workers * options.most_nodes,
-        fills_slots=may_change,
-        last_call_s=0.0 if options.node is None else options.node.last_call_s,
-        max_restarts=options.max_restarts,
-        grace_s=options.grace_s,
-        takes_agents=options.node is not None,
-        start_timeout_s=JobConfig.start_timeout_s if options.node is None else options.node.wait_s,
-        tls=options.tls,
-    )
-
-
 def _run(options: TorchrunOptions, report: Report, factory: CoordinatorFactory | None) -> int:
-    import asyncio
+    from farandole.integrations.torchrun.torchrun_output import FailureReport, Places, TorchrunOutput, run_folder
+    from farandole.job.coordinator.shutdown import STOPPED_EXIT_CODE
+    from farandole.job.launch.job_runner import Additions
+    from farandole.job.launch.launcher import launch
 
-    from farandole.integrations.torchrun.torchrun_output import FailureReport, TorchrunOutput, run_folder
-    from farandole.job.engines.host_list import HostSlots
-    from farandole.job.launch.job_files import EventFile
-    from farandole.job.launch.job_runner import JobSetup, in_turn, run_job
-    from farandole.job.launch.output import OutputOptions
-    from farandole.job.launch.page_address import PageProcess
-
-    config, node = job_config(options), options.node
     folder = run_folder(options)
     if folder is not None and options.log_dir is None:
         report.note(f"the logs are in {folder}")
-    failures = FailureReport()
-    page = None if options.page is None else PageProcess(options.page)
-    report.started(config, options.command)
-    if page is not None:
-        report.note(page.notice)
-
-    async def run() -> Outcome:
-        sink = TorchrunOutput(options, folder, line=report.line)
-        return await run_job(
-            JobSetup(
-                config=config,
-                command=options.command,
-                hosts=(HostSlots("localhost", options.workers),),
-                host="127.0.0.1" if node is None else _numeric(node.host),
-                port=0 if node is None else node.port,
-                output=OutputOptions(),
-                on_event=in_turn(
-                    sink.on_event, failures.on_event, report.on_event, None if events is None else events.on_event
-                ),
-                extra_environment=options.environment,
-                joining=None if node is None else _joining(node),
-                fork_server=options.fork_server,
-                sink=sink,
-                error_folder="" if folder is None else str(folder),
-                order_of_hosts=_order_of_hosts(options, node),
-                factory=factory,
-                page=page,
-                on_summary=report.on_summary,
-            )
-        )
-
-    with (
-        nullcontext() if options.events is None else EventFile(options.events, report.note) as events,
-        nullcontext() if page is None else closing(page),
-    ):
-        outcome = asyncio.run(run())
-    from farandole.job.coordinator.shutdown import STOPPED_EXIT_CODE
-
+    spec = replace(options.job, error_folder="" if folder is None else str(folder))
+    if (node := options.node) is not None:
+        order = _order_of_hosts(options, node)
+        spec = replace(spec, host=_numeric(node.host), port=node.port, joining=_joining(node), order_of_hosts=order)
+    places, failures = Places(), FailureReport()
+    additions = Additions(
+        make_sink=lambda _, line: TorchrunOutput(options, folder, places, line),
+        listeners=(places.on_event, failures.on_event),
+        factory=factory,
+    )
+    outcome = launch(spec, report, additions)
     code = outcome.exit_code if outcome.exit_code in (0, STOPPED_EXIT_CODE) else FAILED
     if code == FAILED and (text := failures.text(options.name)):
         report.note(text)
@@ -154,9 +95,9 @@ def _run(options: TorchrunOptions, report: Report, factory: CoordinatorFactory |
 # Several nodes: the first one runs the coordinator, and the others join as `farandole agent --join` does --------------
 
 
-def _order_of_hosts(options: TorchrunOptions, node: Node | None) -> dict[str, int] | None:
+def _order_of_hosts(options: TorchrunOptions, node: Node) -> dict[str, int] | None:
     """Return the hosts with their slots in the order of their ranks; None where the order of joining counts."""
-    if node is None or node.rank is None:
+    if node.rank is None:
         return None
     others = {_name_of_node(rank): options.workers for rank in range(1, options.nodes)}
     return {"localhost": options.workers, **others}
@@ -216,8 +157,8 @@ def _join(options: TorchrunOptions, node: Node, report: Report) -> int:
         slots=options.workers,
         retry_s=node.wait_s,
         folder=os.getcwd(),
-        grace_s=options.grace_s,
-        tls=load_certificates(options.tls),
+        grace_s=options.job.config.grace_s,
+        tls=load_certificates(options.job.config.tls),
     )
     try:
         reserve_descriptors(options.workers)

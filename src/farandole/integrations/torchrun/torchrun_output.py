@@ -17,7 +17,7 @@ from typing import TextIO
 from farandole.base.events import Event, WorkerFailed, WorkerSpawned
 from farandole.base.machine import wall_time_s
 from farandole.errors import ConfigError
-from farandole.integrations.torchrun.torchrun_parser import TorchrunOptions
+from farandole.integrations.torchrun.torchrun_options import TorchrunOptions
 from farandole.job.launch.output import OutputOptions, OutputSink, RankFile
 from farandole.job.launch.terminal_line import TerminalLine
 
@@ -48,29 +48,34 @@ class _Place:
     attempt: int
 
 
+class Places:
+    """The places for which workers are started. Give it all events of the job."""
+
+    def __init__(self) -> None:
+        self.of_workers: dict[str, _Place] = {}
+
+    def on_event(self, event: Event) -> None:
+        """Learn the place of a worker that is started."""
+        if isinstance(event, WorkerSpawned) and event.rank is not None and event.local_rank is not None:
+            self.of_workers[event.worker] = _Place(event.rank, event.local_rank, event.attempt)
+
+
 class TorchrunOutput(OutputSink):
     """Shows the lines of the workers without a prefix, unless they are written to files as well (--tee). `folder`: of
-    the files; None: there are none.
-
-    Give it all events of the job: they tell the places of the workers.
-    """
+    the files; None: there are none."""
 
     def __init__(
         self,
         options: TorchrunOptions,
         folder: Path | None,
+        places: Places,
+        line: TerminalLine | None = None,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
-        line: TerminalLine | None = None,
     ) -> None:
-        super().__init__(OutputOptions(folder), stdout, stderr, line)
+        super().__init__(OutputOptions(folder), line, stdout, stderr)
         self._torchrun, self._prefix = options, _Prefix(options.prefix, options.role)
-        self._places: dict[str, _Place] = {}
-
-    def on_event(self, event: Event) -> None:
-        """Learn the place of a worker that is started."""
-        if isinstance(event, WorkerSpawned) and event.rank is not None and event.local_rank is not None:
-            self._places[event.worker] = _Place(event.rank, event.local_rank, event.attempt)
+        self._places = places.of_workers
 
     def expected(self, worker: str, rank: int) -> None:
         """Do nothing: the event has told the rank."""

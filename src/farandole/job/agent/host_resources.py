@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Mapping
 
-from farandole.base.config import JobConfig
 from farandole.base.events import CoresShared, Event
 from farandole.base.machine import affinity_cores, usable_cores
 from farandole.errors import ConfigError
@@ -43,16 +42,6 @@ def threads_of_each(workers: int, usable: int, seen: int) -> int | None:
     """
     threads = max(1, usable // workers)
     return threads if threads < seen else None
-
-
-def workers_at_most(config: JobConfig, slots: int) -> int:
-    """Return the most workers of this job that train at once in `slots` slots of one host, at least 1. Spares wait, and
-    need no cores."""
-    if config.max_np is not None:
-        most = config.max_np
-    else:
-        most = slots if config.may_change else config.num_proc
-    return max(1, min(slots - config.spares, most))
 
 
 # Open descriptors, from the start of a job to its last regroup --------------------------------------------------------

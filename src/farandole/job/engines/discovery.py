@@ -16,7 +16,7 @@ from farandole.base.events import Event, HostDiscoveryFailed, HostRefused
 from farandole.base.machine import now_s
 from farandole.errors import ConfigError, FarandoleError
 from farandole.job.agent.completion import to_its_end
-from farandole.job.engines.host_list import HostSlots, check_total, is_this_machine, parse_host
+from farandole.job.engines.host_list import HostScript, HostSlots, check_total, is_this_machine, parse_host
 
 DISCOVERY_PERIOD_S = 1.0
 SCRIPT_TIME_LIMIT_S = 60.0
@@ -70,6 +70,11 @@ class ScriptDiscovery:
             raise ConfigError(f"--slots-per-host must be at least 1, got {default_slots}")
         self.period_s = DISCOVERY_PERIOD_S if period_s is None else period_s
         self._command, self._default_slots, self._time_limit_s = command, default_slots, time_limit_s
+
+    @classmethod
+    def of(cls, script: HostScript) -> ScriptDiscovery:
+        """Return the discovery that runs this script."""
+        return cls(script.command, script.slots, period_s=script.period_s)
 
     async def find(self) -> tuple[HostSlots, ...]:
         """Run the command once. Raises DiscoveryFailed when it fails, takes too long or writes anything but hosts."""
@@ -197,7 +202,7 @@ class HostsSource:
         self.hosts: tuple[HostSlots, ...] = ()
         """The current hosts, in the order of their ranks."""
         if hosts is None:
-            self.hosts = (HostSlots("localhost", (config.max_np or config.num_proc) + config.spares),)
+            self.hosts = (HostSlots("localhost", config.most_slots),)
         elif isinstance(hosts, tuple):
             self.hosts = hosts
         self.others: set[str] = set()

@@ -39,6 +39,19 @@ class HostSlots:
 
 
 @dataclass(frozen=True)
+class HostScript:
+    """A command that prints the hosts of a job, again and again: `host` or `host:slots` in each line.
+
+    slots     of hosts without a number
+    period_s  seconds between an answer and the next run; None: as DISCOVERY_PERIOD_S in discovery.py
+    """
+
+    command: str
+    slots: int = 1
+    period_s: float | None = None
+
+
+@dataclass(frozen=True)
 class SshSettings:
     """How ssh reaches the hosts. The user's ssh_config applies, too.
 

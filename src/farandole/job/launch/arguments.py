@@ -7,11 +7,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from farandole.base.config import ForkServerUse, JobConfig, Preemption, parse_preemption
+from farandole.base.config import JobConfig, parse_preemption
 from farandole.base.env import (
     BALANCE,
     CheckpointEnv,
@@ -25,11 +25,18 @@ from farandole.base.env import (
     strict_environment,
 )
 from farandole.errors import ConfigError
-from farandole.job.engines.host_list import HostSlots, PodSelection, SshSettings, parse_hostfile, parse_hosts
+from farandole.job.engines.host_list import (
+    HostScript,
+    HostSlots,
+    PodSelection,
+    SshSettings,
+    parse_hostfile,
+    parse_hosts,
+)
 from farandole.job.launch.command import alias_environment, checked
+from farandole.job.launch.job_spec import PATIENCE_S, Hosts, JobSpec
 from farandole.job.launch.joining import (
     STORE_IS_PLAIN,
-    Joining,
     check_address,
     check_encryption,
     joining,
@@ -38,12 +45,9 @@ from farandole.job.launch.joining import (
     state_job_file,
     tls_folder,
 )
-from farandole.job.launch.page_address import PageOptions, page_options
-from farandole.job.launch.run_parser import CHECKPOINT_DEFAULTS, PROGRESS, STATE_PATIENCE_S, run_parser
+from farandole.job.launch.page_address import page_options
+from farandole.job.launch.run_parser import CHECKPOINT_DEFAULTS, STATE_PATIENCE_S, run_parser
 from farandole.registry import factory
-
-if TYPE_CHECKING:
-    from farandole.integrations.slurm.slurm_allocation import SlurmAllocation
 
 
 @dataclass(frozen=True)
@@ -62,71 +66,14 @@ FARANDOLE_RUN = Program()
 HOROVODRUN = Program("horovodrun", is_horovodrun=True)
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """The options of a job, checked as far as the arguments alone allow.
-
-    hosts             where workers run; None: on this machine, or where the discovery script says
-    discovery_script  a command that prints the hosts; slots_per_host: of hosts without a number
-    environment       additional variables of the workers' environment
-    events            the file to which every event is appended, as JSON
-    page              the live page, and the collector of its traces; None: there is none
-    checkpoint        where and how often the state is written; None: nowhere
-    joining           the other agents that may offer slots; None: none
-    notes             the given options that have no effect, one sentence each
-    loudness          the name of a report.Loudness
-    fork_server       whether workers may be forked by a process that has imported torch
-    ssh               how hosts are reached that are other machines
-    remote_folder     the working directory of the workers there; empty: the path of this process's own
-    interfaces        the network interfaces between the hosts; empty: those that lead to them
-    pods              the pods from which agents join; None: pods are not watched
-    preemption        where preemption notices are looked for
-    slurm             the allocation whose nodes run the workers; None: they do not
-    state             the folder, or the URL of etcd, in which the job's state outlives the launcher; None: it does not
-    patience_s        how long agents of other machines keep their workers meanwhile
-    requeues          whether the Slurm job is put back into the queue when its end is announced
-    progress          whether there is a line about the job below its output: one of PROGRESS
-    timeline          the file of named operations, which gets the generations, too; None: there is none
-    """
-
-    config: JobConfig
-    command: tuple[str, ...]
-    host: str
-    port: int
-    output_directory: Path | None
-    prefix_timestamp: bool
-    loudness: str
-    hosts: tuple[HostSlots, ...] | None = None
-    discovery_script: str | None = None
-    slots_per_host: int = 1
-    environment: Mapping[str, str] = field(default_factory=dict)
-    events: Path | None = None
-    page: PageOptions | None = None
-    checkpoint: CheckpointEnv | None = None
-    joining: Joining | None = None
-    notes: tuple[str, ...] = ()
-    fork_server: ForkServerUse = "auto"
-    ssh: SshSettings = field(default_factory=SshSettings)
-    remote_folder: str = ""
-    interfaces: tuple[str, ...] = ()
-    pods: PodSelection | None = None
-    preemption: Preemption = field(default_factory=Preemption)
-    slurm: SlurmAllocation | None = None
-    requeues: bool = False
-    state: Path | str | None = None
-    patience_s: float = STATE_PATIENCE_S
-    progress: str = PROGRESS[0]
-    timeline: Path | None = None
-
-
-def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> RunOptions:
+def parse_run(arguments: Sequence[str], program: Program = FARANDOLE_RUN) -> JobSpec:
     """Parse the arguments after the program's name. From the first word on that is not one of our options, they are the
     user's command and are not parsed. Raises SystemExit when they cannot work."""
     parser, value_counts = run_parser(program.name)
     ours, command = split_command(arguments, value_counts)
     options = parser.parse_args(ours)
     try:
-        return _run_options(options, command, program)
+        return _job_spec(options, command, program)
     except ConfigError as error:
         parser.error(str(error))
 
@@ -142,15 +89,16 @@ def split_command(arguments: Sequence[str], value_counts: Mapping[str, int]) -> 
     return list(arguments[:index]), list(arguments[index:])
 
 
-def _run_options(options: argparse.Namespace, command: Sequence[str], program: Program) -> RunOptions:
+def _job_spec(options: argparse.Namespace, command: Sequence[str], program: Program) -> JobSpec:
     options.job_file = state_job_file(options) or options.job_file
     hosts = _hosts(options)
     slurm = factory("Slurm allocation")(read_slurm_variables(), options.slots) if options.slurm else None
     job_file = options.job_file
     if slurm is not None and job_file is None:
         job_file = slurm_job_file(slurm.job)
-    config = _job_config(options, program, hosts if slurm is None else slurm.hosts)
-    has_hosts = hosts is not None or options.host_discovery_script is not None
+    listed = hosts if isinstance(hosts, tuple) else None
+    config = _job_config(options, program, listed if slurm is None else slurm.hosts)
+    has_hosts = hosts is not None
     check_address(options.host, options.port, takes_agents=has_hosts or config.takes_agents)
     environment, notes = factory("Horovod settings")(options)
     if program.is_horovodrun and options.max_num_proc is not None and not _asks_for_elasticity(options):
@@ -185,36 +133,41 @@ def _run_options(options: argparse.Namespace, command: Sequence[str], program: P
         environment[BALANCE] = options.balance  # "off", too: the variable may be set outside
     if options.fork_server == "on":
         notes += _without_fork_server(run_command)
-    return RunOptions(
+    return JobSpec(
         config=config,
         command=run_command,
-        host=options.host,
-        port=options.port,
-        output_directory=options.output_filename,
-        prefix_timestamp=options.prefix_timestamp,
-        loudness=options.loudness,
-        hosts=hosts,
-        discovery_script=options.host_discovery_script,
-        slots_per_host=1 if options.slots is None else options.slots,
         environment=environment,
-        events=options.events,
-        page=page_options(options.page, options.traces),
-        checkpoint=_checkpoint(options),
+        hosts=hosts,
         joining=joining(options.token_file, job_file, options.host_discovery_script),
-        notes=tuple(notes),
-        fork_server=options.fork_server,
         ssh=_ssh(options),
-        remote_folder=options.remote_folder or "",
         slurm=slurm,
         requeues=options.slurm_requeue,
-        interfaces=tuple(name for each in options.nics or () for name in each.split(",") if name),
         pods=_pods(options),
+        remote_folder=options.remote_folder or "",
+        interfaces=tuple(name for each in options.nics or () for name in each.split(",") if name),
+        host=options.host,
+        port=options.port,
         preemption=parse_preemption(options.preemption),
+        fork_server=options.fork_server,
+        checkpoint=checkpoint_settings(options.checkpoint, options.checkpoint_every, options.checkpoint_keep),
         state=options.state,
-        patience_s=STATE_PATIENCE_S if options.patience is None else options.patience,
-        progress=options.progress,
+        patience_s=_patience_s(options),
+        output_directory=options.output_filename,
+        prefix_timestamp=options.prefix_timestamp,
+        events=options.events,
         timeline=_timeline(environment),
+        page=page_options(options.page, options.traces),
+        loudness=options.loudness,
+        progress=options.progress,
+        notes=tuple(notes),
     )
+
+
+def _patience_s(options: argparse.Namespace) -> float:
+    given: float | None = options.patience
+    if options.state is None:
+        return PATIENCE_S
+    return STATE_PATIENCE_S if given is None else given
 
 
 def _timeline(environment: Mapping[str, str]) -> Path | None:
@@ -242,7 +195,7 @@ def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
                 f"{flag} and {what} contradict each other: strict mode needs an fd.elastic.DataLoader, and "
                 f"adds up gradients in an order of its own; leave one of them out"
             )
-    most = config.max_np or config.num_proc
+    most = config.most_workers
     if options.shards is not None and options.shards < most:
         raise ConfigError(
             f"--shards {options.shards} is below the largest number of workers, {most}: some would have nothing to "
@@ -373,7 +326,7 @@ def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[Host
         restarts=restarts if options.restarts is None else options.restarts,
         spares=options.spares,
         elastic_timeout_s=options.elastic_timeout,
-        start_timeout_s=_start_timeout_s(options),
+        start_timeout_s=start_timeout_s(options.start_timeout),
         detection_budget_s=options.detection_budget,
         grace_s=options.grace,
         step_timeout_s=options.step_timeout,
@@ -396,27 +349,24 @@ def _asks_for_elasticity(options: argparse.Namespace) -> bool:
     return options.host_discovery_script is not None or options.min_num_proc is not None
 
 
-def _start_timeout_s(options: argparse.Namespace) -> float:
-    given: float | None = options.start_timeout
+def start_timeout_s(given: float | None) -> float:
+    """Return the time limit in seconds; None was given: that of the environment, or the default."""
     return read_start_timeout_s(JobConfig.start_timeout_s) if given is None else given
 
 
-def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...] | None:
-    if options.slots is not None and options.slots < 1:
-        raise ConfigError(f"--slots-per-host must be at least 1, got {options.slots}")
+def _hosts(options: argparse.Namespace) -> Hosts:
+    slots = 1 if options.slots is None else options.slots
+    if slots < 1:
+        raise ConfigError(f"--slots-per-host must be at least 1, got {slots}")
     if options.local_slots is not None:
         return local_hosts(options)
     if options.kubernetes is not None and options.token_file is not None:
         return ()  # all workers run in the pods
     if options.hosts is not None:
-        return parse_hosts(options.hosts, options.slots or 1)
+        return parse_hosts(options.hosts, slots)
     if options.hostfile is not None:
         return parse_hostfile(options.hostfile)
-    return None
-
-
-def _checkpoint(options: argparse.Namespace) -> CheckpointEnv | None:
-    return checkpoint_settings(options.checkpoint, options.checkpoint_every, options.checkpoint_keep)
+    return None if options.host_discovery_script is None else HostScript(options.host_discovery_script, slots)
 
 
 def checkpoint_settings(place: str | Path | None, every: str, keep: int) -> CheckpointEnv | None:

@@ -1,5 +1,5 @@
 """The place of a job's checkpoints, from the side of the launcher: locked for as long as the job runs, and kept up to
-date. Used by cli.py and run_function.py.
+date. Used by launcher.py.
 """
 
 from __future__ import annotations

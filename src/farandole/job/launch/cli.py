@@ -8,25 +8,17 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from farandole import __version__, registry
 from farandole.base.command_parser import USAGE_ERROR, Parser
 from farandole.errors import ConfigError
-from farandole.job.launch.arguments import FARANDOLE_RUN, Program, RunOptions, parse_run
+from farandole.job.launch.arguments import FARANDOLE_RUN, Program, parse_run
 from farandole.job.launch.control_parser import COMMANDS as CONTROL
 
 if TYPE_CHECKING:
     from farandole.job.coordinator.coordinator_factory import CoordinatorFactory
-    from farandole.job.engines.discovery import HostDiscovery
-    from farandole.job.engines.engine_interface import HostWatch
-    from farandole.job.engines.host_list import HostSlots
-    from farandole.job.launch.job_files import EventFile
-    from farandole.job.launch.job_runner import EngineEvents
-    from farandole.job.launch.job_state import JobState
-    from farandole.job.launch.job_timeline import JobTimeline
-    from farandole.job.launch.report import Report
+    from farandole.job.launch.job_spec import JobSpec
 
 # What a shell makes of SIGINT, and of SIGPIPE.
 INTERRUPTED = 130
@@ -109,141 +101,25 @@ def _main_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: RunOptions) -> int:
+def _run(spec: JobSpec) -> int:
     from farandole.job.coordinator.coordinator_factory import forked_factory
 
     with forked_factory() as factory:  # before there are threads: those of the report, and of the file of events
-        return _run_job(options, factory)
+        return _launch(spec, factory)
 
 
-def _run_job(options: RunOptions, factory: CoordinatorFactory | None) -> int:
-    import asyncio
+def _launch(spec: JobSpec, factory: CoordinatorFactory | None) -> int:
+    from farandole.job.launch.job_runner import Additions
+    from farandole.job.launch.launcher import launch, reporting
 
-    from farandole.job.engines.ssh_engine import SshEngine
-    from farandole.job.launch.checkpoint_place import beginning
-    from farandole.job.launch.job_runner import PATIENCE_S, EngineEvents, JobSetup, in_turn, run_job
-    from farandole.job.launch.output import output_options
-    from farandole.job.launch.page_address import PageProcess
-    from farandole.job.launch.report import Loudness, Report
-    from farandole.job.launch.terminal_line import job_line
-
-    config, loudness = options.config, Loudness[options.loudness]
-    report = Report(sys.stderr, loudness, line=job_line(options.progress, is_quiet=loudness == Loudness.QUIET))
-    try:
-        output = output_options(config, options.output_directory, options.prefix_timestamp)
-        for note in options.notes:
-            report.note(note)
-        page = None if options.page is None else PageProcess(options.page)
-        report.started(config, options.command)
-        if page is not None:
-            report.note(page.notice)
-        with (
-            _event_file(options, report) as events,
-            _state(options) as state,
-            beginning(options.checkpoint, state) as begun,
-            _timeline(options, report) as timeline,
-        ):
-            for note in begun.notes:
-                report.note(note)
-            on_event = in_turn(
-                report.on_event,
-                None if events is None else events.on_event,
-                begun.watch,
-                None if timeline is None else timeline.on_event,
-            )
-            engine_events, slurm = EngineEvents(on_event), None
-            if options.slurm is not None:
-                slurm = registry.factory("Slurm engine")(
-                    options.slurm, options.ssh.python, engine_events, options.requeues
-                )
-                on_event = in_turn(on_event, slurm.watch)
-                report.detail(str(options.slurm))
-            ssh = None if options.joining is not None else SshEngine(options.ssh, engine_events)
-            outcome = asyncio.run(
-                run_job(
-                    JobSetup(
-                        config=config,
-                        command=options.command,
-                        hosts=slurm or _hosts(options),
-                        engine=slurm or ssh,
-                        engine_events=engine_events,
-                        reason_to_end=None if slurm is None else slurm.reason_to_end,
-                        interfaces=options.interfaces,
-                        remote_folder=options.remote_folder,
-                        host=options.host,
-                        port=options.port,
-                        output=output,
-                        on_event=on_event,
-                        extra_environment={**options.environment, **begun.environment},
-                        origin=begun.origin,
-                        joining=options.joining,
-                        fork_server=options.fork_server,
-                        watch=None
-                        if options.pods is None
-                        else registry.factory("pod watch")(options.pods, engine_events),
-                        preemption=options.preemption,
-                        factory=factory,
-                        state=state,
-                        patience_s=PATIENCE_S if state is None else options.patience_s,
-                        page=page,
-                        line=report.line,
-                        on_summary=report.on_summary,
-                    )
-                )
-            )
-        report.ended(outcome.exit_code, outcome.reason)
-        if slurm is not None and options.requeues and slurm.was_announced:
-            report.note("the Slurm job goes back into the queue")  # before it ends this process, too
-            if problem := asyncio.run(slurm.requeue()):
-                report.note(problem)
-        return outcome.exit_code
-    except ConfigError as error:
-        report.error(str(error))
-        return USAGE_ERROR
-    finally:
-        report.close()
-
-
-def _event_file(options: RunOptions, report: Report) -> AbstractContextManager[EventFile | None]:
-    from farandole.job.launch.job_files import EventFile
-
-    return nullcontext() if options.events is None else EventFile(options.events, report.note)
-
-
-def _timeline(options: RunOptions, report: Report) -> AbstractContextManager[JobTimeline | None]:
-    if options.timeline is None:
-        return nullcontext()
-    from farandole.job.launch.job_timeline import JobTimeline
-
-    return JobTimeline(options.timeline, report.note)
-
-
-def _state(options: RunOptions) -> AbstractContextManager[JobState | None]:
-    if options.state is None:
-        return nullcontext()
-    joining = options.joining
-    token = joining.token if joining is not None and joining.token_file else None
-    if isinstance(options.state, str):
-        assert token is not None  # joining.py has checked it
-        state: AbstractContextManager[JobState] = registry.factory("etcd state")(
-            options.state, options.command, options.config, token
-        )
-        return state
-    from farandole.job.launch.job_state import locked_state
-
-    return locked_state(options.state, options.command, options.config, token)
-
-
-def _pod_watch(options: RunOptions, events: EngineEvents) -> HostWatch | None:
-    if options.pods is None:
-        return None
-    watch: HostWatch = registry.factory("pod watch")(options.pods, events)
-    return watch
-
-
-def _hosts(options: RunOptions) -> tuple[HostSlots, ...] | HostDiscovery | None:
-    if options.discovery_script is None:
-        return options.hosts
-    from farandole.job.engines.discovery import ScriptDiscovery
-
-    return ScriptDiscovery(options.discovery_script, options.slots_per_host)
+    with reporting(spec) as report:
+        try:
+            if spec.slurm is not None:
+                code: int = registry.factory("launcher in Slurm")(spec, report, factory)
+                return code
+            outcome = launch(spec, report, Additions(factory=factory))
+            report.ended(outcome.exit_code, outcome.reason)
+            return outcome.exit_code
+        except ConfigError as error:
+            report.error(str(error))
+            return USAGE_ERROR

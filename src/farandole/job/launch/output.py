@@ -13,10 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Generic, TextIO, TypeVar, cast
 
-from farandole.base.config import JobConfig
 from farandole.base.machine import wall_time_s
 from farandole.base.wire.sockets import can_write
 from farandole.errors import ConfigError
+from farandole.job.launch.job_spec import JobSpec
 from farandole.job.launch.tracebacks import TracebackFolder
 
 if TYPE_CHECKING:
@@ -45,10 +45,9 @@ class OutputOptions:
             make_writable(self.directory)
 
 
-def output_options(config: JobConfig, directory: str | Path | None, prefix_timestamp: bool) -> OutputOptions:
-    """Return the options for a job of this size. Raises ConfigError when no files can be written to the directory."""
-    digits = len(str((config.max_np or config.num_proc) - 1))
-    return OutputOptions(None if directory is None else Path(directory), prefix_timestamp, digits)
+def output_options(spec: JobSpec) -> OutputOptions:
+    """Return the options of a job. Raises ConfigError when no files can be written to its directory."""
+    return OutputOptions(spec.output_directory, spec.prefix_timestamp, len(str(spec.config.most_workers - 1)))
 
 
 class OutputSink:
@@ -64,9 +63,9 @@ class OutputSink:
     def __init__(
         self,
         options: OutputOptions,
+        line: TerminalLine | None = None,
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
-        line: TerminalLine | None = None,
     ) -> None:
         stdout, stderr = stdout or sys.stdout, stderr or sys.stderr
         self._write_above: Callable[[BinaryIO, bytes], None] = write_all if line is None else line.write

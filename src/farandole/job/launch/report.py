@@ -1,4 +1,4 @@
-"""The launcher's messages to the user: a line for each event, and the result at the end. Used by cli.py."""
+"""The launcher's messages to the user: a line for each event, and the result at the end. Used by launcher.py."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from farandole import __version__
 from farandole.base.command_parser import Parser, value_counts
 from farandole.base.config import JobConfig
 from farandole.job.launch.build_description import describe_build
+from farandole.job.launch.job_spec import PROGRESS
 from farandole.registry import factory
 
 PREEMPTION_HELP = (
@@ -17,9 +18,6 @@ PREEMPTION_HELP = (
     "cloud that the firmware names; CLOUD=URL: another address of its metadata service (default: none)"
 )
 """The help text of --preemption, which several commands have."""
-
-PROGRESS = ("auto", "never", "always")
-"""The values of --progress, the default first."""
 
 PROGRESS_HELP = (
     "a line at the bottom of the terminal with epoch, step, samples per second and workers; auto: where standard error "

@@ -11,7 +11,7 @@ from farandole.base.config import JobConfig
 from farandole.base.machine import now_s
 from farandole.integrations.ray.ray_engine import RaySettings, hosts_of
 from farandole.integrations.ray.ray_function import room_for_workers, run_on_ray
-from farandole.job.launch.output import OutputOptions
+from farandole.job.launch.call_options import function_job
 from horovod.ray.runner import elastic_config, refuse_callbacks
 from horovod.runner.common.util import timeout
 from horovod.runner.elastic.discovery import HostDiscovery
@@ -168,11 +168,6 @@ class ElasticRayExecutor:
             settings.elastic_timeout,
             max(settings.start_timeout.remaining(), JobConfig.start_timeout_s),  # it may have begun long ago
         )
-        return run_on_ray(
-            worker_fn,
-            config,
-            self._resources,
-            interfaces=tuple(settings.nics or ()),
-            output=OutputOptions(),
-            environment={name: str(value) for name, value in self.env_vars.items()},
-        )
+        environment = {name: str(value) for name, value in self.env_vars.items()}
+        spec = function_job(config, interfaces=tuple(settings.nics or ()), environment=environment)
+        return run_on_ray(worker_fn, spec, self._resources)

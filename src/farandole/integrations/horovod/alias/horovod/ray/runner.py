@@ -11,7 +11,7 @@ from typing import Any
 from farandole.base.config import JobConfig
 from farandole.integrations.ray.ray_engine import RaySettings
 from farandole.integrations.ray.ray_function import room_for_workers, run_on_ray
-from farandole.job.launch.output import OutputOptions
+from farandole.job.launch.call_options import function_job
 
 
 @dataclass
@@ -95,7 +95,7 @@ class RayExecutor:
             raise ValueError("give num_workers, num_hosts or min_workers")
         per_host = num_workers_per_host if num_hosts is not None else 0
         self.settings = settings
-        self._resources = RaySettings(cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0.0, 0, per_host)
+        self._resources = RaySettings(cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0.0, per_host)
         self._config = (
             elastic_config(min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout, settings.timeout_s)
             if min_workers is not None
@@ -173,14 +173,8 @@ class RayExecutor:
         if not self._is_started:
             raise RuntimeError("call start() first")
         refuse_callbacks(callbacks)
-        return run_on_ray(
-            call,
-            self._config,
-            self._resources,
-            interfaces=tuple(self.settings.nics or ()),
-            output=OutputOptions(),
-            environment=self._env,
-        )
+        spec = function_job(self._config, interfaces=tuple(self.settings.nics or ()), environment=self._env)
+        return run_on_ray(call, spec, self._resources)
 
 
 def fixed_config(workers: int, start_timeout_s: float) -> JobConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from farandole.base.config import JobConfig
@@ -14,9 +16,10 @@ from farandole.integrations.horovod.horovodrun import main as _horovodrun
 from farandole.integrations.horovod.settings_file import read_config_file
 from farandole.job.engines.host_list import SshSettings
 from farandole.job.launch.arguments import split_command
+from farandole.job.launch.call_options import function_job
 from farandole.job.launch.command import checked
-from farandole.job.launch.output import output_options
-from farandole.job.launch.run_function import FunctionFailed, chosen_hosts, run_and_wait, run_function, start_by_ssh
+from farandole.job.launch.function_results import FunctionFailed
+from farandole.job.launch.run_function import chosen_hosts, run_and_wait, run_function
 from farandole.job.launch.run_parser import run_parser
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner.common.util import config_parser
@@ -126,26 +129,29 @@ def _run_elastic(args: Namespace) -> Any:
 
 
 def _run_job(args: Namespace, config: JobConfig, env: Mapping[str, str] | None = None) -> Any:
-    hosts = chosen_hosts(
-        args.hosts or None,
-        str(args.hostfile) if args.hostfile else None,
-        args.host_discovery_script or None,
-        args.slots,
-        driver.DISCOVER_HOSTS_FREQUENCY_SECS,
+    spec = function_job(
+        config,
+        executable=args.executable,
+        is_verbose=bool(args.verbose),
+        hosts=chosen_hosts(
+            args.hosts or None,
+            str(args.hostfile) if args.hostfile else None,
+            args.host_discovery_script or None,
+            args.slots,
+            driver.DISCOVER_HOSTS_FREQUENCY_SECS,
+        ),
+        ssh=SshSettings(args.ssh_port, args.ssh_identity_file or ""),
+        interfaces=tuple(args.nics or ()),
+        environment=config_parser.set_env_from_args(dict(env or {}), args),
+        output_directory=None if args.output_filename is None else Path(args.output_filename),
+        prefix_timestamp=bool(args.prefix_output_with_timestamp),
     )
-    asked: dict[str, Any] = {
-        "hosts": hosts,
-        "output": output_options(config, args.output_filename, bool(args.prefix_output_with_timestamp)),
-        "is_verbose": bool(args.verbose),
-        "start": start_by_ssh(SshSettings(args.ssh_port, args.ssh_identity_file or ""), args.nics or ()),
-        "environment": config_parser.set_env_from_args(dict(env or {}), args),
-    }
     if args.run_func is not None:
         try:
-            return run_function(args.run_func, config, executable=args.executable, **asked)
+            return run_function(args.run_func, spec)
         except FunctionFailed as error:
             raise RuntimeError(_failed(str(error))) from error
-    outcome = run_and_wait(config, checked(args.command), **asked)
+    outcome = run_and_wait(replace(spec, command=tuple(checked(args.command))))
     if outcome.exit_code != 0:
         raise RuntimeError(_failed(outcome.reason))
     return None
