@@ -9,6 +9,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from farandole.base.command_parser import USAGE_ERROR, Parser, add_json, value_counts
@@ -119,26 +120,10 @@ def _options(given: argparse.Namespace, command: Sequence[str]) -> ManifestOptio
         raise ConfigError(f"--run-options {given.run_options!r}: {error}") from None
     if given.gpus < 0:
         raise ConfigError(f"--gpus must not be negative, got {given.gpus}")
-    return ManifestOptions(
-        name=given.name,
-        image=given.image,
-        command=tuple(command),
-        num_proc=given.num_proc,
-        min_np=given.min_np,
-        max_np=given.max_np,
-        slots=(given.gpus or 1) if given.slots is None else given.slots,
-        gpus=given.gpus,
-        cpu=given.cpu,
-        memory=given.memory,
-        shared_memory=given.shared_memory,
-        namespace=given.namespace,
-        kind=given.kind,
-        queue=given.queue,
-        secret=given.secret,
-        tls_secret=given.tls_secret,
-        token=secrets.token_hex(32),
-        run_options=tuple(run_options),
-    )
+    names = {each.name for each in fields(ManifestOptions)}
+    given.slots = (given.gpus or 1) if given.slots is None else given.slots
+    given.command, given.run_options, given.token = tuple(command), tuple(run_options), secrets.token_hex(32)
+    return ManifestOptions(**{name: value for name, value in vars(given).items() if name in names})
 
 
 def _json(options: ManifestOptions) -> str:

@@ -70,13 +70,19 @@ class ManifestOptions:
         for flag, value in (("-np", self.num_proc), ("--slots", self.slots), ("--min-np", self.min_np)):
             if value < 1:
                 raise ConfigError(f"{flag} must be at least 1, got {value}")
-        most = self.num_proc if self.max_np is None else self.max_np
-        if not self.min_np <= self.num_proc <= most:
-            raise ConfigError(f"-np {self.num_proc} must be between --min-np {self.min_np} and --max-np {most}")
+        if not self.min_np <= self.num_proc <= self.most_workers:
+            raise ConfigError(
+                f"-np {self.num_proc} must be between --min-np {self.min_np} and --max-np {self.most_workers}"
+            )
         if self.num_proc % self.slots:
             raise ConfigError(f"-np {self.num_proc} is no multiple of --slots {self.slots}, the workers of one pod")
         if not self.command:
             raise ConfigError("the command of the workers is missing, for example: python train.py")
+
+    @property
+    def most_workers(self) -> int:
+        """As in JobConfig."""
+        return self.num_proc if self.max_np is None else self.max_np
 
     @property
     def pods(self) -> int:
@@ -223,7 +229,7 @@ def _coordinator_spec(options: ManifestOptions, worker: str = "worker") -> Manif
         labels = f"{_JOBSET_NAME}=$(FARANDOLE_JOBSET),{_REPLICATED_JOB}={worker}"
     arguments = [
         *("-np", str(options.num_proc), "--min-np", str(options.min_np)),
-        *("--max-np", str(options.max_np or options.num_proc)),
+        *("--max-np", str(options.most_workers)),
         *("--host", "$(FARANDOLE_POD_IP)", "--port", str(PORT), "--token-file", f"{_SECRET_FOLDER}/token"),
         *("--grace", str(_GRACE_S), *_tls_option(options)),
         *("--kubernetes", labels, *options.run_options, "--", *(each.replace("$(", "$$(") for each in options.command)),

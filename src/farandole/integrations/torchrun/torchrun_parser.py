@@ -9,8 +9,7 @@ from typing import Any
 
 from farandole import __version__
 from farandole.base.command_parser import Parser
-from farandole.job.launch.job_spec import PROGRESS
-from farandole.job.launch.run_parser import PAGE_HELP, PROGRESS_HELP, TRACES_HELP
+from farandole.job.launch.common_options import add_loudness, add_page
 
 PROGRAM = "farandole torchrun"
 STATIC_PORT = 29500
@@ -191,13 +190,5 @@ def _ours(parser: argparse.ArgumentParser) -> None:
         "each node needs a copy",
     )
     group.add_argument("--events", type=Path, metavar="FILE", help="append every event of the job to FILE, as JSON")
-    group.add_argument("--page", nargs="?", const="", metavar="HOST:PORT", help=PAGE_HELP)
-    group.add_argument("--traces", nargs="?", const="", metavar="URL", help=TRACES_HELP)
-    group.add_argument("--progress", choices=PROGRESS, default=PROGRESS[0], help=PROGRESS_HELP)
-    loudness = group.add_mutually_exclusive_group()
-    parser.set_defaults(loudness="NORMAL")
-    for flags, name, text in (
-        (("-q", "--quiet"), "QUIET", "show only warnings and the result"),
-        (("--verbose",), "VERBOSE", "show every event of the job"),
-    ):
-        loudness.add_argument(*flags, dest="loudness", action="store_const", const=name, help=text)
+    add_page(group)
+    add_loudness(group)

@@ -22,10 +22,10 @@ from farandole.job.agent.network_addresses import own_addresses
 from farandole.job.agent.preemption import Notice, watch_for_notices
 from farandole.job.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.job.engines.host_list import HostSlots
+from farandole.job.launch.common_options import PREEMPTION_HELP, add_loudness
 from farandole.job.launch.job_files import JobFile, read_job_file
 from farandole.job.launch.joining import read_token_file, tls_folder
 from farandole.job.launch.report import Loudness, Report
-from farandole.job.launch.run_parser import PREEMPTION_HELP
 from farandole.registry import factory
 
 CANNOT_JOIN = 1
@@ -146,12 +146,7 @@ def agent_parser() -> argparse.ArgumentParser:
         "unless it ends with 0 (default: %(default)s)",
     )
     add("--preemption", default="none", metavar="CLOUD", help=PREEMPTION_HELP)
-    loudness = parser.add_mutually_exclusive_group()
-    parser.set_defaults(loudness="NORMAL")
-    loudness.add_argument(
-        "-q", "--quiet", dest="loudness", action="store_const", const="QUIET", help="show only warnings and the result"
-    )
-    loudness.add_argument("--verbose", dest="loudness", action="store_const", const="VERBOSE", help="show every event")
+    add_loudness(parser, every_event="show every event")
     return parser
 
 

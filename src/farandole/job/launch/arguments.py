@@ -42,6 +42,7 @@ from farandole.job.launch.joining import (
     joining,
     local_hosts,
     slurm_job_file,
+    source_of_hosts,
     state_job_file,
     tls_folder,
 )
@@ -261,12 +262,8 @@ def _in_vain(options: argparse.Namespace) -> list[str]:
 
 def _leaves_nodes_idle(options: argparse.Namespace) -> bool:
     """Return whether the command runs once in a Slurm job of several nodes, and uses this one alone."""
-    names_hosts = (
-        *(options.hosts, options.hostfile, options.host_discovery_script, options.token_file, options.job_file),
-        options.slurm or None,
-    )
-    inside = read_slurm_variables()
-    if inside is None or inside.step_tasks or any(each is not None for each in names_hosts):
+    inside, has_agents = read_slurm_variables(), options.token_file is not None or options.job_file is not None
+    if inside is None or inside.step_tasks or has_agents or source_of_hosts(options):
         return False
     return "," in inside.node_list or "[" in inside.node_list
 

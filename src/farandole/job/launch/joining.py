@@ -49,17 +49,11 @@ def state_job_file(options: argparse.Namespace) -> Path | None:
         return None
     if options.patience is not None and not 0 < options.patience < float("inf"):
         raise ConfigError(f"--patience must be a number of seconds > 0, got {options.patience:g}")
-    for flag, value in (
-        ("--hosts", options.hosts),
-        ("--hostfile", options.hostfile),
-        ("--host-discovery-script", options.host_discovery_script),
-        ("--slurm", options.slurm or None),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"--state cannot be combined with {flag}: the agents that this command starts end with it; start "
-                "`farandole agent --job-file FILE` on the other machines"
-            )
+    if flag := source_of_hosts(options):
+        raise ConfigError(
+            f"--state cannot be combined with {flag}: the agents that this command starts end with it; start "
+            "`farandole agent --job-file FILE` on the other machines"
+        )
     if isinstance(options.state, str):
         if options.token_file is None:
             raise ConfigError(
@@ -69,6 +63,13 @@ def state_job_file(options: argparse.Namespace) -> Path | None:
         return None
     folder: Path = options.state.absolute()
     return folder / "job" if options.job_file is None else None
+
+
+def source_of_hosts(options: argparse.Namespace) -> str:
+    """Return the given option that determines on which hosts agents are started; empty: none is given."""
+    names = ("hosts", "hostfile", "host_discovery_script", "slurm")
+    given = [name for name in names if getattr(options, name) not in (None, False)]
+    return f"--{given[0].replace('_', '-')}" if given else ""
 
 
 def slurm_job_file(job: str) -> Path:
@@ -82,14 +83,8 @@ def local_hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
         raise ConfigError(
             "--local-slots needs --token-file or --job-file: no agent of another machine could join without it"
         )
-    for flag, value in (
-        ("--hosts", options.hosts),
-        ("--hostfile", options.hostfile),
-        ("--host-discovery-script", options.host_discovery_script),
-        ("--slurm", options.slurm or None),
-    ):
-        if value is not None:
-            raise ConfigError(f"--local-slots and {flag} both determine where workers run; give one of them")
+    if flag := source_of_hosts(options):
+        raise ConfigError(f"--local-slots and {flag} both determine where workers run; give one of them")
     if options.local_slots < 0:
         raise ConfigError(f"--local-slots must not be negative, got {options.local_slots}")
     return (HostSlots("localhost", options.local_slots),) if options.local_slots else ()

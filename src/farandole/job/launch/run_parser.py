@@ -10,33 +10,8 @@ from farandole import __version__
 from farandole.base.command_parser import Parser, value_counts
 from farandole.base.config import JobConfig
 from farandole.job.launch.build_description import describe_build
-from farandole.job.launch.job_spec import PROGRESS
+from farandole.job.launch.common_options import PREEMPTION_HELP, add_loudness, add_page
 from farandole.registry import factory
-
-PREEMPTION_HELP = (
-    "watch the notices by which a cloud announces that this machine will be taken away: aws, gcp, azure; auto: the "
-    "cloud that the firmware names; CLOUD=URL: another address of its metadata service (default: none)"
-)
-"""The help text of --preemption, which several commands have."""
-
-PROGRESS_HELP = (
-    "a line at the bottom of the terminal with epoch, step, samples per second and workers; auto: where standard error "
-    "is a terminal that can redraw it, and standard output is not a pipe, unless -q is given (default: auto)"
-)
-"""The help text of --progress, which two commands have."""
-
-PAGE_HELP = (
-    "serve the live page of the job, and metrics for Prometheus; --page=HOST:PORT: at that address (default: "
-    "127.0.0.1:8470, or the next port that is free); needs the extra farandole[page]"
-)
-"""The help text of --page, which two commands have."""
-
-TRACES_HELP = (
-    "export regroups and checkpoints as spans of OpenTelemetry, over HTTP to the collector that its environment "
-    "variables name (default: http://localhost:4318/v1/traces); --traces=URL: to that address. The process of the page "
-    "does it, so the page is served, too; needs the extra farandole[traces]"
-)
-"""The help text of --traces, which two commands have."""
 
 STATE_PATIENCE_S = 600.0
 """Seconds for which agents keep their workers without a launcher, unless --patience is given."""
@@ -369,22 +344,14 @@ def _output(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="append every event of the job to FILE, one JSON object per line",
     )
-    group.add_argument("--page", nargs="?", const="", metavar="HOST:PORT", help=PAGE_HELP)
-    group.add_argument("--traces", nargs="?", const="", metavar="URL", help=TRACES_HELP)
-    group.add_argument("--progress", choices=PROGRESS, default=PROGRESS[0], help=PROGRESS_HELP)
+    add_page(group)
     group.add_argument(
         "--sample-ledger",
         type=Path,
         metavar="DIR",
         help="record in DIR which samples each worker trains; see `farandole ledger check DIR`",
     )
-    loudness = group.add_mutually_exclusive_group()
-    parser.set_defaults(loudness="NORMAL")
-    for flags, name, text in (
-        (("-q", "--quiet"), "QUIET", "show only warnings and the result"),
-        (("--verbose",), "VERBOSE", "show every event of the job"),
-    ):
-        loudness.add_argument(*flags, dest="loudness", action="store_const", const=name, help=text)
+    add_loudness(group)
 
 
 def _state(text: str) -> Path | str:
