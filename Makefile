@@ -128,8 +128,8 @@ format: $(READY)  ## let ruff put everything into shape
 soak: $(READY)  ## a worker is killed every EVERY=15 seconds for MINUTES=5; FLAGS="--flag=--spares=1"
 	@$(BIN)/python -m benchmarks.soak --minutes $${MINUTES:-5} --every $${EVERY:-15} $(FLAGS)
 
-bench: $(READY)  ## recovery and step times, memory, all-reduce; 15 minutes
-	@$(BIN)/python -m benchmarks.run
+bench: $(READY)  ## recovery and step times, memory, all-reduce; three quarters of an hour; ONLY="recovery restart": these parts
+	@$(BIN)/python -m benchmarks.run $(if $(ONLY),--only $(ONLY))
 
 paths: $(READY)  ## how many files run from a kill to the next step, in a step, in an all-reduce; FLAGS=--list
 	@$(BIN)/python -m benchmarks.files_on_path $(FLAGS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 TRANSPORTS = {"tcp": "TCP", "shm": "shared memory", "hierarchical": "hierarchical"}
@@ -48,6 +52,7 @@ class OneHost:
                     stderr=subprocess.STDOUT,
                     text=True,
                     cwd=ROOT,
+                    start_new_session=True,
                 )
                 for rank in range(processes)
             ]
@@ -74,13 +79,44 @@ def farandole_run(workers: int, transport: str, flags: Sequence[str] = ()) -> li
 def run_processes(
     command: Sequence[str], arguments: Sequence[str], folder: Path, timeout_s: float = TIMEOUT_S
 ) -> dict[str, Any]:
-    """Run a command that writes `folder`/result.json. Raises RuntimeError when it fails."""
+    """Run a command that writes `folder`/result.json, and whose processes mention the folder in their command lines.
+
+    Raises RuntimeError when it fails or takes longer. None of its processes is left then.
+    """
     words = [*command, *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
-    result = folder / "result.json"
-    if done.returncode != 0 or not result.exists():
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    return dict(json.loads(result.read_text()))
+    said = folder / "output"  # a file: what is left of a job would keep a pipe open
+    with said.open("wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{' '.join(words)} had not ended after {timeout_s:g} s:\n{said.read_text()}") from None
+    finally:
+        end_all(process, folder)
+    if process.returncode != 0 or not (folder / "result.json").exists():
+        raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}:\n{said.read_text()}")
+    return result_of(folder)
+
+
+def end_all(process: subprocess.Popen[Any], folder: Path) -> None:
+    """Kill a process that leads its group, that group, and every process whose command line mentions the folder.
+
+    torchrun's workers are in sessions of their own: they survive torchrun when it is killed. The path of a temporary
+    folder names those of one job.
+    """
+    end_group(process)
+    for other in psutil.process_iter(["cmdline"]):
+        if other.pid != os.getpid() and any(str(folder) in word for word in other.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.Error):
+                other.kill()
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a process, and its group if it leads one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
 
 
 def wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) -> None:
@@ -95,8 +131,7 @@ def wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) -
         raise RuntimeError(f"not done after {timeout_s:g} s") from error
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            end_group(process)
 
 
 def result_of(folder: Path) -> dict[str, Any]:

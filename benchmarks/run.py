@@ -1,6 +1,6 @@
 """All benchmarks: prints tables, and writes them and a picture into benchmarks/results/. Measures; asserts no time.
 
-python -m benchmarks.run                                             everything, in a quarter of an hour
+python -m benchmarks.run                                             everything, in three quarters of an hour
 python -m benchmarks.run --only step-time --models mlp --workers 2 --transports tcp --turns 5
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -39,12 +40,30 @@ from farandole.testing.lab import why_not
 
 RESULTS = Path(__file__).parent / "results"
 _ON_A_LAB = ("host-faults", "patience")
+MINUTES = {
+    "recovery": 8,
+    "in-place": 2,
+    "restart": 2,
+    "host-faults": 4,
+    "patience": 2,
+    "step-time": 6,
+    "small-batches": 3,
+    "busy-machine": 9,
+    "all-reduce": 2,
+    "commit": 3,
+    "memory": 1,
+    "data-order": 1,
+    "data-parallel": 1,
+    "alone": 4,
+}
+"""The parts, and what each takes by default on two cores; `--kills`, `--times`, `--turns` and `--seconds` change it."""
+
 _LARGE = {"width": 707, "layers": 50}  # of the recovery benchmark's model
 _ALONE_MODELS = ("mlp", "gpt")  # the one with the shortest steps, and one of many layers
 _LONGER = 2.0  # seconds of a job that looks for one or two percent, beside another one's
 
 
-def main() -> None:
+def main() -> int:
     options = _parse()
     parts: dict[str, Callable[[], list[dict[str, Any]] | dict[str, Any]]] = {
         "recovery": lambda: recovery_table(options.kills, options.seed),
@@ -71,38 +90,37 @@ def main() -> None:
     results = _before(options.output)
     results["machine"] = machine()
     print("machine: " + ", ".join(f"{key} {value}" for key, value in results["machine"].items()), flush=True)
+    chosen = [name for name in parts if options.only is None or name in options.only]
+    print(f"{len(chosen)} parts; by default they take some {sum(MINUTES[name] for name in chosen)} min", flush=True)
+    failed = []
     begin_s = time.monotonic()
-    for name, measure in parts.items():
+    for number, name in enumerate(chosen, 1):
         if name in _ON_A_LAB and (reason := why_not()) is not None:
             print(f"\n{name}: not measured, {reason}", flush=True)
-        elif options.only is None or name in options.only:
-            results[name.replace("-", "_")] = measure()
-            results.setdefault("measured", {})[name] = machine()["date"]
-            print(f"({name}: done, {(time.monotonic() - begin_s) / 60:.1f} min since the start)", flush=True)
-            _write(results, options.output)
+            continue
+        print(f"\n[{number} of {len(chosen)}] {name}: some {MINUTES[name]} min", end="", flush=True)
+        try:
+            results[name.replace("-", "_")] = parts[name]()
+        except (
+            RuntimeError,
+            TimeoutError,
+        ) as error:  # of a job; the other parts are of use without it
+            failed.append(name)
+            print(f"({name}: FAILED, {error})", flush=True)
+            continue
+        results.setdefault("measured", {})[name] = machine()["date"]
+        print(f"({name}: done, {(time.monotonic() - begin_s) / 60:.1f} min since the start)", flush=True)
+        _write(results, options.output)
     print(f"\nwritten to {options.output}")
-    if options.publish:
+    if options.publish and not failed:
         _publish(results, options.output)
+    print(f"failed: {', '.join(failed)}" if failed else "all parts were measured")
+    return len(failed)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [
-        "recovery",
-        "in-place",
-        "restart",
-        *_ON_A_LAB,
-        "step-time",
-        "small-batches",
-        "busy-machine",
-        "all-reduce",
-        "commit",
-        "memory",
-        "data-order",
-        "data-parallel",
-        "alone",
-    ]
-    parser.add_argument("--only", nargs="+", choices=names, help="these parts; the others stay as they were measured")
+    parser.add_argument("--only", nargs="+", choices=MINUTES, help="these parts; the others stay as they were measured")
     parser.add_argument("--models", nargs="+", choices=TASKS, default=list(TASKS), help="of the step times")
     parser.add_argument(
         "--ways",
@@ -189,4 +207,4 @@ def recovery_table(kills: int, seed: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
