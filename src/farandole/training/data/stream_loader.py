@@ -96,7 +96,8 @@ class StreamLoader(ElasticLoader):
         ```python
         class Lines(torch.utils.data.IterableDataset):
             def __iter__(self):
-                return iter([(torch.randn(8), 0), (torch.randn(8), 1)] * 20)
+                chance = torch.Generator().manual_seed(0)  # every worker reads the same samples
+                return iter([(torch.randn(8, generator=chance), i % 2) for i in range(40)])
 
 
         loader = fd.elastic.StreamLoader(Lines(), global_batch_size=8)

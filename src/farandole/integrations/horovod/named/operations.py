@@ -227,8 +227,8 @@ def alltoall(
         NotInitialized: `init()` was not called.
 
     Examples:
-        >>> rows, counts = fd.alltoall(torch.arange(3), splits=[3])  # all three rows to rank 0, the only worker
-        >>> rows
+        >>> rows, counts = fd.alltoall(torch.arange(3 * fd.size()), splits=[3] * fd.size())  # three rows to each rank
+        >>> rows  # of a worker that is alone
         tensor([0, 1, 2])
     """
     call = Call(Kind.ALLTOALL, name, process_set, is_awaited=True)
