@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "src" / "farandole"
 LINES = {
     "base": 7400,
     "job": 21360,
-    "training": 29030,
+    "training": 29040,
     "integrations": 27100,
     "testing": 2580,
     "doors": 590,
