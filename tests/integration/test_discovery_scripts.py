@@ -15,7 +15,7 @@ from threading import Event
 import pytest
 
 from farandole.job.engines.discovery import DiscoveryFailed, ScriptDiscovery
-from farandole.job.engines.host_list import HostSlots
+from farandole.job.engines.host_list import HostScript, HostSlots
 from tests.support.jobs import processes_with
 from tests.support.waiting import DEADLINE_S, run
 
@@ -59,7 +59,7 @@ async def fails_by_time(command: str) -> None:
     before = -1
     for _ in range(2):
         with pytest.raises(DiscoveryFailed, match=r"did not end within 0.3 s and was killed"):
-            await ScriptDiscovery(command, time_limit_s=0.3).find()
+            await ScriptDiscovery(HostScript(command), time_limit_s=0.3).find()
         assert before in (-1, descriptors())
         before = descriptors()
 
@@ -78,7 +78,7 @@ def test_a_script_is_killed_when_nobody_wants_to_know_any_more(tmp_path: Path, l
     os.mkfifo(fifo := tmp_path / "fifo")
 
     async def test() -> None:
-        asking = asyncio.ensure_future(ScriptDiscovery(f"{lasting.command} & echo runs > {fifo}").find())
+        asking = asyncio.ensure_future(ScriptDiscovery(HostScript(f"{lasting.command} & echo runs > {fifo}")).find())
         assert await asyncio.to_thread(fifo.read_text) == "runs\n"
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -89,7 +89,7 @@ def test_a_script_is_killed_when_nobody_wants_to_know_any_more(tmp_path: Path, l
 
 
 def test_what_a_script_leaves_in_the_background_with_an_output_of_its_own_may_live_on(lasting: Lasting) -> None:
-    found = run(ScriptDiscovery(f"{lasting.command} >/dev/null 2>&1 & echo localhost:2").find())
+    found = run(ScriptDiscovery(HostScript(f"{lasting.command} >/dev/null 2>&1 & echo localhost:2")).find())
     assert found == (HostSlots("localhost", 2),)
     assert lasting.comes_to(1)
 
@@ -97,22 +97,22 @@ def test_what_a_script_leaves_in_the_background_with_an_output_of_its_own_may_li
 @pytest.mark.parametrize("command", ["yes", "yes >&2", "yes localhost:2 & wait"])
 def test_a_script_that_writes_without_end_is_killed_before_it_fills_the_memory(command: str) -> None:
     with pytest.raises(DiscoveryFailed, match=r"more than \d+ bytes to its standard (output|error) and was killed"):
-        run(ScriptDiscovery(command).find())
+        run(ScriptDiscovery(HostScript(command)).find())
 
 
 def test_what_a_script_says_about_itself_is_shortened() -> None:
     with pytest.raises(DiscoveryFailed) as caught:
-        run(ScriptDiscovery("seq 100000 >&2; exit 3").find())
+        run(ScriptDiscovery(HostScript("seq 100000 >&2; exit 3")).find())
     assert "exit code 3: " in str(caught.value)
     assert str(caught.value).endswith("100000")
     assert len(str(caught.value)) < 1000
     with pytest.raises(DiscoveryFailed, match="at most 253 characters") as caught:
-        run(ScriptDiscovery("head -c 1000000 /dev/zero | tr '\\0' a").find())
+        run(ScriptDiscovery(HostScript("head -c 1000000 /dev/zero | tr '\\0' a")).find())
     assert len(str(caught.value)) < 1000
 
 
 def test_more_hosts_and_slots_than_a_job_may_have_are_refused() -> None:
     with pytest.raises(DiscoveryFailed, match="at most 4096 slots, got 1000000000"):
-        run(ScriptDiscovery("echo a:1000000000").find())
+        run(ScriptDiscovery(HostScript("echo a:1000000000")).find())
     with pytest.raises(DiscoveryFailed, match="a job may have 32768 hosts and 65536 slots"):
-        run(ScriptDiscovery("seq -f 'a%g:4000' 20").find())
+        run(ScriptDiscovery(HostScript("seq -f 'a%g:4000' 20")).find())

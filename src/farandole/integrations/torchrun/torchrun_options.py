@@ -119,7 +119,7 @@ def _options(options: argparse.Namespace, command: Sequence[str], settings: Torc
     workers = _worker_count(options.nproc_per_node, settings)
     notes = [
         f"--{name.replace('_', '-')} {getattr(options, name)} has no effect: {reason}"
-        for name, default, reason in WITHOUT_EFFECT
+        for name, default, _, reason in WITHOUT_EFFECT
         if getattr(options, name) != default
     ]
     environment = {"ROLE_NAME": options.role}

@@ -17,20 +17,21 @@ GRACE_S = 30.0
 """Seconds from SIGTERM to SIGKILL: torch/distributed/elastic/multiprocessing/api.py, _get_default_shutdown_timeout."""
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_METHODS = ["spawn", "fork", "forkserver"]
 
-WITHOUT_EFFECT = (
-    ("monitor_interval", 0.1, "the end of a worker is detected at once, not by looking at intervals"),
-    ("start_method", "spawn", "workers are commands, not functions; --fork-server determines how they start"),
-    ("event_log_handler", "null", "--events FILE writes the events of the job"),
-    ("logs_specs", None, "plug-ins for logs are not loaded"),
-    ("numa_binding", None, "workers are not bound to cores; numactl in front of the command does that"),
-    ("signals_to_handle", _SIGNALS, "SIGTERM, SIGINT and SIGHUP end the job"),
-    ("duplicate_stdout_filters", "", "lines are not filtered; --tee writes all of them"),
-    ("duplicate_stderr_filters", "", "lines are not filtered; --tee writes all of them"),
-    ("virtual_local_rank", False, "LOCAL_RANK is the real one, and all devices are visible to each worker"),
-    ("local_addr", None, "other nodes reach this one at the address at which the coordinator reaches it"),
+WITHOUT_EFFECT: tuple[tuple[str, Any, str | list[str], str], ...] = (
+    ("monitor_interval", 0.1, "S", "the end of a worker is detected at once, not by looking at intervals"),
+    ("start_method", "spawn", _METHODS, "workers are commands, not functions; --fork-server determines how they start"),
+    ("event_log_handler", "null", "NAME", "--events FILE writes the events of the job"),
+    ("logs_specs", None, "NAME", "plug-ins for logs are not loaded"),
+    ("numa_binding", None, "MODE", "workers are not bound to cores; numactl in front of the command does that"),
+    ("signals_to_handle", _SIGNALS, "NAME,...", "SIGTERM, SIGINT and SIGHUP end the job"),
+    ("duplicate_stdout_filters", "", "TEXT,...", "lines are not filtered; --tee writes all of them"),
+    ("duplicate_stderr_filters", "", "TEXT,...", "lines are not filtered; --tee writes all of them"),
+    ("local_addr", None, "HOST", "other nodes reach this one at the address at which the coordinator reaches it"),
+    ("virtual_local_rank", False, "", "LOCAL_RANK is the real one, and all devices are visible to each worker"),
 )
-"""Options that are accepted without effect: the option's name, its default, the reason."""
+"""Options that are accepted without effect: the option's name, its default, its value's name or choices, the reason."""
 
 
 def torchrun_parser(defaults: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
@@ -148,22 +149,15 @@ def _logs(given: _Adder) -> None:
 
 def _unused(given: _Adder) -> None:
     given.group("options of torchrun that are accepted without effect")
-    why = {name: reason for name, _, reason in WITHOUT_EFFECT}
-    given.option("--monitor-interval", type=float, default=0.1, metavar="S", help=why["monitor_interval"])
-    given.option("--start-method", choices=["spawn", "fork", "forkserver"], default="spawn", help=why["start_method"])
-    for name, metavar in (
-        ("event-log-handler", "NAME"),
-        ("logs-specs", "NAME"),
-        ("numa-binding", "MODE"),
-        ("signals-to-handle", "NAME,..."),
-        ("duplicate-stdout-filters", "TEXT,..."),
-        ("duplicate-stderr-filters", "TEXT,..."),
-        ("local-addr", "HOST"),
-    ):
-        key = name.replace("-", "_")
-        default = next(default for each, default, _ in WITHOUT_EFFECT if each == key)
-        given.option(f"--{name}", default=default, metavar=metavar, help=why[key])
-    given.switch("--virtual-local-rank", help=why["virtual_local_rank"])
+    for name, default, value, reason in WITHOUT_EFFECT:
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            given.switch(flag, help=reason)
+        elif isinstance(value, list):
+            given.option(flag, default=default, choices=value, help=reason)
+        else:
+            kind = float if isinstance(default, float) else str
+            given.option(flag, default=default, type=kind, metavar=value, help=reason)
     given.group("time limits, in seconds")
     given.option(
         "--shutdown-timeout",

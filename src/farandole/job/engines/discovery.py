@@ -54,27 +54,12 @@ class ScriptDiscovery:
     """Runs a command (in a shell, as Horovod does) whose output names a host in each line: `host` or `host:slots`.
     Empty output means that no host is available now; it is believed after a few times (HostsSource).
 
-    default_slots  slots of hosts without a number
-    time_limit_s   a run that takes longer is killed, and counts as failed
+    time_limit_s  a run that takes longer is killed, and counts as failed
     """
 
-    def __init__(
-        self,
-        command: str,
-        default_slots: int = 1,
-        *,
-        period_s: float | None = None,
-        time_limit_s: float = SCRIPT_TIME_LIMIT_S,
-    ) -> None:
-        if default_slots < 1:
-            raise ConfigError(f"--slots-per-host must be at least 1, got {default_slots}")
-        self.period_s = DISCOVERY_PERIOD_S if period_s is None else period_s
-        self._command, self._default_slots, self._time_limit_s = command, default_slots, time_limit_s
-
-    @classmethod
-    def of(cls, script: HostScript) -> ScriptDiscovery:
-        """Return the discovery that runs this script."""
-        return cls(script.command, script.slots, period_s=script.period_s)
+    def __init__(self, script: HostScript, time_limit_s: float = SCRIPT_TIME_LIMIT_S) -> None:
+        self.period_s = DISCOVERY_PERIOD_S if script.period_s is None else script.period_s
+        self._script, self._time_limit_s = script, time_limit_s
 
     async def find(self) -> tuple[HostSlots, ...]:
         """Run the command once. Raises DiscoveryFailed when it fails, takes too long or writes anything but hosts."""
@@ -82,7 +67,7 @@ class ScriptDiscovery:
         hosts: dict[str, HostSlots] = {}
         for line in filter(None, map(str.strip, text.splitlines())):
             try:
-                host = parse_host(line, self._default_slots)
+                host = parse_host(line, self._script.slots)
             except ConfigError as error:
                 written = line[:_REPORTED_CHARACTERS]
                 raise self._failed(
@@ -98,7 +83,7 @@ class ScriptDiscovery:
     async def _run(self) -> str:
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_shell(
-                self._command,
+                self._script.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -133,7 +118,7 @@ class ScriptDiscovery:
         return out.decode("utf-8", "backslashreplace")
 
     def _failed(self, how: str) -> DiscoveryFailed:
-        return DiscoveryFailed(f"the host discovery script {self._command!r} {how}")
+        return DiscoveryFailed(f"the host discovery script {self._script.command!r} {how}")
 
 
 class _TooMuch(Exception):

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
 from farandole.base.config import LONGEST_NAME, MOST_AGENTS, MOST_SLOTS, MOST_WORKERS
 from farandole.errors import ConfigError
@@ -44,11 +45,20 @@ class HostScript:
 
     slots     of hosts without a number
     period_s  seconds between an answer and the next run; None: as DISCOVERY_PERIOD_S in discovery.py
+
+    Raises ConfigError for fewer than one slot.
     """
 
     command: str
     slots: int = 1
     period_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ConfigError(f"--slots-per-host must be at least 1, got {self.slots}")
+
+
+Hosts: TypeAlias = tuple[HostSlots, ...] | HostScript | None
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,22 @@ def check_total(hosts: Collection[HostSlots]) -> None:
         raise ConfigError(
             f"{len(hosts)} hosts with {slots} slots: a job may have {MOST_AGENTS} hosts and {MOST_WORKERS} slots"
         )
+
+
+def chosen_hosts(
+    hosts: str | None, hostfile: str | None, script: str | None, slots: int | None, period_s: float | None = None
+) -> Hosts:
+    """Return the hosts of the workers; the script is run again `period_s` seconds after each answer. Raises ConfigError
+    when more than one source is named, or the one cannot be read."""
+    named = {"hosts": hosts, "hostfile": hostfile, "host_discovery_script": script}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"only one of {' and '.join(given)} can determine where the workers run")
+    if hosts is not None:
+        return parse_hosts(hosts, slots or 1)
+    if hostfile is not None:
+        return parse_hostfile(hostfile)
+    return None if script is None else HostScript(script, slots or 1, period_s)
 
 
 def parse_hosts(text: str, default_slots: int = 1) -> tuple[HostSlots, ...]:

@@ -25,16 +25,9 @@ from farandole.base.env import (
     strict_environment,
 )
 from farandole.errors import ConfigError
-from farandole.job.engines.host_list import (
-    HostScript,
-    HostSlots,
-    PodSelection,
-    SshSettings,
-    parse_hostfile,
-    parse_hosts,
-)
+from farandole.job.engines.host_list import Hosts, HostSlots, PodSelection, SshSettings, chosen_hosts
 from farandole.job.launch.command import alias_environment, checked
-from farandole.job.launch.job_spec import PATIENCE_S, Hosts, JobSpec
+from farandole.job.launch.job_spec import PATIENCE_S, JobSpec
 from farandole.job.launch.joining import (
     STORE_IS_PLAIN,
     check_address,
@@ -359,11 +352,7 @@ def _hosts(options: argparse.Namespace) -> Hosts:
         return local_hosts(options)
     if options.kubernetes is not None and options.token_file is not None:
         return ()  # all workers run in the pods
-    if options.hosts is not None:
-        return parse_hosts(options.hosts, slots)
-    if options.hostfile is not None:
-        return parse_hostfile(options.hostfile)
-    return None if options.host_discovery_script is None else HostScript(options.host_discovery_script, slots)
+    return chosen_hosts(options.hosts, options.hostfile, options.host_discovery_script, slots)
 
 
 def checkpoint_settings(place: str | Path | None, every: str, keep: int) -> CheckpointEnv | None:

@@ -164,7 +164,7 @@ class _JobRun:
     def _hosts(self) -> tuple[HostSlots, ...] | HostDiscovery | None:
         if self._additions.finds_hosts:
             return cast(HostDiscovery, self._engine)
-        return ScriptDiscovery.of(self._spec.hosts) if isinstance(self._spec.hosts, HostScript) else self._spec.hosts
+        return ScriptDiscovery(self._spec.hosts) if isinstance(self._spec.hosts, HostScript) else self._spec.hosts
 
     async def run(self) -> Outcome:
         """Run the job to its end."""

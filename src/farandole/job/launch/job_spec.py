@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from farandole.base.config import ForkServerUse, JobConfig, Preemption
 from farandole.base.env import CheckpointEnv
 from farandole.errors import ConfigError
-from farandole.job.engines.host_list import HostScript, HostSlots, PodSelection, SshSettings
+from farandole.job.engines.host_list import Hosts, PodSelection, SshSettings
 from farandole.job.launch.joining import Joining
 from farandole.job.launch.page_address import PageOptions
 
@@ -25,8 +25,6 @@ PROGRESS = ("auto", "never", "always")
 
 PATIENCE_S = 10.0
 """Seconds for which agents wait for the next coordinator of a living launcher, which needs a fraction of one."""
-
-Hosts: TypeAlias = tuple[HostSlots, ...] | HostScript | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,13 +11,12 @@ from typing import Any, TypeVar, Unpack
 
 from farandole.base.config import JobConfig
 from farandole.base.wire.function_call import FunctionJob
-from farandole.errors import ConfigError
 from farandole.job.coordinator.server import Outcome
-from farandole.job.engines.host_list import HostScript, SshSettings, parse_hostfile, parse_hosts
+from farandole.job.engines.host_list import SshSettings, chosen_hosts
 from farandole.job.launch.call_options import FunctionOptions, by_name, job_of
 from farandole.job.launch.function_results import FunctionFailed, Returns, encoded, result_of
 from farandole.job.launch.job_runner import NO_ADDITIONS, Additions
-from farandole.job.launch.job_spec import Hosts, JobSpec
+from farandole.job.launch.job_spec import JobSpec
 from farandole.job.launch.job_thread import in_thread
 from farandole.job.launch.launcher import launch, reporting
 from farandole.registry import factory
@@ -181,19 +180,3 @@ def run_and_wait(spec: JobSpec, additions: Additions = NO_ADDITIONS) -> Outcome:
     the job first, with the workers' grace period."""
     with reporting(spec, is_quiet=False) as report:
         return launch(spec, report, dataclasses.replace(additions, run=in_thread))
-
-
-def chosen_hosts(
-    hosts: str | None, hostfile: str | None, script: str | None, slots: int | None, period_s: float | None = None
-) -> Hosts:
-    """Return the hosts of the workers; the script is run again `period_s` seconds after each answer. Raises ConfigError
-    when more than one source is named, or the one cannot be read."""
-    named = {"hosts": hosts, "hostfile": hostfile, "host_discovery_script": script}
-    given = [name for name, value in named.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"only one of {' and '.join(given)} can determine where the workers run")
-    if hosts is not None:
-        return parse_hosts(hosts, slots or 1)
-    if hostfile is not None:
-        return parse_hostfile(hostfile)
-    return None if script is None else HostScript(script, slots or 1, period_s)
