@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
 LINES = {
     "base": 7400,
-    "job": 21360,
+    "job": 21340,
     "training": 29040,
     "integrations": 27100,
     "testing": 2580,

@@ -4,7 +4,9 @@ registry.py."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
+from farandole.base.events import Event
 from farandole.integrations.slurm.slurm_engine import SlurmEngine
 from farandole.job.coordinator.coordinator_factory import CoordinatorFactory
 from farandole.job.launch.job_runner import Additions
@@ -16,10 +18,14 @@ from farandole.job.launch.report import Report
 def launch_in_slurm(spec: JobSpec, report: Report, factory: CoordinatorFactory | None) -> int:
     """Run a job whose `slurm` is given, and return its exit code. Raises what launch() raises."""
     assert spec.slurm is not None
-    report.detail(str(spec.slurm))
     engine = SlurmEngine(spec.slurm, spec.ssh.python, spec.requeues)
+
+    def make_engine(on_event: Callable[[Event], None]) -> SlurmEngine:
+        report.detail(str(spec.slurm))
+        return engine.report_to(on_event)
+
     additions = Additions(
-        make_engine=engine.report_to,
+        make_engine=make_engine,
         finds_hosts=True,
         listeners=(engine.watch,),
         reason_to_end=engine.reason_to_end,
