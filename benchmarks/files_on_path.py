@@ -6,6 +6,7 @@ A job of three workers with a sample ledger runs with a profiler that notes each
 the coordinator and the workers. One worker is killed. Printed are the numbers of files, and with --list the files, of
     kill        from kill -9 to the first step of the next generation: a survivor's and the launcher's together
     decision    in the same time: the coordinator's, whose process decides
+    death       of both those that do not run, in these processes, in the time before: what is there for the death
     step        an ordinary training step
     backward    loss.backward() in one of these
     allreduce   a named all-reduce
@@ -24,7 +25,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-STEPS, KILLED_AT = 60, 40
+STEPS, BEGUN_AT, KILLED_AT = 60, 2, 40
 
 _PROFILER = """
 import atexit, json, os, sys, threading, time
@@ -40,8 +41,10 @@ def note(frame, event, argument):
             calls.append((time.monotonic_ns(), place))
 def write():
     sys.setprofile(None)
-    with open(os.path.join(os.path.dirname(__file__), "calls-%d.json" % os.getpid()), "w") as file:
+    path = os.path.join(os.path.dirname(__file__), "calls-%d" % os.getpid())
+    with open(path, "w") as file:
         json.dump(calls, file)
+    os.rename(path, path + ".json")  # some processes are killed at the end of the job
 def exit_forked(code, exit=os._exit):
     write()
     exit(code)
@@ -85,7 +88,9 @@ def _measure() -> dict[str, set[str]]:
     killed_ns = int(marks.pop(min(pid for pid in marks if "killed" in marks[pid]))["killed"])
     survivor = min(marks)
     said = marks[survivor]
-    launcher, *_, coordinator = sorted(set(calls) - set(marks))  # in the order in which they were started
+    others = sorted(set(calls) - set(marks))  # in the order in which they were started
+    launcher = others[0]
+    coordinator = max(others, key=lambda pid: sum(file == "job/coordinator/decide.py" for _, file in calls[pid]))
 
     def files(pid: int, begin_ns: int, end_ns: int) -> set[str]:
         return {file for ns, file in calls[pid] if begin_ns <= ns <= end_ns}
@@ -93,8 +98,10 @@ def _measure() -> dict[str, set[str]]:
     until_ns = said["stepped"] + 20_000_000
     kill = files(survivor, killed_ns, said["stepped"]) | files(launcher, killed_ns, until_ns)
     decision = files(coordinator, killed_ns, until_ns)
+    before = {file for pid in (survivor, launcher, coordinator) for file in files(pid, said["trained"], killed_ns)}
+    death = (kill | decision) - before
     ordinary = {name: files(survivor, *said[name]) for name in ("step", "backward", "allreduce")}
-    return {"kill": kill, "decision": decision, **ordinary}
+    return {"kill": kill, "decision": decision, "death": death, **ordinary}
 
 
 def _train(folder: Path) -> None:
@@ -125,6 +132,9 @@ def _train(folder: Path) -> None:
         last_ns = 0
         for _ in loader.epochs(1):
             for inputs, targets in loader:
+                time.sleep(0.02)  # so that timers come, too
+                if state.step == BEGUN_AT:
+                    marks["trained"] = time.monotonic_ns()
                 if state.step == KILLED_AT and size() == 3 and rank() == 1:
                     marks["killed"] = time.monotonic_ns()
                     write()

@@ -3,7 +3,7 @@
 Each theme has a file. The death of a worker is handled by worker_failure.py, then regroup.py.
 
     worker_messages.py        messages of workers
-    published_checkpoints.py  which checkpoints may be published, and the return to the newest one
+    published_checkpoints.py  which checkpoints may be published
     worker_failure.py         a worker, or an agent with all its workers, is lost
     regroup.py                the bootstrap; the change from one generation to the next, its durations and costs; no
                               replacement starts before its first step

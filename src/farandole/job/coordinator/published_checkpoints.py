@@ -1,8 +1,8 @@
-"""Checkpoints from the coordinator's side: the permission to publish one, and the return to the newest one. Pure."""
+"""Checkpoints from the coordinator's side: the permission to publish one, and what became of it. Pure."""
 
 from __future__ import annotations
 
-from farandole.base.events import CheckpointFailed, CheckpointSaved, StateLost
+from farandole.base.events import CheckpointFailed, CheckpointSaved
 from farandole.base.wire.messages import CheckpointEnded, MayPublish, PublishAnswer
 from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Transition
@@ -38,26 +38,3 @@ def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
     if newest is not None and asked.progress < newest:
         return f"a newer checkpoint, of step {newest.step}, is already published"
     return ""
-
-
-# The return to the newest checkpoint ----------------------------------------------------------------------------------
-#
-# After all holders of the state are lost, newcomers read the newest checkpoint, as at the start of a job. A new run
-# id begins, so that no checkpoint of the old one is mistaken for it. The next generation is a bootstrap: rank 0 reads
-# the checkpoint, and the others copy its state.
-
-
-def is_state_lost(job: Job) -> bool:
-    """Return whether no survivor has the state that some worker has confirmed. One that is not READY may have confirmed
-    it in a message that is under way: Synced comes before READY."""
-    change = job.change
-    return job.was_synced and not any(
-        worker.synced or change is None or worker.ready != change.number for worker in job.each_survivor()
-    )
-
-
-def resume_from_checkpoint(transition: Transition) -> None:
-    """Reset the job's progress to "no state". Only for a job with a checkpoint."""
-    job = transition.job
-    transition.change(run_id=job.run_id + 1, was_synced=False, is_finishing=False, lost_at=job.steps_seen, steps_seen=0)
-    transition.log(StateLost(job.run_id + 1, "; ".join(loss.sentence for loss in job.losses_now())))

@@ -19,6 +19,7 @@ from farandole.base.events import (
     GenerationStarted,
     Recovered,
     RegroupBegan,
+    StateLost,
     TooFewWorkers,
     TrainingCutShort,
 )
@@ -26,7 +27,6 @@ from farandole.base.membership import GenerationId
 from farandole.base.wire.messages import Abort, FirstStep, Left, Prepare, Start, StartWorkers
 from farandole.job.coordinator import capacity, placements
 from farandole.job.coordinator.job import Change, Generation, Job, LinkTrouble, Loss, Recovery, Worker
-from farandole.job.coordinator.published_checkpoints import is_state_lost, resume_from_checkpoint
 from farandole.job.coordinator.sentences import counted, listed, why_not_refilled
 from farandole.job.coordinator.transition import Transition
 
@@ -334,6 +334,29 @@ def _why_hopeless(job: Job) -> str | None:
     if not (any(job.each_survivor()) or job.newcomers() or job.is_refill_due() or job.may_get_slots()):
         return f"No worker is left ({how}), and none can be started: {why_not_refilled(job)}."
     return None
+
+
+# The return to the newest checkpoint ----------------------------------------------------------------------------------
+#
+# After all holders of the state are lost, newcomers read the newest checkpoint, as at the start of a job. A new run
+# id begins, so that no checkpoint of the old one is mistaken for it. The next generation is a bootstrap: rank 0 reads
+# the checkpoint, and the others copy its state.
+
+
+def is_state_lost(job: Job) -> bool:
+    """Return whether no survivor has the state that some worker has confirmed. One that is not READY may have confirmed
+    it in a message that is under way: Synced comes before READY."""
+    change = job.change
+    return job.was_synced and not any(
+        worker.synced or change is None or worker.ready != change.number for worker in job.each_survivor()
+    )
+
+
+def resume_from_checkpoint(transition: Transition) -> None:
+    """Reset the job's progress to "no state". Only for a job with a checkpoint."""
+    job = transition.job
+    transition.change(run_id=job.run_id + 1, was_synced=False, is_finishing=False, lost_at=job.steps_seen, steps_seen=0)
+    transition.log(StateLost(job.run_id + 1, "; ".join(loss.sentence for loss in job.losses_now())))
 
 
 # Recovery -------------------------------------------------------------------------------------------------------------
