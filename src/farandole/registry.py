@@ -126,6 +126,7 @@ FACTORIES = {
     "Slurm allocation": "integrations.slurm.slurm_allocation:allocation_of",
     "Slurm node's name": "integrations.slurm.slurm_allocation:own_name",
     "Slurm node's slots": "integrations.slurm.slurm_allocation:own_slots",
+    "values of a loop": "integrations.torchrun.in_place.loop_values:LoopValues",
 }
 
 

@@ -113,6 +113,7 @@ class StepLoop:
         self._has_joined = False  # it is a newcomer that has not come to its first batch yet
         self._is_behind_batches = False  # user code runs between the last batch of an epoch and the next epoch
         self._inquiry = _inquiry(job, state) if state.is_strict else None
+        self._values = factory("values of a loop")(state) if job is not None and state.rehearse else None
         asked = read_job_env().hash_every if state.hash_every is None else state.hash_every
         self._hash_every = asked if state.is_strict else 0
         self._hashed_at = 0  # the step whose state was hashed last
@@ -164,6 +165,8 @@ class StepLoop:
             loop_hooks.install_auditor(None)
             loop_hooks.install_timer(None)
             self._drop_trial()
+            if self._values is not None:
+                self._values.forget()
             if self._records is not None:
                 self._records.close()
             step.close()
@@ -443,6 +446,8 @@ class StepLoop:
         """Restore what the loop body, or the code after an epoch's batches, has changed."""
         if step.is_undecided():
             step.take_back()
+            if self._values is not None:
+                self._values.roll_back()
         if self._rehearsal is None:
             self._state.put_back()
         else:
@@ -455,12 +460,14 @@ class StepLoop:
         needs it in strict mode, in which it may run the loop body several times for a step."""
         state, here = self._state, world.current()
         if self._newcomers and state.has_rehearsed and _may_try_newcomers(state):
+            self._begin_trial()
             self._newcomer_trial = Trial(state)
             state.on_step = self._newcomer_trial.look
             reseed(state.loader.seed, state.step, 0)
             return True
         if state.has_rehearsed or state.step == 0 or (self._job is None and not state.is_strict):
             return False
+        self._begin_trial()
         if self._loss_trial is None and not self._is_rehearsed:
             self._rehearsal = Rehearsal(state)
             state.on_step = self._rehearsal.look
@@ -473,6 +480,10 @@ class StepLoop:
             world.enter(replace(here, told_size=self._loss_trial.told_size))
             reseed(state.loader.seed, state.step, self._loss_trial.seed)
         return True
+
+    def _begin_trial(self) -> None:
+        if self._values is not None:
+            self._values.begin_trial()
 
     def part_on_trial(self) -> tuple[int, int] | None:
         """Return the part of a batch that the rehearsal has; None: the worker's own local batch."""
@@ -602,6 +613,8 @@ class StepLoop:
         is_known = state.has_rehearsed or (is_alone and not state.is_strict)
         state.capture(is_whole=not is_known)
         self._is_behind_batches = False
+        if self._values is not None:
+            self._values.take()
         if self._hash_every and state.step % self._hash_every == 0 and state.step != self._hashed_at:
             self._publish_hash(state.hash())
         self._watch.hash_due(self._checkpoints is not None and self._checkpoints.begin_if_due())
@@ -714,6 +727,8 @@ class StepLoop:
         report = synchronize(self._state, transport, bootstrap, compares_all, note, gather)
         self._watch.synchronized(report)
         self._newcomers = tuple(rank for rank, each in enumerate(report.notes) if each[0])
+        if self._newcomers and self._values is not None:
+            self._values.note_newcomer()
         if balance is not None:
             self._state.loader.meet([each[1:] for each in report.notes], transport.rank)
         return report

@@ -49,15 +49,19 @@ def set_locals(frame: FrameType, values: Mapping[str, Any]) -> None:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
-def shift_counts(by: int) -> bool:
+def shift_counts(by: int, loaders: Iterable[object] = ()) -> bool:
     """Add a number to the count of each enumerate() that is waiting for a batch now, and to the places of the sequences
     that a zip() goes through beside the batches. Returns whether all could be changed.
 
     The count has no name in Python: it is the first field of the object (CPython 3.11 to 3.14, Objects/enumobject.c,
     en_index), and is read after the batch has come. A write that does not show in `__reduce__()` is reported.
+
+    Args:
+        by: The number.
+        loaders: Further iterators, which belong to Farandole, that wait for a batch.
     """
     waiting = [frame.f_locals.get("self") for frame in frames_of_script() if frame.f_code.co_name == "__next__"]
-    asking = set(map(id, waiting))
+    asking = set(map(id, [*waiting, *loaders]))
     done = True
     for each in gc.get_objects():
         if type(each) is enumerate and _asks(each, asking):

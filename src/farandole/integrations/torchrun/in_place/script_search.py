@@ -285,7 +285,8 @@ def _is_own(file: str) -> bool:
     return file.endswith(".py") and not file.startswith(_PACKAGES) and "site-packages" not in file
 
 
-def _is_of_own_module(value: FunctionType | type) -> bool:
+def is_of_own_module(value: FunctionType | type) -> bool:
+    """Return whether a function or a class belongs to the script, and to no installed package."""
     module = sys.modules.get(value.__module__ or "")
     file = vars(module).get("__file__") if module is not None else None
     return value.__module__ == "__main__" or (isinstance(file, str) and _is_own(file))
@@ -313,7 +314,7 @@ def holder_of(path: str, value: Any) -> Holder | None:
     if isinstance(value, CellType):
         return Holder(path, value, "cell")
     if isinstance(value, FunctionType):
-        is_own = _is_own(value.__code__.co_filename) or _is_of_own_module(value)  # also where torch has decorated it
+        is_own = _is_own(value.__code__.co_filename) or is_of_own_module(value)  # also where torch has decorated it
         return Holder(path, value, "function") if is_own and _kept_by(value) else None
     if isinstance(value, MethodType):
         return holder_of(path, value.__self__)
@@ -322,7 +323,7 @@ def holder_of(path: str, value: Any) -> Holder | None:
     if is_memory(data := shared_data(value)):
         return Holder(path, data, "memory")
     if isinstance(value, type):
-        is_own = _is_of_own_module(value) and not issubclass(value, enum.Enum)
+        is_own = is_of_own_module(value) and not issubclass(value, enum.Enum)
         return Holder(path, value, "object") if is_own else None
     if isinstance(value, enum.Enum):
         return None

@@ -1,0 +1,224 @@
+"""What the loop of an elastic function keeps outside of its TorchState: variables of its functions and of the script,
+their objects, and the tensors in them.
+
+    a rehearsal    leaves no trace: values are copied before each of its loop bodies, and brought back behind it
+    a boundary     the functions' variables are remembered, and the small values that a rehearsal was seen to change
+    a fault        they are brought back, also the count of enumerate(); larger tensors keep what the body has done, and
+                   the last line of the job names them
+
+The search is that of scripts in place (script_search.py), but for objects of installed packages: they may belong to
+threads and files. Nothing is carried over to a newcomer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from farandole.integrations.torchrun.in_place.script_frames import shift_counts
+from farandole.integrations.torchrun.in_place.script_places import (
+    copied,
+    generators_of_process,
+    is_iterator,
+    place_of,
+    set_state,
+    state_of,
+)
+from farandole.integrations.torchrun.in_place.script_search import (
+    Found,
+    Holder,
+    is_of_own_module,
+    kept_of,
+    roots_of_script,
+)
+from farandole.training.collectives import world
+from farandole.training.state.step_state import StepState
+from farandole.training.state.watched_tensors import are_equal
+
+logger = logging.getLogger("farandole")
+
+_MOST_ITEMS = 1000  # of a container that is copied at each boundary
+_SMALL_BYTES = 64 << 10  # of a tensor that is copied at each boundary
+_TWICE = "what a loop body did that came again is done twice in it"
+_OWN = "a newcomer has its own"
+_FARANDOLE, _TORCH = (f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("farandole", "torch"))
+
+Copies = list[tuple[Holder, dict[Any, Any]]]
+
+
+class LoopValues:
+    """The values of one elastic function."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._before: _Everything | None = None  # at the beginning of a rehearsal's loop body
+        self._has_seen_body = False
+        self._watched: list[Holder] = []  # what such a body has changed
+        self._changing: dict[str, torch.Tensor] = {}  # tensors that it has changed, by name
+        self._variables: list[tuple[FrameType, dict[str, Any]]] = []
+        self._drawn: dict[int, Any] = {}  # generators of random numbers that go on in it, by id()
+        self._copies: Copies = []  # of the watched
+        self._states: list[tuple[Any, Any]] = []  # of the drawn
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values
+
+    def begin_trial(self) -> None:
+        """Remember everything, before a loop body of a rehearsal."""
+        self._before = _Everything(self._state)
+
+    def take(self) -> None:
+        """Remember, at a boundary, what changes."""
+        if self._has_seen_body:
+            self._variables = [(each, _variables_of(each)) for each in _frames_of_loop()]
+            self._copies = [(each, kept_of(each.read())) for each in self._watched if _is_short(each)]
+            self._states = [(each, state_of(each)) for each in self._drawn.values()]
+            small = (each for each in self._changing.values() if each.nbytes <= _SMALL_BYTES)
+            self._tensors = [(each, each.detach().clone()) for each in small]
+
+    def roll_back(self) -> None:
+        """Return to begin_trial(), or take(): the loop body comes again."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._learn(before)
+            before.bring_back()
+        elif self._has_seen_body:
+            variables = [(Holder("", frame, "frame"), values) for frame, values in self._variables]
+            _restore([*variables, *self._copies], self._tensors, self._states)
+            self._name((name for name, each in self._changing.items() if each.nbytes > _SMALL_BYTES), _TWICE)
+        shift_counts(-1, (self._state.loader,))
+
+    def note_newcomer(self) -> None:
+        """Say in the last line of the job what a newcomer has not."""
+        self._name((name for name, each in self._changing.items() if each.numel() > 1), _OWN)
+
+    def forget(self) -> None:
+        """Keep nothing of the loop alive: it has ended."""
+        self._before, self._variables, self._copies, self._tensors, self._states = None, [], [], [], []
+
+    def _name(self, names: Iterable[str], so_that: str) -> None:
+        if parts := list(dict.fromkeys(map(_first_part, sorted(names, key=_is_of_no_module)))):
+            text = f"the loop body changes {', '.join(parts)}, which is in no TorchState: {so_that}"
+            world.remark(so_that, f"{text}; write TorchState(..., {parts[0]}={parts[0]})")
+
+    def _learn(self, before: _Everything) -> None:
+        """Notice what the loop body has changed."""
+        self._has_seen_body = True
+        known = {id(each.target) for each in self._watched}
+        for holder, then in before.copies:
+            now = {} if holder.kind == "frame" or id(holder.target) in known else kept_of(holder.read())
+            if now and (now.keys() != then.keys() or any(now[key] is not each for key, each in then.items())):
+                self._watched.append(holder)
+        self._changing.update(before.changed())
+        self._drawn.update((id(each), each) for each in before.drawn())
+
+
+class _Everything:
+    """All values at the beginning of a loop body. Tensors are copied as far as they need no more memory than the
+    parameters twice: a rehearsal has copies of these, too."""
+
+    def __init__(self, state: StepState) -> None:
+        of_process = generators_of_process()
+        roots = [each for each in roots_of_script() if each.kind == "globals"]
+        owned = {id(each) for each in (*_owned_by(state), of_process, *vars(of_process).values())}
+        frames = [Holder(f"{each.f_code.co_qualname}()", each, "frame") for each in _frames_of_loop()]
+        found = Found([*roots, *frames], owned)
+        foreign = tuple(each.path for each in found.holders.values() if _is_foreign(each))
+        inside = tuple(f"{path}{mark}" for path in foreign for mark in (".", "["))
+        self.copies = [
+            each for each in found.copies if each[0].path not in foreign and not each[0].path.startswith(inside)
+        ]
+        live = {name: each for name, each in found.memory().items() if not name.startswith(inside)}
+        most = max(_SMALL_BYTES, 2 * sum(each.nbytes for module in state.modules() for each in module.parameters()))
+        limit = most if sum(each.nbytes for each in live.values()) <= most else _SMALL_BYTES
+        small = {name: each for name, each in live.items() if each.nbytes <= limit}
+        self._tensors = {name: (each, each.detach().clone()) for name, each in small.items()}
+        self._versions = {name: (each, each._version) for name, each in live.items() if name not in small}
+        self._randoms = [(each, state_of(each), place_of(each)) for each in found.randoms]
+
+    def changed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that have other values now."""
+        for name, (live, value) in self._tensors.items():
+            if not are_equal(live, value):
+                yield name, live
+        for name, (live, version) in self._versions.items():
+            if live._version != version:
+                yield name, live
+
+    def bring_back(self) -> None:
+        _restore(self.copies, self._tensors.values(), [each[:2] for each in self._randoms])
+
+    def drawn(self) -> Iterator[Any]:
+        """Yield the generators of random numbers that have gone on."""
+        return (each for each, _, place in self._randoms if place_of(each) != place)
+
+
+def _frames_of_loop() -> list[FrameType]:
+    """Return the running functions from the elastic one to the loop over its batches."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_FARANDOLE):
+        frame = frame.f_back
+    found = []
+    while frame is not None and not (file := frame.f_code.co_filename).startswith(_FARANDOLE):
+        if not file.startswith(_TORCH) and frame.f_code.co_name != "<module>":
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _variables_of(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a function, but for results with a graph: they are computed anew in each loop body."""
+    return {
+        key: copied(each) if is_iterator(each) else each
+        for key, each in frame.f_locals.items()
+        if type(each) is not torch.Tensor or each.grad_fn is None
+    }
+
+
+def _owned_by(state: StepState) -> Iterator[object]:
+    """Yield what is restored in another way."""
+    yield state
+    yield from vars(state).values()
+    yield from state.optimizers()
+    for module in state.modules():
+        yield from module.modules()
+        yield from module.parameters()
+        yield from module.buffers()
+
+
+def _is_foreign(holder: Holder) -> bool:
+    """Return whether it is an object of an installed package, which may belong to a thread or a file."""
+    kind = type(holder.target)
+    return holder.kind == "object" and not issubclass(kind, torch.nn.Module | type) and not is_of_own_module(kind)
+
+
+@torch.no_grad()
+def _restore(
+    copies: Copies, tensors: Iterable[tuple[torch.Tensor, torch.Tensor]], states: Iterable[tuple[Any, Any]]
+) -> None:
+    for holder, values in copies:
+        try:
+            holder.restore(values)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            logger.warning("%s has changed in a loop body that comes again, and stays so: %s", holder.path, error)
+    for live, value in tensors:
+        live.detach().copy_(value)
+    for generator, state in states:
+        set_state(generator, state)
+
+
+def _is_short(holder: Holder) -> bool:
+    return not isinstance(holder.target, list | dict | set) or len(holder.target) <= _MOST_ITEMS
+
+
+def _is_of_no_module(name: str) -> bool:
+    return "._parameters[" not in name and "._buffers[" not in name
+
+
+def _first_part(name: str) -> str:
+    return re.split(r"[.\[]", name.rpartition("().")[2], maxsplit=1)[0]

@@ -1,0 +1,107 @@
+"""What the loop of an elastic function keeps outside of its TorchState: rehearsals leave no trace, and a loop body that
+comes again begins as it began."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import farandole as fd
+from farandole.base.wire.messages import Remark
+from farandole.training.collectives import world
+from farandole.training.state import step
+from farandole.training.worker.step_loop import StepLoop
+from tests.support.one_worker import Orders
+
+SAMPLES, GLOBAL_BATCH, STEPS = 48, 8, 6
+of_module = 0
+
+
+@pytest.fixture
+def orders() -> Iterator[Orders]:
+    yield Orders()
+    step.close()
+    world.enter(None)
+
+
+@dataclass(slots=True)
+class Notes:
+    count: int = 0
+    last: deque[int] = field(default_factory=lambda: deque(maxlen=3))
+
+
+def make_state(width: int = 2) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, width)
+    optimizer = fd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.utils.data.TensorDataset(torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2) / SAMPLES)
+    loader = fd.elastic.DataLoader(data, GLOBAL_BATCH, seed=4)
+    return fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+
+
+def train(orders: Any, state: Any, lost_in: int | None) -> dict[str, Any]:
+    """Train an epoch with values of every kind, and return them."""
+    global of_module
+    of_module = 0
+    average, model = copy.deepcopy(state.model), state.model
+    notes, array, draws = Notes(), np.zeros(3), random.Random(5)
+    has_lost = threading.Event()  # no value that is brought back
+
+    def function() -> dict[str, Any]:
+        global of_module
+        count, mean, places, drawn, before = 0, 1.0, [], [], None
+        schedule = iter(range(100))
+        for _ in state.loader.epochs(1):
+            for place, (x,) in enumerate(state.loader):
+                state.optimizer.zero_grad()
+                loss = model(x).square().mean()
+                if state.step == lost_in and state.has_rehearsed and not has_lost.is_set():
+                    has_lost.set()
+                    orders.lose_a_worker()
+                loss.backward()
+                state.optimizer.step()
+                count, of_module, mean = count + 1, of_module + 1, 0.9 * mean + 0.1 * loss.item()
+                places.append((place, next(schedule)))
+                drawn.append(draws.random())
+                notes.count += 1
+                notes.last.append(place)
+                array[place % 3] += 1
+                before = x.mean(0) if before is None else 0.5 * before + x.mean(0)
+                with torch.no_grad():
+                    for mine, live in zip(average.parameters(), model.parameters(), strict=True):
+                        mine.lerp_(live, 0.1)
+        numbers = [each.tolist() for each in (*average.parameters(), *model.parameters(), before)]
+        kept = {"notes": (notes.count, list(notes.last)), "array": array.tolist(), "mean": mean}
+        return {"counts": (count, of_module), "places": places, "drawn": drawn, "tensors": numbers, **kept}
+
+    return StepLoop(orders, state).run(function)
+
+
+@pytest.fixture
+def wanted() -> dict[str, Any]:
+    return train(None, make_state(), None)
+
+
+def test_rehearsals_leave_no_trace(orders: Orders, wanted: dict[str, Any]) -> None:
+    assert train(orders, make_state(), None) == wanted
+    assert wanted["places"] == [(each, each) for each in range(STEPS)]
+
+
+@pytest.mark.parametrize("lost_in", range(1, STEPS))
+def test_a_loop_body_that_comes_again_begins_as_it_began(orders: Orders, wanted: dict[str, Any], lost_in: int) -> None:
+    assert train(orders, make_state(), lost_in) == wanted
+
+
+def test_large_tensors_that_stay_changed_are_named(orders: Orders) -> None:
+    train(orders, make_state(width=20_000), 3)
+    texts = [each.text for each in orders.link.sent if isinstance(each, Remark)]
+    assert [each for each in texts if "the loop body changes average" in each] == texts[:1] != []
