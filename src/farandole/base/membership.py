@@ -124,7 +124,7 @@ class Origin(msgspec.Struct, frozen=True):
 # The status of a worker, as far as others can see it.
 #
 # Workers report it (liveness/status_reporting.py), agents read and forward it, the coordinator evaluates it
-# (coordinator/failure_detection.py).
+# (coordinator/hang_detection.py).
 
 
 LONGEST_BETWEEN_S = 2.0

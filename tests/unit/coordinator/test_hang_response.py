@@ -7,7 +7,7 @@ from dataclasses import replace
 from farandole.base.events import CollectiveStalled, Recovered, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
 from farandole.base.membership import Phase, WorkerStatus
 from farandole.base.wire.messages import ForwardToWorkers, Kill, Stop, WorkerDying, WorkerExited
-from farandole.job.coordinator.failure_detection import HangDetector
+from farandole.job.coordinator.hang_detection import HangDetector
 from farandole.job.coordinator.inputs import AgentReported, StepsStalled
 from tests.support.told_job import ToldJob
 

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.base.events import TransportChosen
 from farandole.base.wire.messages import Connected, Kill, LinkBroken
-from farandole.job.coordinator.failure_detection import cover_but_one_holder, smallest_cover
+from farandole.job.coordinator.broken_links import cover_but_one_holder, smallest_cover
 from tests.support.told_job import ToldJob
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.base.events import LinksDistrusted, RegroupBegan
 from farandole.base.wire.messages import ForwardToWorkers, Kill, Probe, Probed
-from farandole.job.coordinator.failure_detection import cover_but_one_holder, spread_to_hosts
+from farandole.job.coordinator.broken_links import cover_but_one_holder, spread_to_hosts
 from tests.support.told_job import ToldJob
 
 WAIT_S = 0.375  # an eighth of the budget of 3 s

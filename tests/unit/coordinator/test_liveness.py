@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.job.coordinator.failure_detection import JobClock, Silence
+from farandole.job.coordinator.silence import JobClock, Silence
 
 
 class HandClock:

@@ -29,8 +29,7 @@ from farandole.errors import ProtocolError
 from farandole.job.coordinator.admission import why_not_admitted
 from farandole.job.coordinator.agents import Agents
 from farandole.job.coordinator.decision_loop import DecisionLoop
-from farandole.job.coordinator.host_offers import HostOffers
-from farandole.job.coordinator.inputs import AgentConnected, AgentReported
+from farandole.job.coordinator.inputs import AgentReported
 from farandole.job.coordinator.journal import AgentSession
 from farandole.job.coordinator.outbox import Outbox
 from farandole.job.coordinator.rebuilding import ToldAgent, why_not_believed
@@ -48,13 +47,12 @@ class AgentGreeting:
         agents: Agents,
         decisions: DecisionLoop,
         outbox: Outbox,
-        offers: HostOffers,
         store: Store,
         welcome: Welcome | None,
         function: FunctionJob | None,
     ) -> None:
         self._job_id, self._reception, self._agents = job_id, reception, agents
-        self._decisions, self._outbox, self._offers, self._store = decisions, outbox, offers, store
+        self._decisions, self._outbox, self._store = decisions, outbox, store
         self._welcome, self._function = welcome, function
 
     async def greet(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
@@ -97,10 +95,7 @@ class AgentGreeting:
                 )
             )
         session = AgentSession(hello.process, hello.is_apart, MessageLog(), protocol=channel.version)
-        self._agents.connect(hello.agent, session, channel)
-        if (offered := self._offers.join(hello.agent, hello.host, hello.slots)) is not None:
-            self._decisions.decide(offered)
-        self._decisions.report(AgentConnected(hello.agent, hello.host, hello.slots))
+        self._agents.join(hello, session, channel)
 
     async def _resume(self, channel: Channel[AgentMessage], hello: AgentHello, resumes: Resumption) -> None:
         """Continue the session of an agent, whose workers run, on a new connection."""

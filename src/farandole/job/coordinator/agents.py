@@ -30,12 +30,13 @@ from farandole.base.wire.messages import (
 from farandole.errors import ProtocolError
 from farandole.job.coordinator.command_server import Clients
 from farandole.job.coordinator.decision_loop import DecisionLoop
-from farandole.job.coordinator.failure_detection import HangDetector, Silence
+from farandole.job.coordinator.hang_detection import HangDetector
 from farandole.job.coordinator.heartbeat_port import AgentHeartbeats
 from farandole.job.coordinator.host_offers import HostOffers
-from farandole.job.coordinator.inputs import AgentLost, AgentReported
+from farandole.job.coordinator.inputs import AgentConnected, AgentLost, AgentReported
 from farandole.job.coordinator.journal import AgentSession, CoordinatorState
 from farandole.job.coordinator.outbox import Outbox
+from farandole.job.coordinator.silence import Silence
 
 
 class Agents:
@@ -104,6 +105,13 @@ class Agents:
         self.by_agent[agent], self.channels[agent] = session, channel
         self.returning.discard(agent)
         self.record_life(agent)
+
+    def join(self, hello: AgentHello, session: AgentSession, channel: Channel[AgentMessage]) -> None:
+        """Begin the session of an agent that has no workers yet."""
+        self.connect(hello.agent, session, channel)
+        if (offered := self._offers.join(hello.agent, hello.host, hello.slots)) is not None:
+            self._decisions.decide(offered)
+        self._decisions.report(AgentConnected(hello.agent, hello.host, hello.slots))
 
     def disconnected(self, agent: str, channel: Channel[AgentMessage]) -> None:
         """Forget a connection that has ended, unless another one has replaced it."""

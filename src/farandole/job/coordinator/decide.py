@@ -10,7 +10,8 @@ Each theme has a file. The death of a worker is handled by worker_failure.py, th
     capacity.py               hosts are added, drained, removed, and quarantined after failures; which slots get a
                               worker; spares; backoff after repeated failures
     whole_restart.py          all workers are stopped and started again, where none had entered an elastic function
-    failure_detection.py      no worker makes progress, or connections fail: probes prove which links are broken
+    hang_detection.py         no worker makes progress
+    broken_links.py           connections fail: probes prove which links are broken
     shutdown.py               from the first Finished, or from a request to stop, to the last exit
 
 The inputs first change the known facts (`_apply_input`); then `_settle` draws the conclusions from them. So no rule
@@ -36,8 +37,9 @@ from farandole.base.wire.messages import (
 from farandole.job.coordinator import (
     backoff,
     bootstrap,
+    broken_links,
     capacity,
-    failure_detection,
+    hang_detection,
     hosts,
     regroup,
     shutdown,
@@ -87,7 +89,7 @@ def next_deadline(job: Job) -> float | None:
     if job.ending is not None:
         return None if job.ending.is_done else job.ending.deadline_s
     of_regroup = (
-        failure_detection.next_judgement(job),
+        broken_links.next_judgement(job),
         regroup.shortage_deadline(job),
         regroup.newcomers_deadline(job),
         regroup.lease_deadline(job),
@@ -125,7 +127,7 @@ def _apply_input(transition: Transition, input: Input) -> None:
         case UndrainRequested(host):
             hosts.undrain_host(transition, host)
         case StepsStalled():
-            failure_detection.steps_stalled(transition, input)
+            hang_detection.steps_stalled(transition, input)
         case StepsSeen(step):
             transition.change(steps_seen=max(step, transition.job.steps_seen))
         case Tick():
@@ -192,7 +194,7 @@ def _settle_elastic(transition: Transition) -> None:
         return
     regroup.end_if_hopeless(transition)
     if transition.job.ending is None:
-        failure_detection.judge_links(transition)
+        broken_links.judge_links(transition)
     if transition.job.ending is None and transition.job.is_finishing:
         shutdown.release_if_all_finished(transition)
     if transition.job.ending is None and not transition.job.is_released:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from farandole.base.events import CoordinatorStalled, Event
 from farandole.job.coordinator.decide import decide, next_deadline
-from farandole.job.coordinator.failure_detection import JobClock
 from farandole.job.coordinator.inputs import AgentLost, Input, StepsSeen, Tick
 from farandole.job.coordinator.job import Job
 from farandole.job.coordinator.rebuilding import Retelling
+from farandole.job.coordinator.silence import JobClock
 from farandole.job.coordinator.transition import Action
 
 _SHORTEST_WAIT_S = 0.001

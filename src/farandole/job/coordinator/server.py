@@ -35,13 +35,14 @@ from farandole.job.coordinator.agents import Agents
 from farandole.job.coordinator.command_server import Clients
 from farandole.job.coordinator.control_requests import JobSummary
 from farandole.job.coordinator.decision_loop import DecisionLoop
-from farandole.job.coordinator.failure_detection import HangDetector, JobClock
+from farandole.job.coordinator.hang_detection import HangDetector
 from farandole.job.coordinator.host_offers import HostOffers
 from farandole.job.coordinator.inputs import AgentReported, DrainRequested, ScaleRequested, StopRequested
 from farandole.job.coordinator.job import Job, new_job
 from farandole.job.coordinator.journal import CoordinatorState
 from farandole.job.coordinator.outbox import Outbox, Write
 from farandole.job.coordinator.reception import DialersChannel, Hello, Reception
+from farandole.job.coordinator.silence import JobClock
 from farandole.job.coordinator.store_server import Store, StoreServer
 from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 from farandole.job.coordinator.watch import Watch
@@ -139,15 +140,7 @@ class Coordinator:
         )
         self._reception = Reception(config, token, job_id, self._serve, self._on_event, self._fail)
         self._greeting = AgentGreeting(
-            job_id,
-            self._reception,
-            self._agents,
-            decisions,
-            self._outbox,
-            self._offers,
-            self._store,
-            welcome,
-            function,
+            job_id, self._reception, self._agents, decisions, self._outbox, self._store, welcome, function
         )
         self._watch = Watch(config.detection_budget_s, self._agents, decisions, hang_detector, self._reception)
 

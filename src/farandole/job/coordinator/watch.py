@@ -9,7 +9,7 @@ import asyncio
 from farandole.base.liveness.heartbeats import heartbeat_period_s
 from farandole.job.coordinator.agents import Agents
 from farandole.job.coordinator.decision_loop import DecisionLoop
-from farandole.job.coordinator.failure_detection import HangDetector
+from farandole.job.coordinator.hang_detection import HangDetector
 from farandole.job.coordinator.inputs import Tick
 from farandole.job.coordinator.reception import Reception
 

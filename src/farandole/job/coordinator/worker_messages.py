@@ -42,7 +42,7 @@ from farandole.base.wire.messages import (
     WorkerMessage,
     WorkersFixed,
 )
-from farandole.job.coordinator import capacity, failure_detection, hosts, published_checkpoints, regroup, shutdown
+from farandole.job.coordinator import broken_links, capacity, hosts, published_checkpoints, regroup, shutdown
 from farandole.job.coordinator.job import Worker
 from farandole.job.coordinator.transition import Transition
 
@@ -66,9 +66,9 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case Synced(number):
                 _synced(transition, worker, number)
             case LinkBroken():
-                failure_detection.link_broken(transition, worker, message)
+                broken_links.link_broken(transition, worker, message)
             case Probed():
-                failure_detection.note_probe_result(transition, worker, message)
+                broken_links.note_probe_result(transition, worker, message)
             case Connected(number, way):
                 transition.log(TransportChosen(number, way))
             case FirstStep():

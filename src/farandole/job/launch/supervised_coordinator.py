@@ -26,7 +26,6 @@ from farandole.job.coordinator.coordinator_factory import (
     ForkedCoordinator,
     SoftwareChanged,
 )
-from farandole.job.coordinator.failure_detection import JobClock, Silence
 from farandole.job.coordinator.journal import JournalFiles, files_in_memory
 from farandole.job.coordinator.launcher_link import (
     AdmitToStore,
@@ -47,6 +46,7 @@ from farandole.job.coordinator.launcher_link import (
 )
 from farandole.job.coordinator.sentences import format_exit
 from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.silence import JobClock, Silence
 from farandole.job.coordinator.store_server import StoreServer
 from farandole.job.launch.state_copies import CopiesFailed, StateCopies
 

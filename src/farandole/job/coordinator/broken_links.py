@@ -1,162 +1,19 @@
-"""Hang detection from the worker statuses that agents report, and the response to stalled steps. Pure.
-
-A step needs all members: while one of them hangs, each of the others comes to wait for it. So it is enough to detect
-the moment after which no member makes progress.
-"""
+"""Broken links between living workers: their reports, and the probes that find the side at fault. Pure."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from farandole.base.events import CollectiveStalled, LinksDistrusted, StallNoticed, WorkersHung
-from farandole.base.membership import LONGEST_BETWEEN_S, Phase, WorkerStatus
+from farandole.base.events import LinksDistrusted
 from farandole.base.wire.messages import LinkBroken, Probe, Probed
 from farandole.job.coordinator import regroup
-from farandole.job.coordinator.inputs import StepsStalled
-from farandole.job.coordinator.job import Finding, Job, LinkTrouble, StepStall, Worker
-from farandole.job.coordinator.sentences import listed
+from farandole.job.coordinator.job import Finding, Job, LinkTrouble, Worker
 from farandole.job.coordinator.transition import Transition
 
-NOTICE_S = 60.0
-"""Seconds after which, without a step timeout, the workers that block the others are named, once in a generation."""
-
-
-class HangDetector:
-    """`step_timeout_s`: the longest time without progress of any member; None: unlimited, but a stall is reported.
-
-    Attributes:
-        look_every_s: How often to look: the start of a stall is known so exactly.
-        heartbeat_s: The time between two heartbeats of an agent, which contain the statuses.
-    """
-
-    def __init__(self, step_timeout_s: float | None) -> None:
-        self._timeout_s = step_timeout_s
-        self._limit_s = NOTICE_S if step_timeout_s is None else step_timeout_s
-        self.look_every_s = self._limit_s / 20
-        self.heartbeat_s = 0.0
-        self._noticed: object = None  # the generation in which a stall was reported
-        self._seen: dict[str, Mapping[str, WorkerStatus]] = {}  # by agent
-        self._received_s: dict[str, float] = {}
-        self._state: object = None
-        self._since_s = 0.0
-
-    def record(self, agent: str, workers: Mapping[str, WorkerStatus], now_s: float) -> None:
-        """Record the statuses that an agent reports of all its workers."""
-        self._seen[agent], self._received_s[agent] = workers, now_s
-
-    def forget(self, agent: str) -> None:
-        self._seen.pop(agent, None)
-        self._received_s.pop(agent, None)
-
-    def steps(self) -> dict[str, int]:
-        """Return, by worker, how many steps it had decided when it was last seen."""
-        return {name: each.step for workers in self._seen.values() for name, each in workers.items()}
-
-    def look(self, job: Job, now_s: float) -> StepsStalled | None:
-        """Return a StepsStalled input if no member has made progress for too long, and again after the same time. Call
-        it regularly.
-
-        Nothing is known, and so no stall is reported, while a member has not entered its elastic function yet, or has
-        not been seen lately.
-        """
-        members = job.survivors()
-        if not members or job.is_released or job.ending is not None:
-            self._state = None
-            return None
-        statuses: dict[str, WorkerStatus] = {}
-        fresh_s = 1.25 * LONGEST_BETWEEN_S + self.heartbeat_s
-        for member in members:
-            agent = member.slot.agent
-            status = self._seen.get(agent, {}).get(member.name)
-            if status is None or not member.is_elastic or now_s - self._received_s[agent] > fresh_s:
-                self._state = None
-                return None
-            statuses[member.name] = status
-        state = (job.number, job.generation, statuses)
-        if state != self._state:
-            self._state, self._since_s = state, now_s
-        stalled_s = now_s - self._since_s
-        if stalled_s < self._limit_s:
-            return None
-        own_code = (Phase.USER, Phase.OUTSIDE)
-        waiting = tuple(name for name, status in statuses.items() if status.phase not in own_code)
-        if self._timeout_s is None:
-            if not waiting or self._noticed == job.number:  # long steps are not a stall
-                return None
-            self._noticed = job.number
-        self._since_s = now_s
-        return StepsStalled(
-            number=job.number,
-            stalled_s=stalled_s,
-            step=max(status.step for status in statuses.values()),
-            in_own_code=tuple(name for name, status in statuses.items() if status.phase in own_code),
-            waiting=waiting,
-        )
-
-
-# The response to stalled steps; without --step-timeout a stall is only reported ---------------------------------------
-#
-# some are in their own code, the others wait   the former hang: they are stopped, with the stacks of their threads
-# all wait for each other                       a new generation with the same members, twice; then the job ends
-# all are in their own code                     the job ends, with the stacks of all: no worker is known to be healthy
-
 MOST_RETRIES = 2
-
-
-def steps_stalled(transition: Transition, input: StepsStalled) -> None:
-    """Respond to steps that have stalled, unless the membership has changed meanwhile."""
-    job = transition.job
-    if not job.is_elastic or job.is_released or job.generation is None or input.number != job.number:
-        return
-    if transition.faults:
-        return
-    members = {worker.name: worker for worker in job.survivors()}
-    hung = [name for name in input.in_own_code if name in members]
-    if members.keys() != {*input.in_own_code, *input.waiting}:
-        return
-    if job.config.step_timeout_s is None:
-        transition.log(StallNoticed(input.step, input.in_own_code, input.waiting, input.stalled_s))
-        return
-    how_long = f"{input.stalled_s:.0f} s (--step-timeout {job.config.step_timeout_s:g})"
-    if hung and input.waiting:
-        hung = [name for name in hung if not members[name].killed_for]
-        if hung:
-            transition.log(WorkersHung(input.step, tuple(hung), input.stalled_s))
-        for name in hung:
-            transition.kill(name, 0.0, f"the other workers have waited for it for {how_long}", dumps_stacks=True)
-    elif hung:
-        transition.end(
-            1,
-            f"No worker has made progress for {how_long}, and none of them waits for another one: "
-            f"{listed(hung)} are in their own code. If a step may take that long, increase --step-timeout.",
-            dumps_stacks=True,
-        )
-    elif job.change is None or job.change.is_planned:
-        _all_wait(transition, input, how_long)
-
-
-def _all_wait(transition: Transition, input: StepsStalled, how_long: str) -> None:
-    """Respond to members that all wait: they are in different collectives, or a connection between them is broken."""
-    before = transition.job.stall
-    times = before.times + 1 if before is not None and before.step == input.step else 1
-    transition.change(stall=StepStall(input.step, times))
-    transition.log(CollectiveStalled(input.step, input.waiting, input.stalled_s))
-    if times <= MOST_RETRIES:
-        transition.faults.append(f"all workers have waited for each other for {how_long}")
-        return
-    transition.end(
-        1,
-        f"All workers have waited for each other for {how_long}, {times} times at the same step: check that all of "
-        "them call the same collectives in the same order.",
-        dumps_stacks=True,
-    )
-
-
-# Broken links between living workers: their reports, and the probes that find the side at fault -----------------------
-
 
 # Time in seconds within which an exit explains a failed connection: the kernel needs up to 150 ms to tear down the
 # memory of a worker before its exit is seen.
@@ -407,71 +264,3 @@ def _fresh(job: Job, now_s: float) -> dict[str, Finding]:
 
 def _denies(found: dict[str, Finding], one: str, other: str) -> bool:
     return one in found and other in found[one].unreachable
-
-
-# Silent agents --------------------------------------------------------------------------------------------------------
-
-
-class JobClock:
-    """The time of the job, which stands still while the coordinator itself cannot run.
-
-    All deadlines of the job are kept in this time. So no deadline passes, and no agent is found silent, because the
-    coordinator's process was stopped or starved and left messages unread.
-    """
-
-    def __init__(self, read_s: Callable[[], float], tolerance_s: float) -> None:
-        self._read_s, self._tolerance_s = read_s, tolerance_s
-        self._stalled_s = 0.0
-        self._due_s: float | None = None
-
-    def now_s(self) -> float:
-        return self._read_s() - self._stalled_s
-
-    def continue_from(self, now_s: float) -> None:
-        """Let it be `now_s` now: where the clock of another coordinator has stopped."""
-        self._stalled_s = self._read_s() - now_s
-
-    def expect_look(self, delay_s: float) -> None:
-        """Announce that the coordinator will look again in `delay_s`."""
-        self._due_s = self._read_s() + delay_s
-
-    def notice_stall(self) -> float:
-        """Return the seconds by which the expected look is late, when that is beyond the tolerance; else 0. From then
-        on they are not counted. Call it before any judgement."""
-        late_s = 0.0 if self._due_s is None else self._read_s() - self._due_s
-        if late_s <= self._tolerance_s:
-            return 0.0
-        self._stalled_s += late_s
-        self._due_s = self._read_s()
-        return late_s
-
-
-class Silence:
-    """The time of the last message of each agent. A verdict takes two looks: in between, the event loop has read every
-    socket, so a message that had arrived but was not read yet still counts."""
-
-    def __init__(self, budget_s: float) -> None:
-        self.look_every_s = budget_s / 20
-        self._limit_s = budget_s - 2 * self.look_every_s
-        self._received_s: dict[str, float] = {}
-        self._suspects: set[str] = set()
-
-    def __contains__(self, agent: str) -> bool:
-        return agent in self._received_s
-
-    def record(self, agent: str, now_s: float) -> None:
-        self._received_s[agent] = now_s
-        self._suspects.discard(agent)
-
-    def forget(self, agent: str) -> None:
-        self._received_s.pop(agent, None)
-        self._suspects.discard(agent)
-
-    def look(self, now_s: float) -> dict[str, float]:
-        """Return the agents whose silence has lasted for about the budget (never more, if called as often as
-        `look_every_s` says), and for how many seconds."""
-        silent = {agent: now_s - received_s for agent, received_s in self._received_s.items()}
-        silent = {agent: silent_s for agent, silent_s in silent.items() if silent_s >= self._limit_s}
-        lost = {agent: silent_s for agent, silent_s in silent.items() if agent in self._suspects}
-        self._suspects.update(silent)
-        return lost
