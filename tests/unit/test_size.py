@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
 LINES = {
     "base": 7400,
-    "job": 21340,
-    "training": 29050,
+    "job": 21350,
+    "training": 29120,
     "integrations": 27330,
     "testing": 2580,
     "doors": 590,
@@ -27,7 +27,7 @@ LONG_FILES = {
     "integrations/torchrun/in_place/training.py": 690,
     "training/state/step.py": 560,
     "training/state/step_state.py": 570,
-    "training/worker/step_loop.py": 830,
+    "training/worker/step_loop.py": 840,
 }
 """Files that are longer than LONGEST, with the most lines that each may have."""
 

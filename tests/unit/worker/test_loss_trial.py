@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from farandole.training.collectives.alone import AloneTransport
+from farandole.training.data.row_digests import row_digests
 from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.worker.loss_trial import LossTrial
@@ -17,6 +18,8 @@ from tests.support.losses import Loss, State, mean, total, weighted
 
 SAMPLES = 16
 told: list[Callable[[int], int]] = []
+data_of: list[Callable[[int, torch.Tensor], torch.Tensor]] = [lambda rank, x: x]
+differing: list[str] = []
 
 
 class Gathering:
@@ -58,9 +61,11 @@ def tried(loss: Loss, rank: int, size: int, transport: object, *layers: torch.nn
         result = loss(model, x[low:high], y[low:high])
         if result.requires_grad:
             result.backward()
-        trial.take(transport)  # type: ignore[arg-type]
+        samples = (data_of[-1](rank, x)[low:high], y[low:high])
+        trial.take(transport, row_digests(samples, range(low, high)))  # type: ignore[arg-type]
         step.close()
     assert all(module.training for module in model.modules())
+    differing.append(trial.differing_sample())
     return trial.judge(), trial.runs
 
 
@@ -219,3 +224,41 @@ def among(size: int, loss: Loss) -> list[tuple[str, int]]:
     for each in threads:
         each.join(60)
     return results
+
+
+@pytest.fixture
+def own_data() -> Iterator[Callable[[Callable[[int, torch.Tensor], torch.Tensor]], None]]:
+    """Set what the data set has on each worker."""
+    differing.clear()
+    yield data_of.append
+    del data_of[1:]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_sample_that_is_another_one_on_another_worker_is_named(own_data: Callable[..., None], size: int) -> None:
+    own_data(lambda rank, x: x + rank)
+    among(size, mean)
+    assert {int(each) for each in differing} <= set(range(SAMPLES))
+    assert len(differing) == size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_same_samples_are_not_named(own_data: Callable[..., None], size: int) -> None:
+    own_data(lambda rank, x: x)
+    among(size, mean) if size > 1 else alone(mean)
+    assert set(differing) == {""}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_samples_that_are_random_on_each_worker_are_not_named(own_data: Callable[..., None], size: int) -> None:
+    noise = torch.Generator()  # of all threads, which do not draw the same numbers
+    own_data(lambda rank, x: x + torch.randn(x.shape, generator=noise, dtype=x.dtype))
+    among(size, mean)
+    assert set(differing) == {""}
+
+
+def test_samples_are_told_apart_by_the_length_to_which_a_batch_has_padded_them() -> None:
+    short, long = torch.ones(2, 3), torch.cat([torch.ones(2, 3), torch.zeros(2, 1)], dim=1)
+    assert not row_digests({"ids": [short]}, [4, 7]).keys() & row_digests({"ids": [long]}, [4, 7]).keys()
+    assert row_digests({"ids": [short]}, [4, 7]) == row_digests({"ids": [short.clone()]}, [4, 7])
+    assert row_digests(("text", 3), [4]) == {}

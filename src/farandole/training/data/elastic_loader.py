@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.base.env import read_job_env, read_rank_and_size
+import torch
+
+from farandole.base.env import prepare_for_strict_mode, read_job_env, read_rank_and_size
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.training.data.boundary_hooks import LoaderHooks, NoLoaderHooks
 from farandole.training.data.epochs import Epoch, EpochRecord
@@ -33,6 +35,7 @@ class ElasticLoader(ABC):
             and handing out batches change nothing that is saved.
         batch: The current batch; None before the first and after the last one.
         indices: The samples of the data set in it, in order; none for a dummy batch.
+        rows_on_trial: Digests of samples in the last rehearsal's batch.
         seed: Seed of random numbers.
         hooks: The run loop, which is called at each boundary.
         record: The record of the epochs.
@@ -48,6 +51,7 @@ class ElasticLoader(ABC):
         self.record = EpochRecord()
         self.batch: Batch | None = None
         self.indices: list[int] = []
+        self.rows_on_trial: dict[str, int] = {}
         self.balance: Balance | None = None
         self.has_own_bodies = False
         self._rank, self._world = 0, 1
@@ -306,6 +310,13 @@ def number_of_shards(strict: bool | None, shards: int | None, global_batch_size:
             f"that fit: {fitting}; a global batch that fits: {-(-global_batch_size // wanted) * wanted}"
         )
     return wanted * (1 if most is None else -(-(global_batch_size // wanted) // most))
+
+
+def pin_arithmetic() -> None:
+    """Compute with one thread, unless the job was started with a number for all workers (--strict)."""
+    prepare_for_strict_mode()
+    if not read_job_env().strict:
+        torch.set_num_threads(1)
 
 
 def audit_rule(audit: float | None, seed: int, shards: int) -> AuditRule | None:

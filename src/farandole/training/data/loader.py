@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import msgspec
 import torch
 
-from farandole.base.env import prepare_for_strict_mode, read_job_env
 from farandole.base.membership import Shortfall
 from farandole.errors import DataError
 from farandole.training.data.elastic_loader import (
@@ -20,6 +19,7 @@ from farandole.training.data.elastic_loader import (
     follows_speed,
     most_samples,
     number_of_shards,
+    pin_arithmetic,
     rehearsed_division,
     rehearsed_place,
     samples_on_trial,
@@ -30,6 +30,7 @@ from farandole.training.data.map_dataset import MapDataset, size_of
 from farandole.training.data.partition import BatchLayout, Tail, batches, global_batch_range, make_global_batch
 from farandole.training.data.permutation import FORMAT_VERSION
 from farandole.training.data.refused_arguments import order_of, refuse_torch_arguments, tail_of
+from farandole.training.data.row_digests import row_digests
 from farandole.training.data.sample_order import Order
 from farandole.training.data.saved_position import refuse_another, shards_to_continue_with, written
 from farandole.training.state import loop_hooks, step
@@ -184,7 +185,7 @@ class DataLoader(ElasticLoader):
         )
         self.dataset, self._cursor = dataset, 0
         if self._layout.shards:
-            _pin_arithmetic()
+            pin_arithmetic()
         if is_balanced:
             from farandole.training.data.balance import Balance  # loaded only where it is used
 
@@ -300,6 +301,8 @@ class DataLoader(ElasticLoader):
         self._is_pending, self._has_regrouped, self._has_to_leave = True, False, True
         step.open(indexed.batch, is_rehearsal)
         self._padding.keep(data)
+        if is_rehearsal and self.hooks.part_on_trial() is not None:
+            self.rows_on_trial = row_digests(data, self.indices)
         if indexed.batch.is_strict:
             self.hooks.begin_shard(indexed.batch)
         if not is_rehearsal:
@@ -490,10 +493,3 @@ class DataLoader(ElasticLoader):
         """Fetch again from the cursor, for the current world; the current batch will be handed out again."""
         self.batch, self.indices, self._is_pending = None, [], False
         self._index_stream.restart(self._layout, self.epoch, self.cursor, self._rank, self._world)
-
-
-def _pin_arithmetic() -> None:
-    """Compute with one thread, unless the job was started with a number for all workers (--strict)."""
-    prepare_for_strict_mode()
-    if not read_job_env().strict:
-        torch.set_num_threads(1)

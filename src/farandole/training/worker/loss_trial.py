@@ -11,6 +11,7 @@ numbers, which may be the reason. docs/decisions/loop-bodies.md.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
@@ -43,6 +44,7 @@ class Taken(msgspec.Struct, array_like=True):
     share     the factor with which its gradients would count in those of the whole
     values    elements of its gradients, float64
     asks      the script has asked for the number of workers
+    rows      digests of its samples
     """
 
     role: int
@@ -50,6 +52,7 @@ class Taken(msgspec.Struct, array_like=True):
     values: bytes
     is_coarse: bool
     asks: bool = False
+    rows: dict[str, int] = {}
 
 
 class LossTrial:
@@ -66,6 +69,7 @@ class LossTrial:
         self._body = TrialBody(modules, lambda gradient: _some_of(gradient, max(16, _ELEMENTS // max(count, 1))))
         self._rank, self._size, self.runs = rank, size, 0
         self._taken = dict[int, Taken]()
+        self._rows = defaultdict[str, dict[int, set[int]]](lambda: defaultdict(set))  # digests by sample and rank
         self._asks, self._is_resized = False, False
 
     @property
@@ -94,13 +98,14 @@ class LossTrial:
         if self._is_possible:
             self._body.begin()
 
-    def take(self, transport: Transport) -> None:
-        """Take the gradients of the run, and tell all workers. The step is not closed yet. Raises RecoverableError."""
+    def take(self, transport: Transport, rows: dict[str, int]) -> None:
+        """Take the gradients of the run, and tell all workers. The step is not closed yet. `rows`: the digests of its
+        samples. Raises RecoverableError."""
         gradients = self._body.end()
         role = _RESIZED if self._is_resized else self._role
         parts = [gradients[key].reshape(-1).double().cpu() for key in sorted(gradients)]
         values = torch.cat(parts).numpy().tobytes() if parts else b""
-        taken = Taken(role, step.share(), values, self._body.is_coarse, self._asks)
+        taken = Taken(role, step.share(), values, self._body.is_coarse, self._asks, rows)
         if role == _AGAIN:  # by another worker than the whole, if there is one: workers may have different data
             is_needed = self._size == 1 or self._rank == 1 or (self.seed == _AGAIN and self._rank > 0)
         else:
@@ -110,8 +115,12 @@ class LossTrial:
         self._is_possible = _IMPOSSIBLE not in gathered
         if not self._is_possible:
             return
-        for each in (msgspec.msgpack.decode(each, type=Taken) for each in gathered if each):
-            self._taken.setdefault(each.role, each)
+        for rank, packed in enumerate(gathered):
+            if packed:
+                each = msgspec.msgpack.decode(packed, type=Taken)
+                self._taken.setdefault(each.role, each)
+                for row, digest in each.rows.items():
+                    self._rows[row][rank].add(digest)
         self.runs += 1
         self._is_possible = self.runs <= len(PARTS) + 2
 
@@ -122,8 +131,9 @@ class LossTrial:
         if len(self._taken.keys() & set(range(_AGAIN))) < _AGAIN:
             return False
         found = self.judge()
-        self._is_resized = not found and self._taken[0].asks and _RESIZED not in self._taken
-        return not self._is_resized and (not found or _AGAIN in self._taken)
+        is_unclear = self.runs == 1 and bool(self.differing_sample())  # each worker may draw other numbers each time
+        self._is_resized = not (found or is_unclear) and self._taken[0].asks and _RESIZED not in self._taken
+        return not (self._is_resized or is_unclear) and (not found or _AGAIN in self._taken)
 
     def judge(self) -> str:
         """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told."""
@@ -135,6 +145,14 @@ class LossTrial:
         if self._size < _AGAIN and all(self._taken[role].share == 1 for role in range(_AGAIN)):
             return ""  # a sum that may be divided by a count over all workers, which is another one in each run
         return judge([self._taken[role] for role in range(_AGAIN)], again)
+
+    def differing_sample(self) -> str:
+        """Return the index of a sample that is another one on another worker; empty: there is none, as far as is known,
+        or a worker has got another one itself in another run."""
+        if any(len(digests) > 1 for by_rank in self._rows.values() for digests in by_rank.values()):
+            return ""
+        several = (row for row, by_rank in self._rows.items() if len(set().union(*by_rank.values())) > 1)
+        return next(several, "").partition(" ")[0]
 
     def drop(self) -> None:
         """Remove what a run needs. Idempotent."""

@@ -85,6 +85,10 @@ _NO_MEAN = (
     "the gradient of a batch is not the mean of those of its samples, so that each number of workers trains something "
     "else"
 )
+_OTHER_DATA = (
+    "sample {} of the data set is not the same on all workers, as where random numbers without a seed have made it: "
+    "workers train samples of their own"
+)
 _INTERRUPTED = "a worker was lost in this run of the loop body; other ranks take part again after it"
 
 
@@ -395,10 +399,12 @@ class StepLoop:
         self._raise_if_connected("the rehearsal")
         here = replace(world.current(), told_size=None)
         world.enter(here)
-        trial.take(here.transport)
+        trial.take(here.transport, getattr(self._state.loader, "rows_on_trial", {}))
         if not trial.is_over():
             return False
         self._loss_trial = None
+        if sample := trial.differing_sample():
+            world.remark("data", _OTHER_DATA.format(sample))
         if found := trial.judge():
             self._size_of_trial = here.placement.size
             if here.placement.rank == 0:
