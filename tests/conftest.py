@@ -85,13 +85,11 @@ def _no_step_left_over() -> Iterator[None]:
     """Close the step of this process after each test. One process runs many files of tests, in any order, and the step
     belongs to the process."""
     yield
-    step, loop_hooks = (sys.modules.get(f"farandole.training.state.{name}") for name in ("step", "loop_hooks"))
-    if step is not None and loop_hooks is not None:
+    step, session = (sys.modules.get(f"farandole.training.state.{name}") for name in ("step", "session"))
+    if step is not None and session is not None:
         step.close()
         step.on_decided(None)
-        loop_hooks.install(None)
-        loop_hooks.install_recorder(None)
-        loop_hooks.install_sampler_recorder(None)
+        session.SESSION.close()
 
 
 @pytest.fixture(autouse=True)

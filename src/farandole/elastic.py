@@ -18,8 +18,8 @@ from farandole.training.data.grouped_order import Bucketed, ShardLocal, Stratifi
 from farandole.training.data.loader import DataLoader
 from farandole.training.data.sample_order import Sequential, Shuffled
 from farandole.training.data.stream_loader import StreamLoader
-from farandole.training.state.loop_hooks import HostUpdateResult
 from farandole.training.state.metrics_file import MetricsReader
+from farandole.training.state.session import HostUpdateResult
 from farandole.training.state.step_state import StepState
 from farandole.training.state.tracker import MetricsWriter, Tracker
 from farandole.training.worker.run_loop import run

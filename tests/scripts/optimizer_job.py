@@ -32,7 +32,8 @@ from farandole.integrations.horovod.named.process_sets import add_process_set, r
 from farandole.integrations.horovod.sync_batch_norm import SyncBatchNorm
 from farandole.training.optim.compression import Compression
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
-from farandole.training.state import loop_hooks, step as open_step
+from farandole.training.state import step as open_step
+from farandole.training.state.session import SESSION
 
 
 def net(seed: int = 1) -> torch.nn.Sequential:
@@ -570,7 +571,7 @@ class Elastic:
 def check_adasum_in_an_elastic_job_averages_where_the_size_is_no_power_of_two() -> None:
     if fd.size() & (fd.size() - 1) == 0:
         return
-    loop_hooks.install(Elastic())  # type: ignore[arg-type]
+    SESSION.open(Elastic())  # type: ignore[arg-type]
     try:
         model = net()
         optimizer = sgd(model, op=Adasum)
@@ -584,7 +585,7 @@ def check_adasum_in_an_elastic_job_averages_where_the_size_is_no_power_of_two() 
                 assert same(list(model.parameters()), wanted)
         assert [f"which is {fd.size()} now" in str(each.message) for each in caught] == [True]
     finally:
-        loop_hooks.install(None)
+        SESSION.close()
 
 
 # From one rank to all -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from farandole.base.wire.messages import Prepare, Remark, Start
 from farandole.errors import GenerationEnded, JobEnded
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
-from farandole.training.state.loop_hooks import HostUpdateResult
+from farandole.training.state.session import HostUpdateResult
 from farandole.training.state.sync import Standing
 from farandole.training.worker.worker_recovery import CallRound
 

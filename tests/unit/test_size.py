@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "src" / "farandole"
 LINES = {
     "base": 7400,
     "job": 21350,
-    "training": 29120,
+    "training": 29390,
     "integrations": 27330,
     "testing": 2580,
     "doors": 590,
@@ -25,9 +25,6 @@ LONG_FILES = {
     "base/wire/messages.py": 860,  # a list: one class for each message
     "integrations/torchrun/in_place/script_step_loop.py": 740,
     "integrations/torchrun/in_place/training.py": 690,
-    "training/state/step.py": 560,
-    "training/state/step_state.py": 570,
-    "training/worker/step_loop.py": 840,
 }
 """Files that are longer than LONGEST, with the most lines that each may have."""
 

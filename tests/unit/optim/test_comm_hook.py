@@ -14,8 +14,9 @@ from farandole.integrations.ddp.module import adopt
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.works import Everybody
 from farandole.training.collectives import world
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.session import SESSION
 from tests.support.run_loops import RepeatingRunLoop
 from tests.support.thread_workers import run_workers
 
@@ -124,9 +125,9 @@ def test_in_the_same_generation_nothing_is_exchanged_or_multiplied() -> None:
 
 @pytest.fixture
 def repeating() -> Any:
-    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    SESSION.open(RepeatingRunLoop())  # type: ignore[arg-type]
     yield
-    loop_hooks.install(None)
+    SESSION.close()
 
 
 def test_an_aborted_step_leaves_the_state_as_it_was(repeating: None) -> None:

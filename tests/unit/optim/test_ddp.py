@@ -21,8 +21,9 @@ from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
 from farandole.training.optim.step_agreement import weight
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.session import SESSION
 from farandole.training.state.step import StepStatus
 from tests.support.run_loops import RepeatingRunLoop
 from tests.support.thread_workers import run_workers
@@ -45,7 +46,7 @@ def alone() -> Iterator[AloneTransport]:
     yield enter(1)
     step.close()
     step.on_decided(None)
-    loop_hooks.install(None)
+    SESSION.close()
     world.enter(None)
 
 
@@ -202,7 +203,7 @@ def _stepped(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_two_models_that_share_a_step_are_undone_together(alone: AloneTransport) -> None:
-    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    SESSION.open(RepeatingRunLoop())  # type: ignore[arg-type]
     first, second = parallel(), parallel()
     optimizers = [adopted(first), adopted(second)]
     step.track(optimizers)
@@ -228,7 +229,7 @@ def test_two_models_that_share_a_step_are_undone_together(alone: AloneTransport)
 def test_a_fault_is_absorbed_and_the_same_objects_go_on_in_the_next_generation(
     alone: AloneTransport, where: str, finds_unused: bool
 ) -> None:
-    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    SESSION.open(RepeatingRunLoop())  # type: ignore[arg-type]
     module = torch.nn.Sequential(net(), torch.nn.BatchNorm1d(1).double())
     ddp = parallel(module, find_unused_parameters=finds_unused)
     optimizer = adopted(ddp)
@@ -304,7 +305,7 @@ def test_a_fault_leaves_as_it_is_where_no_batch_can_be_repeated(alone: AloneTran
 
 
 def test_a_fault_inside_of_a_users_hook_is_absorbed(alone: AloneTransport) -> None:
-    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    SESSION.open(RepeatingRunLoop())  # type: ignore[arg-type]
     ddp = parallel()
     group = ddp.process_group
 

@@ -17,8 +17,9 @@ from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.optim.compression import Compression
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.session import SESSION
 from tests.support.run_loops import RepeatingRunLoop
 
 pytestmark = pytest.mark.core
@@ -32,7 +33,7 @@ def alone() -> Iterator[AloneTransport]:
     yield transport
     step.close()
     step.on_decided(None)
-    loop_hooks.install(None)
+    SESSION.close()
     world.enter(None)
 
 
@@ -380,7 +381,7 @@ def test_the_plain_grad_scaler_recipe_works_and_a_skipped_step_is_decided(fused:
 
 
 def test_a_fault_in_backward_is_absorbed_where_the_batch_can_be_repeated(alone: AloneTransport) -> None:
-    loop_hooks.install(RepeatingRunLoop())
+    SESSION.open(RepeatingRunLoop())
     net = model()
     optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
     before = net.weight.detach().clone()
@@ -407,7 +408,7 @@ def test_a_fault_in_backward_is_raised_where_nobody_repeats_the_batch(alone: Alo
 
 @pytest.fixture
 def last_worker() -> Iterator[NamedCollectives]:
-    loop_hooks.install(RepeatingRunLoop())
+    SESSION.open(RepeatingRunLoop())
     placement = Placement(0, 1, 0, 1, 0, 1)
     named = NamedCollectives(AloneTransport(2), placement=placement, connect=no_connection)
     world.enter(world.World(GenerationId(1, 1, 2, ""), placement, AloneTransport(2), {NAMED: named}))

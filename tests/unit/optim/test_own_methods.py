@@ -14,8 +14,9 @@ from farandole.base.membership import GenerationId, Placement
 from farandole.errors import ConfigError, StepError
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.deep_copy import BackgroundCopy
+from farandole.training.state.session import SESSION
 from tests.scripts.optimizer_kinds import Attributes, LookaheadList, Rules, ScheduleFree, sam, whole
 from tests.support.run_loops import RepeatingRunLoop
 
@@ -31,7 +32,7 @@ def transport() -> Iterator[AloneTransport]:
     yield transport
     step.close()
     step.on_decided(None)
-    loop_hooks.install(None)
+    SESSION.close()
     world.enter(None)
 
 
@@ -99,7 +100,7 @@ def test_a_closure_between_the_two_steps_gives_the_same() -> None:
 
 @pytest.mark.parametrize("fault_in", [1, 2])
 def test_a_fault_in_either_pass_takes_everything_back(fault_in: int, transport: AloneTransport) -> None:
-    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    SESSION.open(RepeatingRunLoop())  # type: ignore[arg-type]
     ours = Training(sam)
     batches = iter(ours.loader)
     ours.two_steps(next(batches)[0])
@@ -118,7 +119,7 @@ def test_a_fault_in_either_pass_takes_everything_back(fault_in: int, transport: 
 
 
 def test_a_fault_in_a_closure_takes_everything_back_and_gives_a_loss(transport: AloneTransport) -> None:
-    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    SESSION.open(RepeatingRunLoop())  # type: ignore[arg-type]
     ours = Training(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     batches = iter(ours.loader)
     (x,) = next(batches)
@@ -183,7 +184,7 @@ def test_parameters_must_not_move_between_micro_batches() -> None:
 
 
 def test_a_switch_to_evaluation_is_taken_back_with_the_step(transport: AloneTransport) -> None:
-    loop_hooks.install(RepeatingRunLoop())  # type: ignore[arg-type]
+    SESSION.open(RepeatingRunLoop())  # type: ignore[arg-type]
     ours = Training(lambda p: ScheduleFree(p, lr=0.1))
     batches = iter(ours.loader)
     (x,) = next(batches)

@@ -13,8 +13,9 @@ from farandole.base.membership import GenerationId, Placement
 from farandole.errors import StepError
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.packing import pack, unpack
+from farandole.training.state.session import SESSION
 from tests.support.run_loops import RepeatingRunLoop
 
 pytestmark = pytest.mark.core
@@ -27,7 +28,7 @@ def transport() -> Iterator[AloneTransport]:
     yield enter_new_world()
     step.close()
     step.on_decided(None)
-    loop_hooks.install(None)
+    SESSION.close()
     world.enter(None)
 
 
@@ -138,7 +139,7 @@ def test_a_body_that_steps_none_of_them_is_refused() -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_a_fault_between_them_takes_back_the_one_that_has_stepped(steps_before: int, transport: AloneTransport) -> None:
-    loop_hooks.install(RepeatingRunLoop())
+    SESSION.open(RepeatingRunLoop())
     gan = Gan()
     state = gan.state()
     batches = iter(gan.loader)

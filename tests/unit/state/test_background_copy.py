@@ -16,8 +16,8 @@ import torch
 import farandole as fd
 from farandole.errors import StepError
 from farandole.training.collectives import world
-from farandole.training.state import loop_hooks
 from farandole.training.state.deep_copy import BackgroundCopy, finish_all, finish_before_loading
+from farandole.training.state.session import SESSION
 
 pytestmark = pytest.mark.core
 
@@ -117,9 +117,9 @@ def test_many_large_tensors_are_all_copied() -> None:
 @pytest.fixture
 def elastic() -> Iterator[None]:
     """As inside of an elastic function."""
-    loop_hooks.install(object())  # type: ignore[arg-type]
+    SESSION.open(object())  # type: ignore[arg-type]
     yield
-    loop_hooks.install(None)
+    SESSION.close()
     world.refuse_collectives(None)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from farandole.errors import ConfigError, HostsUpdatedInterrupt
 from farandole.integrations.horovod.object_state import ObjectState, State
-from farandole.training.state.loop_hooks import HostUpdateResult
+from farandole.training.state.session import HostUpdateResult
 
 pytestmark = pytest.mark.core
 

@@ -20,7 +20,7 @@ from farandole.integrations.horovod.state_handlers import (
 )
 from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.collectives import world
-from farandole.training.state import loop_hooks
+from farandole.training.state.session import SESSION
 from farandole.training.state.step_state import StepState
 
 pytestmark = pytest.mark.core
@@ -79,9 +79,9 @@ class RunLoop:
 
 @pytest.fixture
 def elastic() -> Iterator[None]:
-    loop_hooks.install(RunLoop())  # type: ignore[arg-type]
+    SESSION.open(RunLoop())  # type: ignore[arg-type]
     yield
-    loop_hooks.install(None)
+    SESSION.close()
     world.refuse_collectives(None)
 
 

@@ -15,8 +15,7 @@ from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.object_state import ObjectState, State
 from farandole.integrations.horovod.run_fn import run_fn
 from farandole.integrations.horovod.torch_state import TorchState
-from farandole.training.state import loop_hooks
-from farandole.training.state.loop_hooks import HostUpdateResult
+from farandole.training.state.session import SESSION, HostUpdateResult
 from farandole.training.worker.run_loop import run
 
 pytestmark = pytest.mark.core
@@ -56,7 +55,7 @@ def test_a_fault_takes_the_function_back_to_the_last_commit(make: Any) -> None:
     assert train(state, 10, more=1) == 51
     assert entered == [0, 2]
     assert state.trail == [1, 2, 3, 4, 5]
-    assert not loop_hooks.receives_updates()
+    assert not SESSION.run_loop.receives_updates()
 
 
 def test_an_interrupt_keeps_what_is_live() -> None:

@@ -17,8 +17,8 @@ from farandole.integrations.horovod.commit_loop import CommitLoop
 from farandole.integrations.horovod.object_state import ObjectState, State
 from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.collectives import world
-from farandole.training.state import loop_hooks, step
-from farandole.training.state.loop_hooks import HostUpdateResult
+from farandole.training.state import step
+from farandole.training.state.session import SESSION, HostUpdateResult
 from tests.support.one_worker import Orders
 
 pytestmark = pytest.mark.core
@@ -433,7 +433,7 @@ def test_the_end_of_the_job_leaves_the_function(orders: Orders) -> None:
 
     with pytest.raises(JobEnded):
         run(orders, state, function)
-    assert not loop_hooks.is_elastic()
+    assert not SESSION.is_elastic
 
 
 def test_sigterm_asks_to_leave_and_once_the_job_is_over_ends_a_worker_that_is_in_no_commit(orders: Orders) -> None:

@@ -14,7 +14,8 @@ from farandole.base.wire.messages import Remark
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.training.collectives import world
 from farandole.training.state import step
-from farandole.training.worker.step_loop import _LEFT_OUT, StepLoop
+from farandole.training.worker.left_out_batches import LEFT_OUT
+from farandole.training.worker.step_loop import StepLoop
 from tests.support.one_worker import Orders, as_a_newcomer
 
 pytestmark = pytest.mark.core
@@ -83,8 +84,8 @@ def test_a_worker_that_leaves_a_batch_out_alone_is_told_apart() -> None:
     orders, state = Orders(0, 2), make_state()
 
     def others(payload: bytes) -> bytes:
-        is_trailer = len(payload) == _LEFT_OUT.size
-        return _LEFT_OUT.pack(1, 0, 16, 24, 4, 0, 0) if is_trailer else as_a_newcomer(payload)
+        is_trailer = len(payload) == LEFT_OUT.size
+        return LEFT_OUT.pack(1, 0, 16, 24, 4, 0, 0) if is_trailer else as_a_newcomer(payload)
 
     orders.transport.others = others
     with pytest.raises(CollectiveMismatch, match="left out different batches"):

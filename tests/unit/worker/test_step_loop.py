@@ -13,7 +13,8 @@ from farandole.base.wire.messages import FirstStep, Synced
 from farandole.errors import CollectiveMismatch, GenerationEnded
 from farandole.training.collectives import world
 from farandole.training.state import step
-from farandole.training.worker.step_loop import _EPOCH_END, StepLoop
+from farandole.training.worker.epoch_ends import EPOCH_END
+from farandole.training.worker.step_loop import StepLoop
 from tests.support.one_worker import Orders, as_a_newcomer
 
 pytestmark = pytest.mark.core
@@ -268,6 +269,24 @@ def test_the_boundary_behind_a_regroup_is_counted_once_on_every_way_to_the_next_
     assert state.step == 2 * SAMPLES // GLOBAL_BATCH
 
 
+def test_a_newcomer_that_passes_an_epoch_without_a_batch_trains_the_next_one(orders: Orders) -> None:
+    state, bodies = make_state(), []
+    orders.joins = orders.starts_anew = True
+    orders.link.ordered = 2
+
+    def function() -> None:
+        for epoch in state.loader.epochs(2):
+            for (x,) in state.loader if epoch else ():
+                bodies.append(int(epoch))
+                state.optimizer.zero_grad()
+                state.model(x).square().mean().backward()
+                state.optimizer.step()
+
+    job: Any = orders
+    StepLoop(job, state).run(function)
+    assert (bodies, state.step) == ([1, 1, 1], 3)
+
+
 # The others ----------------------------------------------------------------------------------------------------------
 
 
@@ -295,8 +314,8 @@ def test_workers_that_end_an_epoch_at_another_step_are_told_apart(second_of_two:
 
     def behind(epoch: int) -> None:
         def one_step_less(payload: bytes) -> bytes:
-            epoch, step, *others = _EPOCH_END.unpack(payload)
-            return _EPOCH_END.pack(epoch, step - 1, *others)
+            epoch, step, *others = EPOCH_END.unpack(payload)
+            return EPOCH_END.pack(epoch, step - 1, *others)
 
         second_of_two.transport.others = one_step_less
 

@@ -29,7 +29,7 @@ from farandole.integrations.horovod.named.objects import broadcast_object
 from farandole.training.collectives import world
 from farandole.training.collectives.agreement import any as any_worker, mean
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
-from farandole.training.state import loop_hooks
+from farandole.training.state.session import SESSION
 from farandole.training.worker import context
 from farandole.training.worker.context import device, local_rank
 
@@ -423,4 +423,4 @@ class FarandoleStrategy(Strategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Broadcast the names of files before training; inside fit() return each worker's own object."""
-        return obj if loop_hooks.is_elastic() or self.world_size == 1 else broadcast_object(obj, src)
+        return obj if SESSION.is_elastic or self.world_size == 1 else broadcast_object(obj, src)

@@ -11,7 +11,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback, def
 
 from farandole.integrations.frameworks import board_folder
 from farandole.integrations.frameworks.board_folder import BoardTracker
-from farandole.training.state import loop_hooks
+from farandole.training.state.session import SESSION
 from farandole.training.state.tracker import MetricsWriter, Tracker
 
 
@@ -88,7 +88,7 @@ class FolderCallback(TensorBoardCallback):
             super().on_train_begin(args, state, control, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not loop_hooks.is_elastic():
+        if not SESSION.is_elastic:
             super().on_log(args, state, control, logs=logs, **kwargs)
             return
         numbers = _numbers(logs)

@@ -18,7 +18,8 @@ from farandole.training.collectives import world
 from farandole.training.collectives.extension import are_all
 from farandole.training.optim.optimizer_mixin import WrappedOptimizer, closure_of, counts_passes, zeroing
 from farandole.training.optim.options import Options
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
+from farandole.training.state.session import SESSION
 
 
 class DeltaOptimizer(WrappedOptimizer):
@@ -41,7 +42,7 @@ class DeltaOptimizer(WrappedOptimizer):
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
         if not are_all(options.process_set):
             raise NotImplementedError("op=Adasum combines all workers only; leave process_set out, or use Average")
-        if not loop_hooks.is_elastic():
+        if not SESSION.is_elastic:
             require_power_of_two(world.current().placement.size)
         self._compression = options.compression
         self._has_warned = False

@@ -32,12 +32,13 @@ from farandole.integrations.horovod.object_state import KeptValues, ObjectState,
 from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.deep_copy import finish_all
-from farandole.training.state.loop_hooks import HostUpdateResult
+from farandole.training.state.session import SESSION, HostUpdateResult, RunLoop
 from farandole.training.state.sync import SyncReport
 from farandole.training.worker.checkpoints import Checkpoints, checkpoints
-from farandole.training.worker.leaving import all_have_finished, leaving_on_sigterm
+from farandole.training.worker.leaving import all_have_finished
+from farandole.training.worker.signals import Signals
 from farandole.training.worker.worker_job import WorkerJob
 from farandole.training.worker.worker_recovery import regroup, report_first_step
 
@@ -48,7 +49,7 @@ ResultT = TypeVar("ResultT")
 _PREPARED_UPDATE = struct.Struct("<2q")  # prepared, update
 
 
-class CommitLoop:
+class CommitLoop(RunLoop):
     """A call of an elastic function. It answers the requests of state and optimizer."""
 
     def __init__(self, job: WorkerJob | None, state: State) -> None:
@@ -66,10 +67,9 @@ class CommitLoop:
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
         adopt_modules(vars(self._state).values())  # their optimizers step as always: a fault leaves the function
-        loop_hooks.install(self)
-        loop_hooks.install_sampler_recorder(self._records)
+        SESSION.open(self, sampler_recorder=self._records)
         try:
-            with leaving_on_sigterm(self._job, lambda: not self._is_between_commits()), self._updates:
+            with Signals(self._job, lambda: not self._is_between_commits()), self._updates:
                 try:
                     with InPhase(Phase.USER):
                         return self._run(call)
@@ -80,9 +80,8 @@ class CommitLoop:
                     if self._checkpoints is not None:
                         self._checkpoints.close()
         finally:
-            loop_hooks.install(None)
+            SESSION.close()
             world.refuse_collectives(None)
-            loop_hooks.install_sampler_recorder(None)
             self._uncommitted.close()
             if self._records is not None:
                 self._records.close()
@@ -243,13 +242,7 @@ class CommitLoop:
             raise GenerationEnded("sync", world.current().id.number, str(error)) from error
         return None
 
-    # Requests of state and optimizer (state/loop_hooks.py) ------------------------------------------------------
-
-    def can_repeat(self) -> bool:
-        return False
-
-    def steps_decided(self) -> int:
-        return 0
+    # Requests of state and optimizer (state/session.py) ------------------------------------------------------
 
     def prepared(self) -> int:
         return self._job.link.prepared if self._job is not None else 0
@@ -257,15 +250,6 @@ class CommitLoop:
     def agree(self, prepared_by_rank: list[int]) -> None:
         if self._job is not None:
             self._job.agree(prepared_by_rank)
-
-    def digest(self) -> int:
-        return 0
-
-    def has_saved(self) -> bool:
-        return False
-
-    def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
-        """Do nothing: no state was hashed, since a script may change its state freely between two commits."""
 
     def receives_updates(self) -> bool:
         return self._job is not None or world.current().placement.size > 1

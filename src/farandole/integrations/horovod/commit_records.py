@@ -12,12 +12,14 @@ from farandole.integrations.horovod.committed_state import CommittedState
 from farandole.integrations.horovod.sampler import ElasticSampler
 from farandole.training.collectives import world
 from farandole.training.ledger.records import Entered, EpochLeft, LedgerWriter, Trained, compact, ids_hash
-from farandole.training.state.loop_hooks import TrainedSamples
+from farandole.training.state.session import SamplerRecorder, TrainedSamples
 
 
-class CommitRecords:
+class CommitRecords(SamplerRecorder):
     """Writes records for the worker of `committed`. Samplers that its state does not contain are not recorded: their
     records are not rolled back either."""
+
+    is_needed = True
 
     def __init__(self, committed: CommittedState, writer: LedgerWriter) -> None:
         self._committed, self._writer = committed, writer
@@ -38,7 +40,7 @@ class CommitRecords:
     def close(self) -> None:
         self._writer.close()
 
-    # Reports of samplers (state/loop_hooks.py) -------------------------------------------------------------
+    # Reports of samplers (state/session.py) -------------------------------------------------------------
 
     def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None:
         name = self._name(sampler)

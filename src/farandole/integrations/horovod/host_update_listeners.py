@@ -7,7 +7,7 @@ from typing import Protocol
 
 from farandole.base.machine import wall_time_s
 from farandole.base.wire.messages import Prepare
-from farandole.training.state.loop_hooks import HostUpdateResult
+from farandole.training.state.session import HostUpdateResult
 from farandole.training.worker.worker_job import WorkerJob
 
 

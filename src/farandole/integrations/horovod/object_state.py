@@ -13,12 +13,11 @@ from typing import Any
 from farandole.base.membership import Progress
 from farandole.errors import HostsUpdatedInterrupt
 from farandole.training.collectives.transport import Transport
-from farandole.training.state import loop_hooks
 from farandole.training.state.deep_copy import deep_copy, refuse_learnable
 from farandole.training.state.elastic_state import ElasticState
-from farandole.training.state.loop_hooks import HostUpdateResult
 from farandole.training.state.packed_metadata import pack_metadata
 from farandole.training.state.packing import Packed
+from farandole.training.state.session import SESSION, HostUpdateResult
 
 
 class State(ElasticState, metaclass=ABCMeta):
@@ -93,8 +92,8 @@ class State(ElasticState, metaclass=ABCMeta):
             HostsUpdatedInterrupt: The membership is about to change.
             PeerLost, GenerationEnded: The collective failed.
         """
-        if loop_hooks.receives_updates():
-            update = loop_hooks.agreed_update()
+        if SESSION.run_loop.receives_updates():
+            update = SESSION.run_loop.agreed_update()
         else:
             update = self._agree_on_messages()
         self._raise_if_updated(update)
@@ -159,9 +158,9 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Copy the values deeply, as the newest commit. commit() calls it."""
-        loop_hooks.committing()
+        SESSION.run_loop.committing()
         self._keep()
-        loop_hooks.committed()
+        SESSION.run_loop.committed()
 
     def restore(self) -> None:
         """Set the values to copies of those of the newest commit. The elastic function calls it after a fault."""

@@ -21,7 +21,7 @@ from farandole.training.data import intervals
 from farandole.training.data.intervals import Intervals
 from farandole.training.data.permutation import FORMAT_VERSION, Permutation
 from farandole.training.data.remainder import OrderFunction, Remainder, parts_by_epoch
-from farandole.training.state import loop_hooks
+from farandole.training.state.session import SESSION
 
 
 class SizedDataset(Protocol):
@@ -162,9 +162,9 @@ class ElasticSampler(Sampler[int]):
         Args:
             epoch: Number of the epoch, from 0.
         """
-        if epoch != self.epoch and loop_hooks.records_samplers():
+        if epoch != self.epoch and SESSION.sampler_recorder.is_needed:
             trained = sum(max(0, stop - max(0, start)) for start, stop in self._behind())
-            loop_hooks.record_left(self, self.epoch, None if self._is_by_index else self._size - trained)
+            SESSION.sampler_recorder.left(self, self.epoch, None if self._is_by_index else self._size - trained)
         carried = self._carried if epoch == self.epoch else ()
         if epoch > self.epoch and (self.processed_num or not self._remainder.per_rank):
             carried = intervals.shift(self._remainder.carried, (self.epoch - epoch) * self._size)
@@ -204,10 +204,10 @@ class ElasticSampler(Sampler[int]):
         self._is_iterated_anew = False
         self._place = min(start + batch_size, self._remainder.per_rank)
         self._counted = max(self._counted, min(self._place * self.num_replicas, self._remainder.assigned))
-        if loop_hooks.records_samplers() and start < self._place:
+        if SESSION.sampler_recorder.is_needed and start < self._place:
             positions, everyone, repeats = self._remainder.trained(start, self._place)
             parts = parts_by_epoch(self._order, self._size, self.epoch, positions, everyone, repeats)
-            loop_hooks.record_trained(self, parts)
+            SESSION.sampler_recorder.trained(self, parts)
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that this rank has trained these samples.
@@ -238,9 +238,9 @@ class ElasticSampler(Sampler[int]):
             _warn_of_repeats()
         self._recorded.update(news, positions[is_repeat].tolist())
         self._news += news
-        if loop_hooks.records_samplers() and positions.size:
+        if SESSION.sampler_recorder.is_needed and positions.size:
             parts = parts_by_epoch(self._order, self._size, self.epoch, once, None, positions[is_repeat])
-            loop_hooks.record_trained(self, parts)
+            SESSION.sampler_recorder.trained(self, parts)
 
     @property
     def has_news(self) -> bool:

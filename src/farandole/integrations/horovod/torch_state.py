@@ -25,8 +25,8 @@ from farandole.integrations.horovod.state_handlers import (
     handler_for,
 )
 from farandole.training.collectives import world
-from farandole.training.state import loop_hooks
 from farandole.training.state.deep_copy import BackgroundCopy, TensorPair, finish_all
+from farandole.training.state.session import SESSION
 from farandole.training.state.step_state import StepState
 from farandole.training.state.undivided_data import refuse_undivided
 
@@ -127,19 +127,19 @@ class TorchState(ObjectState):
         """Commit as State.commit() does. Ranks that have recorded samples of their own exchange them first, so that
         each commit contains all ranks' samples: otherwise those of a lost worker would be lost with it."""
         has_news = any(getattr(handler.value, "has_news", False) for handler in self._handlers.values())
-        if not (has_news and loop_hooks.receives_updates()):
+        if not (has_news and SESSION.run_loop.receives_updates()):
             super().commit()
             return
-        update = loop_hooks.agreed_update()
+        update = SESSION.run_loop.agreed_update()
         self.save()
         self._raise_if_updated(update)
 
     def save(self) -> None:
         """Make a commit. On a regroup, its number shows which worker has the newest commit."""
-        loop_hooks.committing()
+        SESSION.run_loop.committing()
         self._remember()
         self._commits = self._remembered = self._commits + 1
-        loop_hooks.committed()
+        SESSION.run_loop.committed()
 
     def keep_live(self) -> None:
         """Count the live values as a commit, without a copy: a sync follows, which makes one."""

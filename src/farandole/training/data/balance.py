@@ -25,6 +25,7 @@ from farandole.training.data.division_by_speed import (
 )
 from farandole.training.data.partition import BatchLayout, next_global_batch
 from farandole.training.state.batch import GlobalBatch
+from farandole.training.state.session import Timer
 
 logger = logging.getLogger("farandole")
 
@@ -95,12 +96,14 @@ class OwnTime:
         return taken
 
 
-class Balance:
+class Balance(Timer):
     """The balance of one loader. Main thread only.
 
     Attributes:
         turns: The division of each global batch.
     """
+
+    is_needed = True
 
     def __init__(self, fetched_ahead: int) -> None:
         """

@@ -5,9 +5,12 @@ The elastic run loop implements them; without one, they do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import torch
+
+from farandole.errors import ConfigError
 from farandole.training.state.batch import Batch
 
 
@@ -77,3 +80,15 @@ class NoLoaderHooks:
 
     def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
         function()
+
+
+def refuse_sync_batch_norm(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ConfigError for layers of which each forward pass waits for the other workers: these may run the loop body
+    for a global batch another number of times (`ElasticLoader.has_own_bodies`)."""
+    for module in modules:
+        if any(type(each).__name__ == "SyncBatchNorm" for each in module.modules()):
+            raise ConfigError(
+                "balance with several loop bodies for a global batch, and SyncBatchNorm: workers would run its forward "
+                "pass a different number of times, and wait for each other; leave balance, or max_local_batch and "
+                "micro_batch_size, out, or use BatchNorm"
+            )

@@ -33,8 +33,9 @@ from farandole.training.data.refused_arguments import order_of, refuse_torch_arg
 from farandole.training.data.row_digests import row_digests
 from farandole.training.data.sample_order import Order
 from farandole.training.data.saved_position import refuse_another, shards_to_continue_with, written
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import GlobalBatch
+from farandole.training.state.session import SESSION
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -306,7 +307,7 @@ class DataLoader(ElasticLoader):
         if indexed.batch.is_strict:
             self.hooks.begin_shard(indexed.batch)
         if not is_rehearsal:
-            loop_hooks.record_delivered(indexed.batch, self.indices)
+            SESSION.recorder.delivered(indexed.batch, self.indices)
         return data
 
     def _hand_out_again(self) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farandole.training.data.intervals import Intervals, difference, first, measure, positions_at
-from farandole.training.state.loop_hooks import TrainedSamples
+from farandole.training.state.session import TrainedSamples
 
 # The samples at positions of the epoch's order (int64, same shape).
 OrderFunction: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]

@@ -20,8 +20,9 @@ from farandole.training.data.prefetch import Prefetch, SmallByValue
 from farandole.training.data.stream_order import StreamPosition
 from farandole.training.data.stream_reader import FetchRequests, FetchStart, Reply, Sizes, StreamReader
 from farandole.training.data.streams import Mark, Source
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.session import SESSION
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -232,7 +233,7 @@ class StreamLoader(ElasticLoader):
         step.open(self.batch, is_rehearsal)
         self._padding.keep(data)
         if not is_rehearsal:
-            loop_hooks.record_delivered(self.batch, self.indices)
+            SESSION.recorder.delivered(self.batch, self.indices)
         return data
 
     def _rehearse_a_change(self) -> None:

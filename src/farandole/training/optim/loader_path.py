@@ -32,8 +32,9 @@ from farandole.training.optim.options import Options
 from farandole.training.optim.passes import Passes
 from farandole.training.optim.step_agreement import Weights
 from farandole.training.optim.step_reduction import StepReduction
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch
+from farandole.training.state.session import SESSION
 from farandole.training.state.step import StepStatus
 
 
@@ -326,7 +327,7 @@ class LoaderPath:
         except RecoverableError:
             self._reduction.drop()
             step.abort()
-            if not loop_hooks.can_repeat():
+            if not SESSION.run_loop.can_repeat():
                 raise
         else:
             step.mark_reduced()

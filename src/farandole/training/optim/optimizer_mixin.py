@@ -21,10 +21,11 @@ from farandole.errors import ConfigError, StepError
 from farandole.training.collectives import world
 from farandole.training.optim.options import check_passes, names_of
 from farandole.training.optim.passes import Passes
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch
 from farandole.training.state.deep_copy import deep_copy, finish_all
 from farandole.training.state.optimizer_state import OptimizerState, load_state_dict_in_place, with_inner
+from farandole.training.state.session import SESSION
 
 # The step of the user's optimizer class, called from Farandole's by GradScaler's rules --------------------------------
 
@@ -315,7 +316,7 @@ def counts_passes() -> bool:
     """Return whether there are, or may soon be, other workers to reduce with: otherwise any number of passes is
     allowed."""
     here = world.current()
-    return here.placement.size > 1 or (loop_hooks.is_elastic() and here.id.number > 0)
+    return here.placement.size > 1 or (SESSION.is_elastic and here.id.number > 0)
 
 
 class WrappedOptimizer(OwnMethods):

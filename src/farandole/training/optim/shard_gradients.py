@@ -27,9 +27,10 @@ from farandole.training.optim.bucketed_gradients import BucketedGradients
 from farandole.training.optim.buckets import Buckets, laid_out
 from farandole.training.optim.compression import Compressor, NoneCompressor
 from farandole.training.optim.step_agreement import conclude, header_of
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.state.numerics import RepeatedShards, refuse_others
+from farandole.training.state.session import SESSION
 from farandole.training.state.shard_audit import Audit
 from farandole.training.state.tensor_digest import digest_of
 
@@ -195,7 +196,7 @@ class ShardGradients(BucketedGradients):
         factor = conclude(headers, batch)
         if global_batch.audit is not None:
             own, again = [each.own_shard for each in headers], [each.other_shard for each in headers]
-            loop_hooks.compare_shards(global_batch, own, again)
+            SESSION.auditor.compare(global_batch, own, again)
         self.scale(factor)
 
     def _compared(self, audit: Audit, rank: int) -> tuple[int, int]:

@@ -14,8 +14,9 @@ import torch
 from farandole.errors import CollectiveMismatch, ConfigError, StepError
 from farandole.training.collectives import world
 from farandole.training.optim.buckets import has_own_order
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch
+from farandole.training.state.session import SESSION
 
 
 def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, int] = (0, 0)) -> StepHeader:
@@ -24,17 +25,17 @@ def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, in
     global_batch = batch.global_batch
     return StepHeader(
         generation=world.current().id.number,
-        step=loop_hooks.steps_decided(),
+        step=SESSION.run_loop.steps_decided(),
         plan=plan,
         epoch=global_batch.epoch,
         start=global_batch.start,
         stop=global_batch.stop,
         samples=global_batch.samples,
-        prepared=loop_hooks.prepared(),
+        prepared=SESSION.run_loop.prepared(),
         weight=own_weight,
-        ids_hash=loop_hooks.record_intended(batch),
-        digest=loop_hooks.digest(),
-        saved=int(loop_hooks.has_saved()),
+        ids_hash=SESSION.recorder.intend(batch),
+        digest=SESSION.run_loop.digest(),
+        saved=int(SESSION.run_loop.has_saved()),
         own_shard=audited[0],
         other_shard=audited[1],
         passed=step.passed(),
@@ -44,7 +45,7 @@ def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, in
 
 def packed_at_end(header: StepHeader) -> bytes:
     """Return the header as bytes, at the end of this rank's part of the step: it gets the time of that part."""
-    own_ns = loop_hooks.take_own_ns()
+    own_ns = SESSION.timer.take_own_ns()
     return msgspec.structs.replace(header, own_ns=own_ns).pack() if own_ns else header.pack()
 
 
@@ -54,12 +55,12 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     all_headers = list(headers)
     check(all_headers)
     weight = total([header.weight for header in all_headers])
-    loop_hooks.record_agreed(sum(header.samples for header in all_headers), ids_hash(all_headers))
+    SESSION.recorder.agree(sum(header.samples for header in all_headers), ids_hash(all_headers))
     step.agree_on_passes(sum(each.samples for each in all_headers), sum(each.passed for each in all_headers))
-    loop_hooks.agree([header.prepared for header in all_headers])
-    loop_hooks.compare([header.digest for header in all_headers], any(header.saved for header in all_headers))
-    if loop_hooks.measures_time():
-        loop_hooks.record_times([header.samples for header in all_headers], [header.own_ns for header in all_headers])
+    SESSION.run_loop.agree([header.prepared for header in all_headers])
+    SESSION.run_loop.compare([header.digest for header in all_headers], any(header.saved for header in all_headers))
+    if SESSION.timer.is_needed:
+        SESSION.timer.agreed([header.samples for header in all_headers], [header.own_ns for header in all_headers])
     return batch.global_batch.global_samples / weight if weight else 1.0  # with 0, nothing was added up
 
 
@@ -67,11 +68,11 @@ def conclude_alone(batch: Batch) -> None:
     """Conclude the step of a single worker, without a comparison of headers. Raises if the generation has ended, as a
     reduction would."""
     world.raise_if_refused("gradients cannot be reduced")
-    ids = loop_hooks.record_intended(batch)
+    ids = SESSION.recorder.intend(batch)
     world.current().transport.barrier()
-    loop_hooks.record_agreed(batch.global_batch.samples, ids)
+    SESSION.recorder.agree(batch.global_batch.samples, ids)
     step.agree_on_passes(batch.global_batch.samples, step.passed())
-    loop_hooks.agree([loop_hooks.prepared()])
+    SESSION.run_loop.agree([SESSION.run_loop.prepared()])
 
 
 def absorb() -> bool:
@@ -80,7 +81,7 @@ def absorb() -> bool:
     if not step.is_undecided():
         return False
     step.abort()
-    return loop_hooks.can_repeat()
+    return SESSION.run_loop.can_repeat()
 
 
 # fd.weight, and the weight of each loop body's gradient in that of the global batch -----------------------------------

@@ -16,8 +16,9 @@ from farandole.training.optim.compression import NoneCompressor
 from farandole.training.optim.options import Options, refuse_for_loader
 from farandole.training.optim.passes import Passes
 from farandole.training.optim.step_agreement import check_devices, conclude_alone, digest
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state.session import SESSION
 
 if TYPE_CHECKING:
     from farandole.training.optim.shard_gradients import ShardGradients
@@ -210,7 +211,7 @@ class StepReduction:
         if step.is_shared() or not _active.is_alone(id(self)) or not self.gradients.may_overlap():
             return False
         world.raise_if_refused("gradients cannot be reduced")
-        loop_hooks.record_intended(batch)  # before anything is contributed
+        SESSION.recorder.intend(batch)  # before anything is contributed
         _active.begin_overlap(id(self))
         return True
 

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -16,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from farandole.errors import ConfigError, StepError
 from farandole.training.collectives import world
-from farandole.training.state import loop_hooks
+from farandole.training.state.session import SESSION
 
 TensorPair = tuple[torch.Tensor, torch.Tensor]
 """(source, target)"""
@@ -234,7 +235,6 @@ _REFUSAL = (
 
 _all: weakref.WeakSet[BackgroundCopy] = weakref.WeakSet()
 _hooked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_has_hooked_optimizers = False
 
 
 class BackgroundCopy:
@@ -282,7 +282,7 @@ class BackgroundCopy:
     def pass_by(self) -> None:
         """Prepare for an optimizer's step. Inside an elastic function postponed copies are given up, as the promise of
         the script allows. Copies that were begun are finished."""
-        if self._postponed and loop_hooks.is_elastic():
+        if self._postponed and SESSION.is_elastic:
             self._postponed, self._was_passed = [], True
             world.refuse_collectives(_REFUSAL)
         else:
@@ -347,12 +347,10 @@ def finish_before_loading(module: torch.nn.Module) -> None:
             _hooked.add(each)
 
 
+@functools.cache
 def _hook_optimizers() -> None:
     """Hook all optimizers, once per process: a state may hold another optimizer than the one that steps."""
-    global _has_hooked_optimizers
-    if not _has_hooked_optimizers:
-        register_optimizer_step_pre_hook(_before_step)
-        _has_hooked_optimizers = True
+    register_optimizer_step_pre_hook(_before_step)
 
 
 # A function of the module, without a state of its own, and so is the next one: modules are copied and pickled with

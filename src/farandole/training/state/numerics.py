@@ -25,8 +25,9 @@ from farandole.base.env import read_mkl_reproducibility
 from farandole.errors import ConfigError, StepError
 from farandole.training.collectives.connection_pair import bytes_of
 from farandole.training.collectives.transport import Transport
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import GlobalBatch
+from farandole.training.state.session import SESSION
 
 logger = logging.getLogger("farandole")
 
@@ -104,7 +105,7 @@ class RepeatedShards:
 
     def begin(self, global_batch: GlobalBatch) -> None:
         """Begin a global batch."""
-        self._now = loop_hooks.steps_decided(), global_batch.epoch, global_batch.start
+        self._now = SESSION.run_loop.steps_decided(), global_batch.epoch, global_batch.start
 
     def compare(self, shard: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Note the gradient of a shard in a rehearsal, or compare it with the one of the rehearsal; not with that of a
@@ -154,13 +155,13 @@ class LayerTrace:
     def begin(self, shard: int) -> None:
         """Note that the loop body gets a shard, or -1."""
         if step.is_rehearsal():
-            self._step = loop_hooks.steps_decided()
+            self._step = SESSION.run_loop.steps_decided()
             self._now = self._by_shard[shard] = []
             if self._hook is None:
                 self._hook = register_module_forward_hook(self._note)
         elif self._hook is not None:
             self._shard, self._now = shard, []
-            if loop_hooks.steps_decided() != self._step:
+            if SESSION.run_loop.steps_decided() != self._step:
                 self._hook.remove()
                 self._hook = None
                 self._by_shard.clear()

@@ -38,19 +38,16 @@ optim/loader_path.py).
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from farandole.base.liveness import status_reporting
 from farandole.errors import StepError
-from farandole.training.state import loop_hooks
 from farandole.training.state.batch import Batch
-
-if TYPE_CHECKING:
-    pass
+from farandole.training.state.session import SESSION
+from farandole.training.state.step_participants import NO_OBSERVER, Observer, Participant, Undoable
 
 
 class StepStatus(enum.StrEnum):
@@ -74,73 +71,6 @@ _REDUCED_AFTER = frozenset({OPEN, REDUCED, DECIDED})
 _ABORTS_AFTER = frozenset({OPEN, REDUCED, ABORTED, DECIDED})
 _LEFT_OUT_AFTER = frozenset({OPEN, REDUCED})
 _DECIDES_AFTER = frozenset({NONE, REDUCED, DECIDED})
-
-
-class Undoable(Protocol):
-    """A copy of the values that an optimizer can change (`Undo` in optim/optimizer_mixin.py)."""
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """Parameters that put_back() restores."""
-        ...
-
-    def put_back(self) -> None:
-        """Restore the copied values."""
-        ...
-
-
-class Participant(Protocol):
-    """An optimizer's part in the open step (optim/loader_path.py)."""
-
-    def begin_micro_batch(self) -> None:
-        """Note that the next micro-batch is handed out."""
-        ...
-
-    def begin_padding(self) -> None:
-        """Keep the gradients that are reduced so far: loop bodies follow whose gradients do not count."""
-        ...
-
-    def end_overlap(self, reason: str) -> None:
-        """Complete or drop all transfers to other ranks, since the step ends."""
-        ...
-
-
-class Observer(Protocol):
-    """Watches the tensors that user code may change before a step is decided (state/step_state.py)."""
-
-    def pass_ended(self, batch: Batch) -> None:
-        """Note, in strict mode, that a backward pass of the batch has ended, and counts."""
-        ...
-
-    def name_of(self, item: torch.Tensor | torch.nn.Module) -> str:
-        """Return the name of a parameter or of a layer, with that of its model."""
-        ...
-
-    def combine_shards(self, batch: Batch) -> None:
-        """Combine, in strict mode, what forward passes have changed in each shard. All ranks call it, before the
-        gradients are reduced. Raises the errors of transports."""
-        ...
-
-    def digest_of_statistics(self, shard: int) -> int:
-        """Return a digest of the running statistics that a shard of this global batch has left; 0 without any."""
-        ...
-
-    def before_applying(self) -> None:
-        """Note that the first optimizer of the step is about to apply its gradients, or would if the step was not
-        aborted."""
-        ...
-
-    def keeps_scaler(self) -> bool:
-        """Return whether there is a GradScaler in the state."""
-        ...
-
-    def aborted(self) -> None:
-        """Note that the step is aborted; the rest of the loop body still runs."""
-        ...
-
-    def trust(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note that the step of an optimizer was undone: these parameters are as they were before it."""
-        ...
 
 
 @dataclass
@@ -167,11 +97,11 @@ class _OpenStep:
     is_dropped: bool = False  # zero_grad() was called when its gradients were reduced, and no step() before
     has_inf: bool = False  # an optimizer has skipped its update, since a GradScaler has found inf or NaN
     has_updated: bool = False  # an optimizer has not
+    observer: Observer = NO_OBSERVER
+    when_decided: Callable[[], None] | None = None  # see when_next_decided()
 
 
 _step = _OpenStep()
-_when_decided: Callable[[], None] | None = None
-_observer: Observer | None = None
 
 
 def open(batch: Batch, is_rehearsal: bool = False) -> None:
@@ -187,8 +117,8 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
     _step.weight, _step.is_weighed, _step.is_rehearsal = None, False, is_rehearsal
     _step.has_passed = False
     _step.was_handed_out |= not is_rehearsal
-    if is_rehearsal and _observer is not None:
-        _observer.aborted()
+    if is_rehearsal:
+        _step.observer.aborted()
 
 
 def take_handed_out() -> bool:
@@ -295,7 +225,7 @@ def is_dropped() -> bool:
 
 def refuse_unknown_scaler() -> None:
     """Raise StepError where a GradScaler is used that the state of the current batch does not have."""
-    if _step.batch is not None and _observer is not None and not _observer.keeps_scaler():
+    if _step.batch is not None and not _step.observer.keeps_scaler():
         raise StepError(
             "a GradScaler scales the loss, and the state does not have it: its scale would be another one on a worker "
             "that joins. Pass it to the state: TorchState(..., scaler=scaler)"
@@ -328,8 +258,7 @@ def trains_in_part() -> bool:
 def end_pass(batch: Batch) -> None:
     """Note that a backward pass of a batch of strict mode has ended, and counts."""
     _step.has_passed = True
-    if _observer is not None:
-        _observer.pass_ended(batch)
+    _step.observer.pass_ended(batch)
 
 
 def has_passed() -> bool:
@@ -339,18 +268,17 @@ def has_passed() -> bool:
 
 def combine_shards(batch: Batch) -> None:
     """Combine what forward passes have changed in the shards of a global batch of strict mode."""
-    if _observer is not None:
-        _observer.combine_shards(batch)
+    _step.observer.combine_shards(batch)
 
 
 def digest_of_statistics(shard: int) -> int:
     """Return a digest of the running statistics that a shard of this global batch has left; 0 without any."""
-    return 0 if _observer is None else _observer.digest_of_statistics(shard)
+    return _step.observer.digest_of_statistics(shard)
 
 
 def name_of(item: torch.Tensor | torch.nn.Module) -> str:
     """Return the name of a parameter or of a layer for people."""
-    return type(item).__name__ if _observer is None else _observer.name_of(item)
+    return _step.observer.name_of(item)
 
 
 def mark_reduced() -> None:
@@ -364,8 +292,8 @@ def abort() -> None:
     changes that optimizers have made until then."""
     _refuse_unless(_ABORTS_AFTER, "it is aborted")
     _end_overlaps("its step was aborted")
-    if _step.status is not ABORTED and _observer is not None:
-        _observer.aborted()
+    if _step.status is not ABORTED:
+        _step.observer.aborted()
     _step.status = ABORTED
 
 
@@ -421,7 +349,7 @@ def is_shared() -> bool:
 
 def is_tracked(optimizer: object) -> bool:
     """Return whether this optimizer decides steps, as each optimizer does where there is no state."""
-    return id(optimizer) in _step.tracked or (not _step.tracked and _observer is None)
+    return id(optimizer) in _step.tracked or (not _step.tracked and _step.observer is NO_OBSERVER)
 
 
 def awaits_others(optimizer: object) -> bool:
@@ -431,8 +359,8 @@ def awaits_others(optimizer: object) -> bool:
 
 def begin_applying(optimizer: object) -> None:
     """Note that an optimizer is about to change values, or would if the step was not aborted."""
-    if _observer is not None and not _step.stepped and id(optimizer) not in _step.undo:
-        _observer.before_applying()
+    if not _step.stepped and id(optimizer) not in _step.undo:
+        _step.observer.before_applying()
 
 
 def undo_by(optimizer: object, undo: Undoable) -> None:
@@ -447,7 +375,7 @@ def undo_of(optimizer: object) -> Undoable | None:
 
 def mark_stepped(optimizer: object) -> None:
     """Note that the optimizer has applied its gradients. Decides the step when it is the last one, or not tracked."""
-    loop_hooks.record_updated(optimizer)
+    SESSION.recorder.updated(optimizer)
     _step.stepped.add(id(optimizer))
     if id(optimizer) not in _step.tracked or _step.tracked <= _step.stepped:
         decide()
@@ -480,23 +408,20 @@ def _conclude() -> None:
 
 def when_next_decided(callback: Callable[[], None]) -> None:
     """Call `callback` once, as soon as a step is decided. It replaces an earlier one."""
-    global _when_decided
-    _when_decided = callback
+    _step.when_decided = callback
 
 
 def notify_decided() -> None:
     """Run the callback of when_next_decided(): a step is decided, or, where none are counted, a commit was made."""
-    global _when_decided
-    if _when_decided is not None:
-        callback, _when_decided = _when_decided, None
+    if _step.when_decided is not None:
+        callback, _step.when_decided = _step.when_decided, None
         callback()
 
 
-def on_decided(callback: Callable[[Batch | None], None] | None, observer: Observer | None = None) -> None:
+def on_decided(callback: Callable[[Batch | None], None] | None, observer: Observer = NO_OBSERVER) -> None:
     """Set the callback that advances counter, cursor and schedulers with the step (a TorchState's); None removes it.
     The step counts even when the callback raises."""
-    global _observer
-    _step.on_decided, _observer = callback, observer
+    _step.on_decided, _step.observer = callback, observer
     if callback is None:
         track(())
 
@@ -511,9 +436,8 @@ def _undo() -> None:
         while _step.undo:
             undo = _step.undo.popitem()[1]
             undo.put_back()
-            loop_hooks.record_undone()
-            if _observer is not None:
-                _observer.trust(undo.parameters)
+            SESSION.recorder.undone()
+            _step.observer.trust(undo.parameters)
     _step.stepped.clear()
 
 

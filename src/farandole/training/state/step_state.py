@@ -5,25 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from farandole.base.membership import Progress, Shortfall
+from farandole.base.membership import Progress
 from farandole.errors import ConfigError
 from farandole.training.collectives import world
-from farandole.training.state import loop_hooks, step
-from farandole.training.state.batch import Batch, GlobalBatch
+from farandole.training.state import step
+from farandole.training.state.batch import Batch
 from farandole.training.state.deep_copy import refuse_circles, refuse_learnable
 from farandole.training.state.elastic_state import ElasticState
 from farandole.training.state.module_values import ModuleValues
-from farandole.training.state.optimizer_state import OptimizerState
 from farandole.training.state.packed_metadata import (
     MetadataSnapshot,
     is_same,
-    is_stateful,
     load_stateful,
     load_value,
     pack_metadata,
@@ -31,16 +28,17 @@ from farandole.training.state.packed_metadata import (
 )
 from farandole.training.state.packing import Packed, unpack
 from farandole.training.state.refused_optimizers import refuse_optimizer
+from farandole.training.state.session import SESSION
 from farandole.training.state.state_digest import StateDigest, named_tensors
+from farandole.training.state.state_kinds import Change, Kinds, Loader, kinds_of, without_parallel
+from farandole.training.state.step_participants import Observer
 from farandole.training.state.undivided_data import refuse_undivided
 from farandole.training.state.watched_tensors import (
-    ExtraState,
     WatchedTensors,
     buffers_of,
     extra_state_of,
     layers_with_statistics,
     load_extra_state,
-    modules_with_extra_state,
 )
 
 if TYPE_CHECKING:
@@ -49,43 +47,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farandole")
 
 
-@runtime_checkable
-class Loader(Protocol):
-    """The part of a loader that the state needs: its position, which moves with a decided step."""
-
-    epoch: int
-    cursor: int
-    seed: int
-    hooks: Any  # the run loop installs itself here (data/elastic_loader.py)
-
-    def commit(self, global_batch: GlobalBatch) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def set_world(self, rank: int, size: int) -> None: ...
-    def warm_up(self) -> None: ...
-    def start_rehearsal(self, rank: int, size: int, is_at_tail: bool) -> int: ...
-    def end_rehearsals(self) -> None: ...
-    def shortfall(self) -> Shortfall | None: ...
-    def note_untrained(self, is_all: bool) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Kinds:
-    """The values that a state was given, by name. `values` has the names of plain values, which fit no other field."""
-
-    modules: dict[str, torch.nn.Module]
-    extra: dict[str, ExtraState]
-    optimizers: dict[str, torch.optim.Optimizer]
-    states: list[OptimizerState]  # of the optimizers
-    stateful: dict[str, Any]
-    scalers: list[torch.amp.GradScaler]
-    values: list[str]
-
-
 _GIVEN = ("model", "optimizer")
 
 
-class StepState(ElasticState):
+class StepState(ElasticState, Observer):
     """Model, optimizer, loader and all other values that change with a step. TorchState(loader=...) returns it.
 
     `state.step` is the number of decided steps. The *tensors* of a state are parameters and optimizer tensors; metadata
@@ -138,7 +103,7 @@ class StepState(ElasticState):
             raise ConfigError(f'TorchState: on_divergence must be "mend" or "fail", got {on_divergence!r}')
         if "commit_follows_step" in tracked:
             raise ConfigError("TorchState(loader=...) needs no commits: leave commit_follows_step out")
-        self._kinds: _Kinds | None = None
+        self._kinds: Kinds | None = None
         super().__init__()
         # Any: otherwise type checkers would require a check for None at each use.
         self.model: Any = model
@@ -235,7 +200,7 @@ class StepState(ElasticState):
                     callback()
         finally:
             if self.loader is not None and batch is not None:
-                loop_hooks.record_applied(batch)
+                SESSION.recorder.apply(batch)
                 if step.trains_nothing() or step.trains_in_part():
                     self.loader.note_untrained(is_all=step.trains_nothing())
                 self.loader.commit(batch.global_batch)
@@ -307,32 +272,26 @@ class StepState(ElasticState):
         for name in kinds.extra:
             load_extra_state(kinds.modules[name], kept["extra"].get(name, {}))
         self._values_of_modules().load(kept["flags"])
-        lost = self._watched.put_back_run()
-        if lost:
-            further = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise ConfigError(
-                f"strict mode: state.{lost[0]}{further} changed in a run of the loop body whose optimizer.step() made "
-                f"no step, since further shards of the global batch follow. It cannot be restored, since the rehearsal "
-                f"(TorchState(rehearse=True)), which is in the job's second step, has not seen it change. It would "
-                f"change as often as a worker has shards, which depends on the number of workers. Change it "
-                f"in TorchState(after_step=[...]), or where optimizer.step() returns True"
-            )
+        if lost := self._watched.put_back_run():
+            raise ConfigError(_lost_in_run(lost))
 
-    def capture_after(self, function: Callable[[], object]) -> None:
-        """Call the function, and remember the new values of everything that it changed: put_back() keeps them."""
+    def before_change(self) -> Change:
+        """Note the values before a function is called whose changes put_back() is to keep."""
+        return Change(self.copy_of_metadata(), self._watched.mark())
+
+    def keep_change(self, begun: Change) -> None:
+        """Remember the new values of everything that has changed since before_change(): put_back() keeps them."""
         kept: dict[str, Any] = unpack(self._snapshot.read())
-        before, mark = self.copy_of_metadata(), self._watched.mark()
-        function()
         after = self.copy_of_metadata()
         for part in ("buffers", "extra", "groups", "stateful", "values"):
             for name, value in after[part].items():
-                if not is_same(before[part].get(name), value):
+                if not is_same(begun.metadata[part].get(name), value):
                     kept[part][name] = value
         kept["boundary"], kept["flags"] = self.boundary_number, after["flags"]
         if self.loader is not None:
             kept["loader"] = self.loader.state_dict()  # it contains the number of calls
         self._snapshot.take(kept)
-        self._watched.adopt(mark)
+        self._watched.adopt(begun.mark)
 
     def copy_of_metadata(self) -> dict[str, Any]:
         """Return a copy of the current metadata that shares nothing with it."""
@@ -351,7 +310,7 @@ class StepState(ElasticState):
         from farandole.training.state.state_hash import hash_of  # loaded only in strict mode
 
         kinds = self._kinds or self._sort()
-        modules = {name: _without_parallel(each) for name, each in kinds.modules.items()}
+        modules = {name: without_parallel(each) for name, each in kinds.modules.items()}
         kinds = dataclasses.replace(kinds, modules=modules, stateful={}, values=[])
         return hash_of(named_tensors(kinds, {}, has_all_buffers=True))
 
@@ -369,14 +328,7 @@ class StepState(ElasticState):
 
     def name_of(self, item: torch.Tensor | torch.nn.Module) -> str:
         """See step.Observer."""
-        named: dict[str, torch.Tensor | torch.nn.Module] = {
-            f"{name}.{key}".strip("."): each
-            for name, group in self._parameters().items()
-            for key, each in group.items()
-        }
-        for name, module in self._modules().items():
-            named |= {f"{name}.{key}".strip("."): each for key, each in module.named_modules()}
-        return next((name for name, each in named.items() if each is item), type(item).__name__)
+        return (self._kinds or self._sort()).name_of(item)
 
     def _statistics_by_shard(self) -> ShardStatistics:
         if self._statistics is None or self._kinds is None:
@@ -472,7 +424,7 @@ class StepState(ElasticState):
 
     def _track(self) -> None:
         self._values_of_modules().search()
-        groups = self._parameters().items()
+        groups = (self._kinds or self._sort()).parameters().items()
         named = {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
         ids = {id(parameter) for each in self._sort().states for parameter in each.parameters}
         self._watched.track(named, {name for name, each in named.items() if id(each) in ids})
@@ -482,19 +434,18 @@ class StepState(ElasticState):
 
     def live_tensors(self) -> dict[str, Any]:
         """Return parameters by module and name, and the optimizers' state (optimizer_state.py); live, not copied."""
-        entries = {name: entry for each in self._sort().states for name, entry in each.entries().items()}
-        members = {
-            each.name: each.members(self._names_of_parameters()) for each in (self._kinds or self._sort()).states
-        }
-        return {"parameters": self._parameters(), "optimizer": entries, "members": members}
+        kinds = self._sort()
+        entries = {name: entry for each in kinds.states for name, entry in each.entries().items()}
+        members = {each.name: each.members(kinds.names_of_parameters()) for each in kinds.states}
+        return {"parameters": kinds.parameters(), "optimizer": entries, "members": members}
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Load parameters and optimizer tensors from another worker. Raises ConfigError, with nothing changed, when its
         model has other parameters."""
-        named = {name: each for each, name in self._names_of_parameters().items()}
+        named = {name: each for each, name in (self._kinds or self._sort()).names_of_parameters().items()}
         for each in self._sort().states:
             each.add_groups(tensors.get("members", {}).get(each.name, []), named)
-        ours = self._parameters()
+        ours = (self._kinds or self._sort()).parameters()
         refuse_other_model(ours, tensors["parameters"])
         with torch.no_grad():
             for name, parameters in ours.items():
@@ -502,25 +453,6 @@ class StepState(ElasticState):
                     parameter.copy_(tensors["parameters"][name][key])
         for each in self._sort().states:
             each.load(tensors["optimizer"])
-
-    def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return parameters by module and name; an optimizer's parameters outside of all modules, by place in it."""
-        named: dict[str, dict[str, torch.Tensor]] = {
-            name: dict(module.named_parameters()) for name, module in self._modules().items()
-        }
-        known = {id(parameter) for group in named.values() for parameter in group.values()}
-        loose = {
-            f"{each.name}.{index}": parameter
-            for each in (self._kinds or self._sort()).states
-            for index, parameter in enumerate(each.parameters)
-            if id(parameter) not in known
-        }
-        return {**named, "": loose}
-
-    def _names_of_parameters(self) -> dict[torch.Tensor, str]:
-        """Return the names of the parameters in modules."""
-        modules = self._modules().items()
-        return {each: f"{name}.{key}" for name, module in modules for key, each in module.named_parameters()}
 
     # Classification of the values ------------------------------------------------------------------------
 
@@ -531,22 +463,10 @@ class StepState(ElasticState):
             object.__setattr__(self, "_module_values", None)
             object.__setattr__(self, "_is_tracking", False)
 
-    def _sort(self) -> _Kinds:
+    def _sort(self) -> Kinds:
         """Classify the values. The result is kept until one of them is replaced, since it is needed in each step."""
-        named = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            **{name: getattr(self, name) for name in self._names},
-        }
-        modules = {name: value for name, value in named.items() if isinstance(value, torch.nn.Module)}
-        optimizers = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
-        states = [OptimizerState(name, each) for name, each in optimizers.items()]
-        others = [name for name in self._names if name not in modules and name not in optimizers]
-        stateful = {name: named[name] for name in others if is_stateful(named[name])}
-        extra = {name: found for name, module in modules.items() if (found := modules_with_extra_state(module))}
-        scalers = [each for each in stateful.values() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
-        values = [name for name in others if name not in stateful]
-        self._kinds = _Kinds(modules, extra, optimizers, states, stateful, scalers, values)
+        others = {name: getattr(self, name) for name in self._names}
+        self._kinds = kinds_of(self.model, self.optimizer, others)
         return self._kinds
 
     def _optimizers_by_name(self) -> dict[str, torch.optim.Optimizer]:
@@ -556,13 +476,19 @@ class StepState(ElasticState):
         return (self._kinds or self._sort()).modules
 
 
-def _without_parallel(module: torch.nn.Module) -> torch.nn.Module:
-    inner: Any = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
-    return cast(torch.nn.Module, inner)
-
-
 def _arithmetic() -> str:
     """Return what tells this process's arithmetic from that of another kind of processor."""
     from farandole.training.state.numerics import own_arithmetic  # loaded only in strict mode
 
     return own_arithmetic().digest
+
+
+def _lost_in_run(names: Sequence[str]) -> str:
+    further = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"strict mode: state.{names[0]}{further} changed in a run of the loop body whose optimizer.step() made "
+        f"no step, since further shards of the global batch follow. It cannot be restored, since the rehearsal "
+        f"(TorchState(rehearse=True)), which is in the job's second step, has not seen it change. It would "
+        f"change as often as a worker has shards, which depends on the number of workers. Change it "
+        f"in TorchState(after_step=[...]), or where optimizer.step() returns True"
+    )

@@ -1,16 +1,9 @@
-"""The end of a worker's part in an elastic function: it leaves at SIGTERM without loss of work, or waits until all have
-finished.
-"""
+"""The barrier at the end of an elastic function, which both run loops pass."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
-from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 
 from farandole.base.events import TrainingCutShort
 from farandole.base.liveness.status_reporting import InPhase
@@ -23,46 +16,6 @@ from farandole.training.collectives.world import World
 from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
-
-
-# Leaving at SIGTERM: preemption notices come as SIGTERM ---------------------------------------------------------------
-
-
-class leaving_on_sigterm:  # noqa: N801 - reads as a statement
-    """Make SIGTERM mean "leave at the next boundary, without loss of work" while an elastic function runs.
-
-    may_end  called when the job is over: True when the main thread may be interrupted. Otherwise it finds out by
-             itself.
-    """
-
-    def __init__(self, job: WorkerJob | None, may_end: Callable[[], bool] = lambda: True) -> None:
-        self._job, self._may_end = job, may_end
-        self._is_installed = False
-
-    def __enter__(self) -> None:
-        in_main = threading.current_thread() is threading.main_thread()
-        if self._job is not None and in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-            self._is_installed = True
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._is_installed:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
-        assert self._job is not None
-        if world.is_forked_child():  # not the worker is asked to leave: the child ends, as without this handler
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        if self._job.link.is_over:
-            if not self._may_end():
-                return
-            raise SystemExit(128 + signal.SIGTERM)
-        self._job.link.ask_to_leave()
-
-
-# The barrier at the end of an elastic function, which both run loops pass ---------------------------------------------
 
 
 def all_have_finished(job: WorkerJob | None, shortfall: Shortfall | None = None, static_because: str = "") -> bool:

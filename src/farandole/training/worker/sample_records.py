@@ -21,14 +21,14 @@ from farandole.training.ledger.records import (
     compact,
     ids_hash,
 )
-from farandole.training.state import loop_hooks, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch
 from farandole.training.state.divergence import Divergence
-from farandole.training.state.loop_hooks import Samples
+from farandole.training.state.session import SESSION, Recorder, Samples
 from farandole.training.state.step_state import StepState
 
 
-class SampleRecords:
+class SampleRecords(Recorder):
     """Writes records for the worker of `state`, which has a loader."""
 
     def __init__(self, state: StepState, writer: LedgerWriter) -> None:
@@ -104,7 +104,7 @@ class SampleRecords:
     def close(self) -> None:
         self._writer.close()
 
-    # Reports of loader, optimizer and state (state/loop_hooks.py) ------------------------------------------
+    # Reports of loader, optimizer and state (state/session.py) ------------------------------------------
 
     def delivered(self, batch: Batch, ids: Sequence[int]) -> None:
         if batch.index == 0:
@@ -145,7 +145,7 @@ class SampleRecords:
             global_batch, key = batch.global_batch, self._generation()
             updates = max(Counter(self._updates).values(), default=0)
             place = (self._state.step, global_batch.epoch, global_batch.start, global_batch.stop)
-            digest, is_skipped = loop_hooks.digest(), step.trains_nothing()
+            digest, is_skipped = SESSION.run_loop.digest(), step.trains_nothing()
             self._writer.write(Applied(*key, *place, *self._agreed, digest, updates, is_skipped))
         self._ids, self._intended, self._agreed = [], None, None
         self._updates.clear()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from farandole.base.wire.messages import ShardDiffered
 from farandole.errors import ShardsDiffer, WrongResult
 from farandole.training.collectives import world
+from farandole.training.state.session import Auditor
 from farandole.training.state.shard_audit import Finding, Inquiry
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farandole")
 
 
-class ShardInquiry:
-    """The inquiries of one worker; see Auditor in state/loop_hooks.py.
+class ShardInquiry(Auditor):
+    """The inquiries of one worker; see Auditor in state/session.py.
 
     Args:
         job: None in a job of fixed size, where no step can be repeated: results that differ end it.

@@ -16,13 +16,27 @@ import torch
 from farandole.base.machine import now_s
 from farandole.training.collectives import world
 from farandole.training.data.boundary_hooks import NoLoaderHooks
+from farandole.training.optim.buckets import reserve
+from farandole.training.optim.distributed_optimizer import ReducingOptimizer
 from farandole.training.state import step
-from farandole.training.state.step_state import Loader, StepState
+from farandole.training.state.state_kinds import Loader
+from farandole.training.state.step_state import StepState
+from farandole.training.worker.process_setup import map_memory_ahead
 from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 
 _WORTH_TELLING_S = 1.0
+
+
+def reserve_memory(state: StepState) -> None:
+    """Have the memory ready that a newcomer needs, before the others wait for it."""
+    map_memory_ahead(state.modules())
+    for optimizer in state.optimizers():
+        if isinstance(optimizer, ReducingOptimizer):
+            reserve(parameter for group in optimizer.param_groups for parameter in group["params"])
+    if state.loader is not None:
+        state.loader.warm_up()
 
 
 def warm_up(job: WorkerJob, state: StepState, call: Callable[[], object]) -> bool:

@@ -423,10 +423,9 @@ class InPlaceLoop(StepLoop):
         self._state.on_step = None
 
     def drop_bodies(self) -> None:
-        self._is_busy = True
-        self._put_back()
-        step.close()
-        self._is_busy = False
+        with self._signals.waiting:
+            self._put_back()
+            step.close()
 
     def _note_step(self) -> None:
         self._has_stepped = True

@@ -1,0 +1,206 @@
+"""What an elastic function has installed in this process: the run loop, which lies above optimizer, loader and state
+and answers their requests, and those that record, audit and time the steps. Main thread only.
+
+Outside of an elastic function, and for what a job does not have, null objects are in their places.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from farandole.training.state.batch import Batch, GlobalBatch
+
+Samples = NDArray[np.int64]
+
+
+class HostUpdateResult(enum.IntFlag):
+    """The effect of host changes, as State.on_hosts_updated() receives it. Several changes at once are combined with
+    bitwise or.
+
+    Examples:
+        >>> fd.elastic.HostUpdateResult.mixed == fd.elastic.HostUpdateResult.removed | fd.elastic.HostUpdateResult.added
+        True
+    """
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class RunLoop:
+    """The run loop, as optimizer, loader and state see it; this one is that of a script without an elastic function."""
+
+    def can_repeat(self) -> bool:
+        """Return whether a fault in the current step can be absorbed: the loader will hand out its batch again."""
+        return False
+
+    def steps_decided(self) -> int:
+        """Return the step counter; 0 where steps are not counted."""
+        return 0
+
+    def prepared(self) -> int:
+        """Return the number of the planned generation for which this worker holds a PREPARE; 0 for none."""
+        return 0
+
+    def agree(self, prepared_by_rank: list[int]) -> None:
+        """Take note of the value that each rank holds: a planned change is agreed when all are equal."""
+
+    def digest(self) -> int:
+        """Return the digest of the state from the last boundary; 0 when nothing was hashed."""
+        return 0
+
+    def has_saved(self) -> bool:
+        """Return whether this rank has begun a checkpoint at the last boundary."""
+        return False
+
+    def compare(self, digests_by_rank: list[int], has_any_saved: bool) -> None:
+        """Take note of the digests of all ranks, and of a checkpoint. Different digests mean different states."""
+
+    def receives_updates(self) -> bool:
+        """Return whether it answers `agreed_update`; otherwise only the state itself can know of host events."""
+        return False
+
+    def agreed_update(self) -> HostUpdateResult | None:
+        """Return the change that all ranks adopt now, or None. Called by all ranks at the same commit."""
+        return None
+
+    def committing(self) -> None:
+        """Note that a commit is being made: until committed(), it is neither the old one nor the new one."""
+
+    def committed(self) -> None:
+        """Note that the live state equals the new commit."""
+
+
+class Recorder:
+    """The sample ledger, as loader, optimizer and state see it; this one records nothing. `SampleRecords` in
+    worker/sample_records.py writes it."""
+
+    def delivered(self, batch: Batch, ids: Sequence[int]) -> None:
+        """Note that the loader hands out a batch with these samples of the data set; none for a dummy batch."""
+
+    def intend(self, batch: Batch) -> int:
+        """Note that this rank is about to contribute to the step. Returns the hash of its local batch for the step
+        header; 0 where nothing is recorded."""
+        return 0
+
+    def agree(self, samples: int, ids_hash: int) -> None:
+        """Note the sums over the local batches of all ranks, from the headers of the step's last reduction."""
+
+    def apply(self, batch: Batch) -> None:
+        """Note that the step is decided on this rank. Its number and the loader's cursor have not moved yet."""
+
+    def updated(self, optimizer: object) -> None:
+        """Note that the optimizer has changed its parameters."""
+
+    def undone(self) -> None:
+        """Note that the last updated() was undone."""
+
+
+@dataclass(frozen=True)
+class TrainedSamples:
+    """The samples of an epoch that a sampler was told of in one call.
+
+    ids       samples that this rank has trained, without repeats
+    repeats   samples that this rank and another one have trained; they fill up the end of an epoch
+    everyone  samples that all ranks have trained in the same call; None: not known
+    """
+
+    epoch: int
+    ids: Samples
+    repeats: Samples
+    everyone: Samples | None
+
+
+class SamplerRecorder:
+    """The samples that samplers were told of, under the commit rule; this one records nothing.
+
+    is_needed  whether it records: collecting its arguments takes time
+    """
+
+    is_needed = False
+
+    def trained(self, sampler: object, parts: Sequence[TrainedSamples]) -> None:
+        """Note the samples that a sampler was told this rank has trained."""
+
+    def left(self, sampler: object, epoch: int, samples: int | None) -> None:
+        """Note that a sampler enters another epoch, with so many samples of this one untrained; None: not known."""
+
+
+class Auditor:
+    """The audit of strict mode; this one compares nothing. `ShardInquiry` in worker/shard_inquiry.py does."""
+
+    def compare(self, global_batch: GlobalBatch, own: Sequence[int], again: Sequence[int]) -> None:
+        """Compare the results of the audited shards, before a step is applied.
+
+        Args:
+            global_batch: The global batch, which has an audit.
+            own: The digest of each rank's audited shard, by rank.
+            again: The digest of the shard that each rank has computed again, by rank.
+
+        Raises:
+            ShardsDiffer: Alike on all ranks: two results differ.
+        """
+
+
+class Timer:
+    """The times of the steps, where local batches follow the speed of the workers; this one measures nothing. `Balance`
+    in data/balance.py does.
+
+    is_needed  whether it measures
+    """
+
+    is_needed = False
+
+    def take_own_ns(self) -> int:
+        """Return this worker's time for the step whose gradients it is about to reduce, in nanoseconds; 0: not
+        measured."""
+        return 0
+
+    def agreed(self, samples: Sequence[int], own_ns: Sequence[int]) -> None:
+        """Take note of samples and time of each rank, by rank, from the headers of a reduction."""
+
+
+class Session:
+    """The parts that are installed.
+
+    is_elastic  an elastic function runs, so that the size of the world may change
+    """
+
+    def __init__(self) -> None:
+        self.close()
+
+    def open(
+        self,
+        run_loop: RunLoop,
+        *,
+        recorder: Recorder | None = None,
+        sampler_recorder: SamplerRecorder | None = None,
+        auditor: Auditor | None = None,
+        timer: Timer | None = None,
+    ) -> None:
+        """Enter an elastic function. None: the job does not have this part."""
+        self.is_elastic, self.run_loop = True, run_loop
+        self.recorder = recorder or _NO_RECORDER
+        self.sampler_recorder = sampler_recorder or _NO_SAMPLER_RECORDER
+        self.auditor, self.timer = auditor or _NO_AUDITOR, timer or _NO_TIMER
+
+    def close(self) -> None:
+        """Leave the elastic function. Idempotent."""
+        self.is_elastic, self.run_loop = False, _NO_RUN_LOOP
+        self.recorder, self.sampler_recorder = _NO_RECORDER, _NO_SAMPLER_RECORDER
+        self.auditor, self.timer = _NO_AUDITOR, _NO_TIMER
+
+
+_NO_RUN_LOOP, _NO_RECORDER, _NO_SAMPLER_RECORDER = RunLoop(), Recorder(), SamplerRecorder()
+_NO_AUDITOR, _NO_TIMER = Auditor(), Timer()
+
+SESSION = Session()
+"""That of this process."""

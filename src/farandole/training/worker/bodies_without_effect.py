@@ -1,0 +1,234 @@
+"""The runs of a loop body without effect: when one is due, and what follows from it.
+
+    rehearsal            the second batch of a job: which values the loop body changes before its step, and whether they
+                         can be put back (state/rehearsal.py)
+    trial of the loss    behind it: whether the gradient of a batch is the mean of those of its samples (loss_trial.py)
+    trial of newcomers   behind each of their admissions: whether they train as the others do (newcomer_trial.py)
+
+Each begins with `begin`, when a batch is handed out, and ends with `end`, at the next boundary. A regroup drops it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+
+from farandole.registry import factory
+from farandole.training.collectives import world
+from farandole.training.data.elastic_loader import has_compiled
+from farandole.training.state.rehearsal import Rehearsal
+from farandole.training.state.step_state import StepState
+from farandole.training.worker.loss_trial import LossTrial
+from farandole.training.worker.newcomer_trial import Trial, Tried, judge, judge_twice
+from farandole.training.worker.step_randomness import reseed
+from farandole.training.worker.warm_up import is_plain
+
+logger = logging.getLogger("farandole")
+
+_REHEARSED = (
+    "This run of the loop body was a rehearsal, with a part of a batch: the loss of a worker brings batches of other "
+    "sizes, too. Give DataLoader(min_local_batch=...) if the body needs so many samples; TorchState(rehearse=False) "
+    "leaves rehearsals out"
+)
+_NO_MEAN = (
+    "the gradient of a batch is not the mean of those of its samples, so that each number of workers trains something "
+    "else"
+)
+_OTHER_DATA = (
+    "sample {} of the data set is not the same on all workers, as where random numbers without a seed have made it: "
+    "workers train samples of their own"
+)
+
+
+class ValuesOutside:
+    """What a loop keeps outside of its state: nothing here. The values that an integration registers, as "values of a
+    loop", are brought back."""
+
+    def begin_trial(self) -> None:
+        """Remember everything, before a loop body of a rehearsal."""
+
+    def take(self) -> None:
+        """Remember, at a boundary, what changes."""
+
+    def roll_back(self) -> None:
+        """Return to begin_trial(), or take(): the loop body comes again."""
+
+    def note_newcomer(self) -> None:
+        """Say in the last line of the job what a newcomer has not."""
+
+    def forget(self) -> None:
+        """Keep nothing of the loop alive: it has ended."""
+
+
+class BodiesWithoutEffect:
+    """Those of one worker.
+
+    Args:
+        state: Its state.
+        is_in_job: Workers may be lost, and join.
+        raise_if_interrupted: Raises RecoverableError where the workers are not those of the last boundary any more; it
+            is given what they were about to do.
+
+    Attributes:
+        is_untried: This worker is a newcomer that has not run a loop body with the others yet.
+        outside: What the loop keeps outside of the state.
+    """
+
+    def __init__(self, state: StepState, is_in_job: bool, raise_if_interrupted: Callable[[str], None]) -> None:
+        self._state, self._is_in_job, self._raise_if_interrupted = state, is_in_job, raise_if_interrupted
+        self.is_untried = False
+        self.outside = factory("values of a loop")(state) if is_in_job and state.rehearse else ValuesOutside()
+        self._newcomers: tuple[int, ...] = ()  # ranks of those
+        self._rehearsal: Rehearsal | None = None  # it is under way
+        self._is_rehearsed = False  # it is over
+        self._loss_trial: LossTrial | None = None
+        self._newcomer_trial: Trial | None = None
+        self._first_tried = list[Tried]()  # the results of the first of two trials
+        self._size_of_trial = 0  # number of workers with which each step is another one than with others; 0: none
+
+    def begin(self) -> bool:
+        """Begin a run that is due. Returns whether the batch that is handed out now is one without effect: on all
+        workers, the second one of the job. In the first one an average of weights is equal to them, and a change of it
+        would not be seen. A worker alone needs it in strict mode, in which it may run the loop body several times for a
+        step."""
+        state, here = self._state, world.current()
+        if self._newcomers and state.has_rehearsed and _may_try_newcomers(state):
+            self.outside.begin_trial()
+            self._newcomer_trial = Trial(state)
+            state.on_step = self._newcomer_trial.look
+            reseed(state.loader.seed, state.step, 0)
+            return True
+        if state.has_rehearsed or state.step == 0 or not (self._is_in_job or state.is_strict):
+            return False
+        self.outside.begin_trial()
+        if self._loss_trial is None and not self._is_rehearsed:
+            self._rehearsal = Rehearsal(state)
+            state.on_step = self._rehearsal.look
+            if getattr(state.loader, "divides_local_batches", False):
+                return True  # the trial follows: its batch is not divided
+        if self._loss_trial is None and not state.is_strict:
+            self._loss_trial = LossTrial(state, here.transport.rank, here.transport.size)
+        if self._loss_trial is not None:
+            self._loss_trial.begin()
+            world.enter(replace(here, told_size=self._loss_trial.told_size))
+            reseed(state.loader.seed, state.step, self._loss_trial.seed)
+        return True
+
+    def part(self) -> tuple[int, int] | None:
+        """Return the part of a batch that the run has; None: the worker's own local batch."""
+        if self._newcomer_trial is not None:
+            return 0, 1
+        return self._loss_trial.part if self._loss_trial is not None else None
+
+    def begin_micro_batch(self) -> None:
+        """Begin another micro-batch of the same step, whatever it is."""
+        rehearsal = self._rehearsal if self._state.is_strict else None
+        if rehearsal is not None:
+            rehearsal.end_run()
+        self._state.begin_micro_batch()
+        if rehearsal is not None:
+            rehearsal.begin_run()
+
+    def end(self) -> bool:
+        """Return whether no further run follows, after agreement with the other workers. Raises RecoverableError."""
+        if self._newcomer_trial is not None:
+            return self._compare_newcomers(self._newcomer_trial)
+        if self._loss_trial is None:
+            self._is_rehearsed = self._rehearsal is not None
+            return self._is_rehearsed and self._state.is_strict
+        return self._compare_losses(self._loss_trial)
+
+    def _compare_losses(self, trial: LossTrial) -> bool:
+        self._raise_if_interrupted("the rehearsal")
+        here = replace(world.current(), told_size=None)
+        world.enter(here)
+        trial.take(here.transport, getattr(self._state.loader, "rows_on_trial", {}))
+        if not trial.is_over():
+            return False
+        self._loss_trial = None
+        if sample := trial.differing_sample():
+            world.remark("data", _OTHER_DATA.format(sample))
+        if found := trial.judge():
+            self._size_of_trial = here.placement.size
+            if here.placement.rank == 0:
+                logger.warning("%s; %s. See docs/your-loop.md", _NO_MEAN, found)
+            if getattr(self._state.loader, "balance", None) is not None:
+                world.remark("loss", _NO_MEAN)
+        return True
+
+    def _compare_newcomers(self, trial: Trial) -> bool:
+        """Say in the last line of the job if newcomers do not train as the others do. What differs is tried twice,
+        since the loop body may have random numbers of its own."""
+        self._raise_if_interrupted("the trial of a newcomer")
+        here = world.current()
+        tried = trial.end(here.placement.rank in self._newcomers, "")
+        self._newcomer_trial, self._state.on_step = None, None
+        by_rank = here.transport.all_gather(msgspec.msgpack.encode(tried))
+        results = [msgspec.msgpack.decode(each, type=Tried) for each in by_rank]
+        first, self._first_tried = self._first_tried or results, []
+        verdict = judge(first) if first is results else judge_twice(first, results)
+        if verdict.refused and first is results:
+            self._first_tried = results
+            return False
+        self._newcomers, self.is_untried = (), False
+        if verdict.refused:
+            text = (
+                f"a newcomer does not train as the other workers do: {verdict.difference}. What the loop has outside "
+                f"its TorchState, a newcomer has not: put it there, or compute it from what is there"
+            )
+            world.remark("newcomer", text)
+        return True
+
+    def put_back(self, is_repeated: bool) -> None:
+        """Restore what the loop body has changed, in the state, and where it comes again also outside of it. Raises
+        ConfigError if a rehearsal finds that this is not possible."""
+        if is_repeated:
+            self.outside.roll_back()
+        if self._rehearsal is None:
+            self._state.put_back()
+        else:
+            rehearsal, self._rehearsal, self._state.on_step = self._rehearsal, None, None
+            rehearsal.end()
+
+    def drop(self) -> None:
+        """Drop a trial that is under way, since the workers regroup or the function is left."""
+        self._first_tried = []
+        if self._newcomer_trial is not None:
+            self._newcomer_trial.end(False, "")
+            self._newcomer_trial, self._state.on_step = None, None
+        self._is_rehearsed = False
+        if self._loss_trial is not None:
+            self._loss_trial.drop()
+            self._loss_trial = None
+            world.enter(replace(world.current(), told_size=None))
+
+    def close(self) -> None:
+        """Drop a trial, since the function is left, and keep nothing of its loop."""
+        self.drop()
+        self.outside.forget()
+
+    def note_newcomers(self, ranks: tuple[int, ...]) -> None:
+        """Note the ranks of newcomers that have not run a loop body with the others yet."""
+        self._newcomers = ranks
+        if ranks:
+            self.outside.note_newcomer()
+
+    def regrouped(self, size: int) -> None:
+        """Say in the last line of the job what the trial of the loss has found, where the number of workers is another
+        one now."""
+        if self._size_of_trial not in (0, size):
+            world.remark("loss", _NO_MEAN)
+
+    def annotate(self, error: Exception) -> None:
+        """Say of an error of the loop body that it came in a trial of the loss, if it did."""
+        if self._loss_trial is not None:
+            error.add_note(_REHEARSED)
+
+
+def _may_try_newcomers(state: StepState) -> bool:
+    """Return whether all workers may run a loop body with the same batch, which has another size than their own: not
+    where it would be compiled for that."""
+    return state.rehearse and not state.is_strict and is_plain(state) and not has_compiled()
