@@ -13,7 +13,7 @@ LINES = {
     "base": 7400,
     "job": 21350,
     "training": 29390,
-    "integrations": 27330,
+    "integrations": 27600,
     "testing": 2580,
     "doors": 590,
 }
@@ -23,8 +23,6 @@ LONGEST = 500
 LONG_FILES = {
     "base/events.py": 1260,  # a list: one class for each event
     "base/wire/messages.py": 860,  # a list: one class for each message
-    "integrations/torchrun/in_place/script_step_loop.py": 740,
-    "integrations/torchrun/in_place/training.py": 690,
 }
 """Files that are longer than LONGEST, with the most lines that each may have."""
 

@@ -26,6 +26,9 @@ from types import FrameType
 from typing import Any
 
 from farandole.integrations.torchrun.in_place.script_frames import frames_of_script
+from farandole.integrations.torchrun.in_place.script_objects import line_of_script
+from farandole.training.state import step
+from farandole.training.state.step import StepStatus
 
 _FARANDOLE = f"{Path(sys.modules['farandole'].__file__ or '').parent}/"
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
@@ -162,3 +165,21 @@ def _tree_of(filename: str) -> ast.Module | None:
         return ast.parse("".join(lines)) if lines else None
     except SyntaxError:  # the file has changed since it was imported
         return None
+
+
+def reason_in_batches(batches_of_step: int, taken: int) -> str:
+    """Return the reason why the job has to become static, as far as it shows when the script asks for another batch
+    than the first one of an iteration; empty: there is none.
+
+    Args:
+        batches_of_step: The batches whose gradients the script adds up in a step; 0: not known yet.
+        taken: The batches that the script has taken in this iteration.
+    """
+    if taken == 1 and (line := line_that_counts()):
+        return (
+            f"{line}: next() of the training loader is in a loop that counts its batches, and would end an epoch "
+            f"too early when a batch comes again (write `for batch in loader`)"
+        )
+    if not batches_of_step and step.status() is StepStatus.OPEN and not step.is_noticed():
+        return f"{line_of_script()}: the script takes a batch of its training loader before the last one is trained"
+    return ""

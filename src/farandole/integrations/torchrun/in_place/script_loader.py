@@ -359,7 +359,7 @@ class ScriptLoader(DataLoader):
     # State -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. The batches of the epoch are told to newcomers apart (script_step_loop.py)."""
+        """Return the position. The batches of the epoch are told to newcomers apart (script_exchanges.py)."""
         state = {
             "epoch": self.epoch,
             "cursor": self.cursor,

@@ -4,104 +4,39 @@ from the iterator of the script's DataLoader (script_loader.py)."""
 from __future__ import annotations
 
 import logging
-import re
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 import msgspec
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.membership import Phase, Placement
-from farandole.errors import RecoverableError, StepError
-from farandole.integrations.torchrun.in_place.division_trial import DivisionTrial, Sizes
-from farandole.integrations.torchrun.in_place.loop_shape import loop_variables
+from farandole.errors import RecoverableError
 from farandole.integrations.torchrun.in_place.number_of_workers import NumberOfWorkers
-from farandole.integrations.torchrun.in_place.script_collectives import SurvivingTransport, echo_world
+from farandole.integrations.torchrun.in_place.script_collectives import SurvivingTransport
+from farandole.integrations.torchrun.in_place.script_exchanges import (
+    ScriptExchanges,
+    modules_as_a_whole,
+    reason_of,
+    some,
+)
 from farandole.integrations.torchrun.in_place.script_loader import ScriptLoader
-from farandole.integrations.torchrun.in_place.script_samplers import names_of
 from farandole.integrations.torchrun.in_place.script_state import ScriptState
+from farandole.integrations.torchrun.in_place.script_trials import ScriptTrials
+from farandole.integrations.torchrun.in_place.scripted_state import ScriptedState
 from farandole.integrations.torchrun.process_group.works import set_placement_of_scripts
 from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
-from farandole.training.data.listed_batches import ListedBatches
-from farandole.training.state import packing, step
+from farandole.training.state import step
 from farandole.training.state.batch import Batch
-from farandole.training.state.step_state import StepState
-from farandole.training.state.sync import receive
-from farandole.training.worker.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.training.worker.step_loop import StepLoop
-from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.worker_job import WorkerJob
 
 logger = logging.getLogger("farandole")
 
 
-class _ScriptStanding(msgspec.Struct, frozen=True):
-    """What the others have to know of a worker's script at a regroup.
-
-    place   decided steps, epoch, and whether it was left, that its values belong to; nothing where it has those of a
-            newcomer
-    size    bytes of its values: (skeleton, tensors)
-    """
-
-    place: tuple[int, ...]
-    size: tuple[int, int]
-
-
-class ScriptedState(StepState):
-    """A StepState beside the values that only the script knows."""
-
-    script: ScriptState | None = None
-
-    def capture(self, is_whole: bool = False) -> None:
-        if not self.step:
-            self._watched.inspect()
-        super().capture(is_whole)
-
-    def _on_decided(self, batch: Batch | None) -> None:
-        super()._on_decided(batch)
-        self._watched.applied()
-
-    def before_applying(self) -> None:
-        super().before_applying()
-        if self.script is not None:
-            self.script.look()
-
-    def aborted(self) -> None:
-        super().aborted()
-        if self.script is not None:
-            self.script.save()
-
-
-class _Told(msgspec.Struct, frozen=True, array_like=True):
-    """What the members of a generation tell each other.
-
-    known     the epoch whose batches are known; -1: none
-    digest    of these batches
-    gathers, differentiates, divides, trials, due  as in NumberOfWorkers
-    static_because  why the job has to become static; empty: it has not
-    is_on_trial  it is a newcomer that has not trained yet
-    going_on  a generator of the script that goes on in the loop body; empty: there is none
-    """
-
-    known: int
-    digest: bytes
-    gathers: str
-    differentiates: str
-    divides: str
-    trials: int
-    due: int
-    static_because: str
-    is_on_trial: bool
-    going_on: str
-
-
 _MOST_SUMMED = 64  # values of a tensor in which sums of a meter are looked for
-_MOST_LOOKS = 6000  # for the permission to leave, 10 ms apart
 
 
 class InPlaceLoop(StepLoop):
@@ -125,13 +60,11 @@ class InPlaceLoop(StepLoop):
         super().__init__(job, state)
         state.script = self._script = script
         self._compared_at = (-1, -1)  # epoch and step at which the workers have compared the script's values last
-        self._lacks_values = job is not None and job.is_newcomer()  # of the others' script
-        self._has_to_seed = self._lacks_values  # its random numbers, where the others' are not the same on all of them
-        self._received: dict[str, Any] | None = None  # these values, until the script is where theirs was
+        self.number = NumberOfWorkers(job, loader)
+        self._trials = ScriptTrials(job, state, loader, script, self.number)
+        self._exchanges = ScriptExchanges(job, state, loader, script, self.number, self._trials, self.record_batches)
         self._lacks_contribution = False  # a result that the script got in this loop body, or behind the batches
         self._seen: Placement | None = None  # rank and size for the rest of a loop body that has lost a worker
-        self._size = 0  # workers of the last generation
-        self._lost_in = -1  # the epoch in which a worker was lost last
         self._is_first_rank = is_first_rank  # or the loss of that worker was reported
         self._script_loader = loader
         self._calls_in_batches = False  # the script calls collectives in its loop over the batches
@@ -139,14 +72,6 @@ class InPlaceLoop(StepLoop):
         self._has_stepped = False
         self._has_repeated = False  # a batch of this epoch came again
         self._has_left_body = False  # the script has left the loop in a body whose step is aborted, and has gone on
-        self._is_on_trial = self._lacks_values
-        self._trial: Trial | None = None  # it is under way
-        self._on_trial: list[int] = []  # ranks of newcomers that have not trained yet
-        self._going_on = ""  # a generator of the script: a trial would make it go on
-        self.number = NumberOfWorkers(job, loader)
-        self._division: DivisionTrial | None = None  # it is under way
-        self._other_place = ""  # where a newcomer's script stands that is not where those of the others do
-        self._apart: world.World | None = None  # the real world, while a body of it runs apart
         self._stack = ExitStack()
 
     def install(self) -> None:
@@ -159,7 +84,7 @@ class InPlaceLoop(StepLoop):
     def enter(self) -> None:
         """Enter the loop with all workers, or join them."""
         self._enter(lambda: None)
-        self._size = world.current().placement.size
+        self._exchanges.size = world.current().placement.size
         self.record_batches()
 
     def leave(self) -> None:
@@ -223,7 +148,7 @@ class InPlaceLoop(StepLoop):
 
     def transport_of_call(self) -> Transport:
         """Return the transport for a collective that the script calls."""
-        if self._apart is not None:
+        if self._trials.apart is not None:
             return world.current().transport
         self._calls_in_batches |= step.batch() is not None
         return SurvivingTransport(
@@ -260,11 +185,8 @@ class InPlaceLoop(StepLoop):
         digest = b"" if loader.next_batches is None else loader.next_batches.digest
         try:
             reason = reason_of(digest, loader.why_not_listed, loader.theirs)
-        except RecoverableError:
-            if self._job is None:
-                raise
-            self._regroup()
-            self._pass_boundary()
+        except RecoverableError as error:
+            self._regroup_before_batch(error)
             return False
         loader.static_because = loader.static_because or reason
         return not reason
@@ -307,25 +229,29 @@ class InPlaceLoop(StepLoop):
     # The values of the script ------------------------------------------------------------------------------
 
     def reach_boundary(self) -> None:
-        self._return()
-        super().reach_boundary()
-        if step.is_undecided():
-            return
-        if self._division is not None and not self._go_on_dividing(self._division):
-            return
-        tried = self._end_trial()
-        if tried is not None or (self._on_trial and self._going_on):
-            self._judge_newcomers(tried)
+        with self._signals.waiting:
+            self._trials.come_back()
+            super().reach_boundary()
+            if not step.is_undecided():
+                self._compare_at_boundary()
+
+    def _compare_at_boundary(self) -> None:
+        try:
+            if self._trials.end_of_division():
+                return
+        except RecoverableError as error:
+            self._regroup_before_batch(error)
+        try:
+            self._trials.judge_newcomers()
+        except RecoverableError as error:
+            self._regroup_before_batch(error)
         here = (self._script_loader.epoch, self._state.step)
         if not self._is_due(here):
             return
         try:
             self._compare_scripts()
-        except RecoverableError:
-            if self._job is None:
-                raise
-            self._regroup()
-            self._pass_boundary()
+        except RecoverableError as error:
+            self._regroup_before_batch(error)
         self._compared_at = here
 
     def _is_due(self, here: tuple[int, int]) -> bool:
@@ -351,58 +277,25 @@ class InPlaceLoop(StepLoop):
 
     def _put_back(self) -> None:
         is_repeated = step.is_undecided()
-        if self._division is not None and step.is_rehearsal():
-            self._division.look()
+        if step.is_rehearsal():
+            self._trials.look()
         super()._put_back()
         if is_repeated:
             self._script.roll_back(self._has_left_body)
             self._lacks_contribution = False
             if self._job is not None and (gone_on := self._script.take_gone_on()):
                 text = (
-                    f"{_some(gone_on)} of the script has gone on in a loop body that came again, and cannot be brought "
+                    f"{some(gone_on)} of the script has gone on in a loop body that came again, and cannot be brought "
                     f"back: generators of Python have no state that can be set"
                 )
                 world.remark("generator of the script", text)
 
     def arrive(self) -> None:
         """Load the values of the others' script: this worker's script is where theirs was."""
-        received, self._received, self._lacks_values = self._received, None, False
-        if self._has_to_seed:
-            reseed(self._script_loader.seed, self._state.step, world.current().placement.rank)
-            self._has_to_seed = False
-        if received is None:
-            return
-        self._other_place = self._script.other_place(received, loop_variables())
-        loaded, missing = self._script.apply(received)
-        if loaded:
-            logger.warning("carried over from the script's variables: %s", _some(loaded))
-        if missing and self._job is not None:
-            text = f"a newcomer lacks {_some(missing)}, which the others' script has"
-            world.current().on_remark("newcomer", text)
+        self._exchanges.arrive()
 
-    def _exchange_scripts(self, place: tuple[int, ...]) -> None:
-        """Let workers whose script is behind that of the others receive its values."""
-        transport = world.current().transport
-        packed = packing.pack(self._script.pack() if place else None)
-        size = (len(packed.skeleton), packing.total_bytes(packed.tensors))
-        by_rank = transport.all_gather(msgspec.msgpack.encode(_ScriptStanding(place, size)))
-        standings = [msgspec.msgpack.decode(each, type=_ScriptStanding) for each in by_rank]
-        self._note_lost(sum(bool(each.place) for each in standings))
-        self._size = len(standings)
-        newest = max(each.place for each in standings)
-        if all(each.place == newest for each in standings):
-            return
-        source = next(rank for rank, each in enumerate(standings) if each.place == newest)
-        received = receive(transport, source, packed, standings[source].size, needed=place < newest)
-        if place < newest:
-            self._received, self._lacks_values = received, True
-
-    def _note_lost(self, remaining: int) -> None:
-        """Say in the last line of the job what is gone with a lost worker."""
-        if remaining < self._size:
-            self._lost_in = self._script_loader.epoch
-        if remaining < self._size and (gone := _modules_as_a_whole(self._script.own())):
-            world.remark("own values", f"what each worker has by itself is gone with a lost one: {_some(gone)}")
+    def rehearses(self) -> bool:
+        return self._trials.begin()
 
     def prepared(self) -> int:
         """See StepLoop. A newcomer has not the script's count of batches: where collectives may depend on that count,
@@ -443,14 +336,14 @@ class InPlaceLoop(StepLoop):
     def _look_at_sum(self, tensor: torch.Tensor) -> None:
         """Say in the last line of the job that a sum over the workers, behind the batches of an epoch, lacks what a
         lost worker has summed up in them."""
-        is_behind_batches = step.batch() is None and self._lost_in == self._script_loader.epoch
+        is_behind_batches = step.batch() is None and self._exchanges.lost_in == self._script_loader.epoch
         if not is_behind_batches or not tensor.is_floating_point() or tensor.numel() > _MOST_SUMMED:
             return
         values = tensor.detach().double().flatten().tolist()
         if not self._script.sums(tensor.dtype).isdisjoint(values):
             text = (
-                f"sums that the script keeps on each worker, and reduces at the end of epoch {self._lost_in}, lack "
-                f"those of a lost worker"
+                f"sums that the script keeps on each worker, and reduces at the end of epoch "
+                f"{self._exchanges.lost_in}, lack those of a lost worker"
             )
             world.remark("sums of an epoch", text)
 
@@ -462,25 +355,30 @@ class InPlaceLoop(StepLoop):
             world.current().on_remark("collective of the script", text)
 
     def _regroup(self) -> None:
-        self._has_repeated |= step.is_aborted()
-        self._end_trial()
-        loader = self._script_loader
-        place = () if self._lacks_values else (self._state.step, loader.epoch, int(loader.is_left))
-        is_in_batches = not (self._lacks_values or self._is_at_epoch_end)
-        while True:
-            super()._regroup()
-            self._seen = None
-            self._tell_lack()
-            try:
-                self._exchange_batches()
-                self._exchange_scripts(place)
-            except RecoverableError:
-                continue
-            break
-        self._refuse_unequal_parts()
-        self._compared_at = (loader.epoch, self._state.step)
-        if is_in_batches and not loader.is_left:
-            self.arrive()
+        with self._signals.waiting:
+            self._has_repeated |= step.is_aborted()
+            self._trials.end_of_newcomers()
+            loader = self._script_loader
+            place = () if self._exchanges.lacks_values else (self._state.step, loader.epoch, int(loader.is_left))
+            is_in_batches = not (self._exchanges.lacks_values or self._is_at_epoch_end)
+            while True:
+                super()._regroup()
+                self._seen = None
+                self._tell_lack()
+                try:
+                    self._exchanges.batches()
+                    self._exchanges.scripts(place)
+                except RecoverableError:
+                    continue
+                break
+            self._refuse_unequal_parts()
+            self._compared_at = (loader.epoch, self._state.step)
+            if is_in_batches and not loader.is_left:
+                self.arrive()
+            self._note_first_rank()
+
+    def _note_first_rank(self) -> None:
+        """Tell if this worker is rank 0 now, and was not at the start of the job."""
         if world.current().placement.rank == 0 and not self._is_first_rank:
             self._is_first_rank = True
             logger.warning(
@@ -488,9 +386,9 @@ class InPlaceLoop(StepLoop):
                 "only rank 0 runs is run by it where the script calls get_rank() each time; where it read the rank at "
                 "its start, such code (checkpoints, output) may not run any more"
             )
-            if gone := _modules_as_a_whole(self._script.of_first):
+            if gone := modules_as_a_whole(self._script.of_first):
                 text = (
-                    f"the worker that was started as rank 0 is lost, and with it {_some(gone)}, which only it had in "
+                    f"the worker that was started as rank 0 is lost, and with it {some(gone)}, which only it had in "
                     f"this form"
                 )
                 world.remark("first rank", text)
@@ -508,225 +406,6 @@ class InPlaceLoop(StepLoop):
             loader.static_because = self.number.why_static()
             loader.leaves_before_batch |= bool(loader.static_because)
 
-    def _exchange_batches(self) -> None:
-        """Have the batches of the current epoch from the lowest rank that knows them, where this worker does not: it is
-        a newcomer. And learn what others have found out about the script."""
-        loader, transport = self._script_loader, world.current().transport
-        going_on = min(self._script.going_on, default="")
-        told = _Told(
-            loader.known,
-            loader.listed.digest,
-            self.number.gathers,
-            self.number.differentiates,
-            self.number.divides,
-            self.number.trials,
-            self.number.due,
-            loader.static_because,
-            self._is_on_trial,
-            going_on,
-        )
-        packed = transport.all_gather(msgspec.msgpack.encode(told))
-        by_rank = [msgspec.msgpack.decode(each, type=_Told) for each in packed]
-        self._on_trial = [rank for rank, each in enumerate(by_rank) if each.is_on_trial]
-        self._going_on = next((each.going_on for each in by_rank if each.going_on), "")
-        ranks = [rank for rank, each in enumerate(by_rank) if each.known == loader.epoch]  # none: the epoch begins
-        if ranks and any((each.known, each.digest) != (loader.epoch, by_rank[ranks[0]].digest) for each in by_rank):
-            batches = transport.all_gather(loader.listed.pack() if transport.rank == ranks[0] else b"")[ranks[0]]
-            if (loader.known, loader.listed.digest) != (loader.epoch, by_rank[ranks[0]].digest):
-                loader.know(ListedBatches.unpack(batches))
-                self.record_batches()
-        loader.static_because = loader.static_because or next(
-            (each.static_because for each in by_rank if each.static_because), ""
-        )
-        self.number.gathers = next((each.gathers for each in by_rank if each.gathers), "")
-        self.number.differentiates = next((each.differentiates for each in by_rank if each.differentiates), "")
-        self.number.divides = next((each.divides for each in by_rank if each.divides), "")
-        self.number.trials = max(each.trials for each in by_rank)
-        self.number.due = max(each.due for each in by_rank)
-        self.number.fix()
-
-    # The trial of a division -------------------------------------------------------------------------------
-
-    def _divide_batch(self) -> None:
-        """Begin the next body of the trial."""
-        loader = self._script_loader
-        if self._division is None:
-            seed, number = loader.seed + self._state.step, world.current().id.number
-            sizes = _sizes_of(loader.listed, world.current().placement)
-            tensors = self._script.digests_of_tensors
-            self._division = DivisionTrial(
-                self._state, seed, sizes, loader.collated, loader.is_collated_by_script, tensors, number
-            )
-        if workers := self._division.workers_seen():
-            here = self._apart = world.current()
-            world.enter(echo_world(here, min(here.placement.rank, workers - 1), workers))
-        self._division.begin_body()
-        loader.change = self._division.batch
-
-    def _return(self) -> None:
-        """Return to the real world, at the end of a body of the trial that has run apart from it. Idempotent."""
-        if self._apart is not None:
-            world.enter(self._apart)
-            self._apart = None
-
-    def _go_on_dividing(self, trial: DivisionTrial) -> bool:
-        """End a body of the trial; after the last one, leave for a regroup where more workers are needed. Return
-        whether the boundary may be passed further."""
-        self._division, self._script_loader.change = None, None
-        if trial.generation != world.current().id.number:  # it begins anew, if it is still due
-            trial.drop()
-            return True
-        trial.end_body()
-        try:
-            if not trial.is_over(world.current().transport):
-                self._division = trial
-                return False
-            self.number.note_trial(trial.because, trial.is_open, self._state.step)
-            if trial.is_open:
-                text = (
-                    "gradients of equal samples differ, so that it could not be shown whether fewer workers train alike"
-                )
-                world.remark("trial of a division", text)
-            if not trial.because:
-                return True
-            self._wait_for_change(gives_up=True)
-        except RecoverableError:
-            if self._job is None:
-                raise
-        self._regroup()
-        self._pass_boundary()
-        return True
-
-    def _wait_for_change(self, gives_up: bool) -> None:
-        """Wait, in agreement with the others, until the coordinator has announced a change of the workers. Raises
-        RecoverableError when a worker is lost, or the generation has ended, instead; with `gives_up` StepError after a
-        minute."""
-        job, here = self._job, world.current()
-        assert job is not None
-        looks = 0
-        while not job.has_to_regroup():
-            if gives_up and looks == _MOST_LOOKS:
-                raise StepError("the coordinator has announced no change of the workers within a minute")
-            looks += 1
-            job.link.catch_up()
-            prepared = here.transport.all_gather(job.link.prepared.to_bytes(8, "big"))
-            job.agree([int.from_bytes(each, "big") for each in prepared])
-            threading.Event().wait(0.01)
-
-    # The trial of a newcomer -------------------------------------------------------------------------------
-
-    def rehearses(self) -> bool:
-        loader = self._script_loader
-        if self.number.has_to_try(self._state.step) and not (self._on_trial or self._going_on):
-            self._divide_batch()
-            return True
-        if not (self._on_trial and loader.batches_of_step) or loader.static_because:
-            return False
-        self._trial = Trial(self._state)
-        self._state.on_step = self._trial.look
-        loader.is_of_trial = True
-        reseed(loader.seed, self._state.step, 0)  # as on the worker whose samples these are
-        return True
-
-    def _end_trial(self) -> Tried | None:
-        """Return the result of the trial that is under way; None: there is none."""
-        trial, self._trial = self._trial, None
-        if trial is None:
-            return None
-        self._state.on_step, self._script_loader.is_of_trial = None, False
-        return trial.end(self._is_on_trial, self._other_place)
-
-    def _judge_newcomers(self, tried: Tried | None) -> None:
-        """Let newcomers leave that do not train as the others do. `tried`: the result of a trial; None: there was none,
-        since a generator would have gone on in it."""
-        here = world.current()
-        try:
-            if tried is None:
-                reason = f"{self._going_on}, a generator, goes on in the loop body, and cannot be carried over"
-                verdict = Verdict(tuple(self._on_trial), reason)
-            else:
-                by_rank = here.transport.all_gather(msgspec.msgpack.encode(tried))
-                verdict = judge([msgspec.msgpack.decode(each, type=Tried) for each in by_rank])
-            if not verdict.refused:
-                self._is_on_trial, self._on_trial = False, []
-                self._remark_open(verdict)
-                return
-            self._let_leave(verdict)
-        except RecoverableError:
-            if self._job is None:
-                raise
-        self._regroup()
-        self._pass_boundary()
-
-    def _remark_open(self, verdict: Verdict) -> None:
-        if verdict.is_open:
-            text = (
-                f"whether newcomers train as the others do could not be shown: with equal samples and random numbers, "
-                f"{verdict.difference} on other workers, too"
-            )
-            world.remark("trial of newcomers", text)
-
-    def _let_leave(self, verdict: Verdict) -> None:
-        """Wait until the refused newcomers may leave. Raises RecoverableError when a worker is lost instead."""
-        job, here = self._job, world.current()
-        assert job is not None
-        text = f"a newcomer was not admitted, since it would not train as the others do: {verdict.difference}"
-        if verdict.difference.startswith("with"):
-            text += "; the script has state that cannot be carried over"
-        world.remark("refused newcomer", text)
-        if here.placement.rank in verdict.refused:
-            logger.error("this worker leaves: %s", text)
-            job.link.ask_to_leave()
-        self._wait_for_change(gives_up=here.placement.rank in verdict.refused)
-
     def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
         """Do nothing: the first batch of the newcomer was one without effect."""
         return False
-
-
-def _sizes_of(listed: ListedBatches, here: Placement) -> Sizes:
-    workers, last = (listed.workers, here.size), listed.last_global_batch
-    is_smaller = listed.batches_of_step == 1 and here.size <= last < listed.largest_global_batch
-    parts = (last // listed.workers, len(range(here.rank, last, here.size)))
-    return Sizes(listed.largest, workers, parts if is_smaller else (0, 0))
-
-
-_MOST_NAMES = 12
-
-
-def _modules_as_a_whole(names: Iterable[str]) -> list[str]:
-    """Return main().ema instead of main().ema._modules['0']._parameters['weight']."""
-    return sorted({re.split(r"\._(?:modules|parameters|buffers)\[", each)[0] for each in names})
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
-
-
-class _Listed(msgspec.Struct, frozen=True, array_like=True):
-    """The digest of the batches that a worker has listed, or the reason why it has none."""
-
-    digest: bytes
-    reason: str
-
-
-def reason_of(digest: bytes, reason: str, theirs: TorchDataLoader[Any]) -> str:
-    """Return the reason, alike on all workers, why they do not have the same batches for an epoch; empty: they have.
-
-    Args:
-        digest: Of the batches that this worker has listed for all of them.
-        reason: Why it has none.
-        theirs: The DataLoader of the script.
-
-    Raises:
-        RecoverableError: A worker is lost.
-    """
-    packed = world.current().transport.all_gather(msgspec.msgpack.encode(_Listed(digest, reason)))
-    by_rank = [msgspec.msgpack.decode(each, type=_Listed) for each in packed]
-    found = next((each.reason for each in by_rank if each.reason), "")
-    if not found and any(each.digest != by_rank[0].digest for each in by_rank):
-        found = (
-            f"its sampler {names_of(theirs)} does not tell which samples other workers have: they have listed other "
-            f"batches than this one expected"
-        )
-    return found

@@ -29,7 +29,8 @@ from farandole.errors import ConfigError
 from farandole.integrations.ddp.module import note_wrapped
 from farandole.integrations.torchrun.in_place.script_objects import Noted, Registry
 from farandole.integrations.torchrun.in_place.script_samplers import NUMBERED
-from farandole.integrations.torchrun.in_place.training import Training, torchs_iterator, torchs_length
+from farandole.integrations.torchrun.in_place.torchs_loaders import torchs_iterator, torchs_length
+from farandole.integrations.torchrun.in_place.training import Training
 from farandole.integrations.torchrun.process_group.autoload import BACKEND
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.registration import let_whole_groups_follow
@@ -118,7 +119,7 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     def broadcast_object_list(object_list: Any, *args: Any, **kwargs: Any) -> None:
         """Keep the objects where a worker passes over code: it cannot know those of the source."""
         if not training.passes_over:
-            training.note_broadcast(_source(args, kwargs))
+            training.notes.note_broadcast(_source(args, kwargs))
             broadcast_objects(object_list, *args, **kwargs)
 
     @functools.wraps(monitored)
@@ -145,17 +146,17 @@ def _replace_process_group(training: Training, registry: Registry) -> None:
     new_group_of.__name__ = "new_group"
     _replace_function(new_group_of)
     for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1), ("gather", 0)):
-        _replace_function(_noting(training.note_gather, getattr(distributed_c10d, name), place))
+        _replace_function(_noting(training.notes.note_gather, getattr(distributed_c10d, name), place))
     theirs_of_tensors = distributed_c10d.broadcast
 
     @functools.wraps(theirs_of_tensors)
     def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        training.note_broadcast(_source(args, kwargs))
+        training.notes.note_broadcast(_source(args, kwargs))
         return theirs_of_tensors(tensor, *args, **kwargs)
 
     _replace_function(broadcast)
     for theirs_too in (distributed_c10d.all_reduce, distributed_c10d.reduce):
-        _replace_function(_noting(training.note_reduction, theirs_too, 0))
+        _replace_function(_noting(training.notes.note_reduction, theirs_too, 0))
 
 
 def _noting(note: Callable[[torch.Tensor], None], theirs: Callable[..., Any], place: int) -> Callable[..., Any]:
