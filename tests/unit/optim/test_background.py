@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from farandole.training.optim.bucketed_gradients import Background
+from farandole.training.collectives.background import Background
 
 pytestmark = pytest.mark.core
 

@@ -13,8 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farandole.base.membership import GenerationId, Placement
 from farandole.errors import ConfigError, GenerationEnded, StepError
-from farandole.integrations.ddp.ddp_path import may_overlap
-from farandole.integrations.ddp.module import adopt, path_of
+from farandole.integrations.ddp.module import adopt
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.works import Everybody
 from farandole.training.collectives import world
@@ -221,6 +220,248 @@ def test_two_models_that_share_a_step_are_undone_together(alone: AloneTransport)
     assert torch.equal(first.module[0].weight, before)
 
 
+# Which passes reduce, and what ---------------------------------------------------------------------------------
+
+
+class Branches(torch.nn.Module):
+    """Of its branches each rank uses those that it is told."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.branches = torch.nn.ModuleList(net() for _ in range(count))
+
+    def forward(self, x: torch.Tensor, *used: int) -> torch.Tensor:
+        return sum((self.branches[each](x) for each in used), torch.zeros(1, dtype=x.dtype))
+
+
+def grads_of(ddp: DistributedDataParallel, branch: int) -> list[torch.Tensor | None]:
+    return [each.grad for each in ddp.module.branches[branch].parameters()]  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("shares", [[[2], [3]], [[5]], [[1, 1], [2, 1]]])
+def test_a_parameter_that_no_rank_has_used_has_no_gradient_and_one_that_some_have_used_has_it_everywhere(
+    shares: list[list[int]],
+) -> None:
+    def worker(rank: int) -> torch.Tensor:
+        ddp = parallel(Branches(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        adopt([ddp], [optimizer], lambda: len(shares[rank]) > 1)
+        before = [each.detach().clone() for each in ddp.module.branches[2].parameters()]
+        for _, x in hand_out(shares, rank):
+            optimizer.zero_grad()
+            ddp(x, rank % 2).square().mean().backward()
+            optimizer.step()
+        assert grads_of(ddp, 2) == [None] * 4
+        assert all(map(torch.equal, before, ddp.module.branches[2].parameters()))
+        used = grads_of(ddp, 0) + (grads_of(ddp, 1) if len(shares) > 1 else [])
+        assert all(each is not None for each in used)
+        return torch.cat([each.detach().flatten() for each in ddp.parameters()])
+
+    found = run_workers(len(shares), worker)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_what_only_a_dummy_batch_has_used_is_not_used() -> None:
+    def worker(rank: int) -> None:
+        ddp = parallel(Branches(2), find_unused_parameters=True)
+        adopted(ddp)
+        for _, x in hand_out([[4], [0]], rank):
+            ddp(x, rank).square().mean().backward()
+        assert grads_of(ddp, 1) == [None] * 4
+        assert all(each is not None and each.isfinite().all() for each in grads_of(ddp, 0))
+
+    run_workers(2, worker)
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_gradients_of_a_pass_that_does_not_reduce_are_reduced_with_those_of_the_next_one(is_inner: bool) -> None:
+    """In no_sync(), and of an output of the module inside."""
+
+    def worker(rank: int) -> torch.Tensor:
+        ddp = parallel()
+        optimizer = adopted(ddp)
+        for _, x in hand_out([[2], [3]], rank):
+            if is_inner:
+                loss(ddp.module, x).backward()
+            else:
+                with ddp.no_sync():
+                    loss(ddp, x).backward()
+            assert step.status() == "open"
+            assert torch.equal(gradients(ddp), wanted(x))  # its own, as in torch
+            loss(ddp, x).backward()
+            found = gradients(ddp).clone()
+            assert optimizer.step() is True
+        return found
+
+    for found in run_workers(2, worker):
+        assert torch.allclose(found, 2 * wanted(samples(5)), rtol=0, atol=1e-14)
+
+
+def test_the_parts_of_an_output_may_have_passes_of_their_own() -> None:
+    """A pass reduces when all parameters have a gradient: there is one reduction, as in torch."""
+
+    def worker(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        class Two(Branches):
+            def forward(self, x: torch.Tensor, *_: int) -> Any:
+                return self.branches[0](x), self.branches[1](x)
+
+        ddp = parallel(Two(2))
+        optimizer = adopted(ddp)
+        for _, x in hand_out([[2], [3]], rank):
+            first, second = ddp(x)
+            first.square().mean().backward()
+            assert step.status() == "open"
+            second.square().mean().backward()
+            assert step.status() == "reduced"
+            found = [torch.cat([each.flatten() for each in grads_of(ddp, part) if each is not None]) for part in (0, 1)]
+            assert optimizer.step() is True
+        return found[0], found[1]
+
+    for pair in run_workers(2, worker):
+        for found in pair:
+            assert torch.allclose(found, wanted(samples(5)), rtol=0, atol=1e-14)
+
+
+def test_two_optimizers_of_one_module_and_one_of_two_modules_step_together() -> None:
+    def worker(rank: int) -> torch.Tensor:
+        first, second = parallel(), parallel()
+        head, tail = first.module[0].parameters(), first.module[2].parameters()
+        optimizers = [torch.optim.SGD(head, lr=0.1), torch.optim.SGD([*tail, *second.parameters()], lr=0.1)]
+        assert adopt([first, second], optimizers)
+        step.track(optimizers)
+        for _ in range(2):
+            for _, x in hand_out([[2], [3]], rank):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss(first, x).backward()
+                loss(second, x).backward()
+                assert [each.step() for each in optimizers] == [True, True]
+                assert step.status() is StepStatus.DECIDED
+        step.track([])
+        return torch.cat([each.detach().flatten() for each in (*first.parameters(), *second.parameters())])
+
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(module, samples(5)).backward()
+        optimizer.step()
+    expected = torch.cat([each.detach().flatten() for each in module.parameters()]).repeat(2)
+    for found in run_workers(2, worker):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+
+
+def test_gradients_of_parameters_without_an_optimizer_are_reduced_too() -> None:
+    """Their norm, by which a script clips those of the others, has to be the same everywhere."""
+
+    def worker(rank: int) -> torch.Tensor:
+        ddp = parallel()
+        optimizer = torch.optim.SGD(ddp.module[2].parameters(), lr=0.1)
+        adopt([ddp], [optimizer])
+        for _, x in hand_out([[2], [3]], rank):
+            loss(ddp, x).backward()
+            found = gradients(ddp).clone()
+            assert optimizer.step() is True
+        return found
+
+    for found in run_workers(2, worker):
+        assert torch.allclose(found, wanted(samples(5)), rtol=0, atol=1e-14)
+
+
+def test_what_a_script_makes_of_the_gradients_is_what_is_applied(alone: AloneTransport) -> None:
+    """By tensors of its own, and under a GradScaler, which unscales in step()."""
+    ddp = parallel(net().float())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    adopt([ddp], [optimizer], lambda: True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _, x in hand_out([[2, 2]], 0):
+        scaler.scale(loss(ddp, x.float())).backward()
+        batch = step.batch()
+        if batch is not None and batch.is_last:
+            for each in ddp.parameters():
+                each.grad = each.grad * 1.0  # type: ignore[operator]
+            scaler.step(optimizer)
+            scaler.update()
+    assert torch.allclose(ddp.module[0].weight, _stepped(samples(4)).float(), atol=1e-6)
+
+
+def test_a_script_may_drop_the_gradients_of_a_step_and_step_nevertheless() -> None:
+    def worker(rank: int) -> torch.Tensor:
+        ddp = parallel()
+        optimizer = adopted(ddp)
+        for _, x in hand_out([[2], [3]], rank):
+            loss(ddp, x * float("nan")).backward()
+            assert not gradients(ddp).isfinite().all()
+            optimizer.zero_grad()
+            assert optimizer.step() is True
+        return ddp.module[0].weight.detach()  # type: ignore[index, union-attr, return-value]
+
+    for found in run_workers(2, worker):
+        assert torch.equal(found, net()[0].weight)
+
+
+def test_a_pass_that_raised_can_be_repeated() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            raise MemoryError("of the test")
+
+    def worker(rank: int) -> torch.Tensor:
+        ddp = parallel(torch.nn.Sequential(net(), torch.nn.Identity()))
+        optimizer = adopted(ddp)
+        for _, x in hand_out([[2], [3]], rank):
+            hidden = ddp.module[0][1](ddp.module[0][0](x))
+            with pytest.raises(MemoryError):
+                (ddp(x).square().mean() + Fails.apply(hidden).sum()).backward()
+            optimizer.zero_grad()
+            loss(ddp, x).backward()
+            found = gradients(ddp).clone()
+            assert optimizer.step() is True
+        return found
+
+    for found in run_workers(2, worker):
+        assert torch.allclose(found, wanted(samples(5)), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_without_a_batch_gradients_are_the_mean_over_all_workers(finds_unused: bool) -> None:
+    def worker(rank: int) -> None:
+        ddp = parallel(Branches(2), find_unused_parameters=finds_unused)
+        adopted(ddp)
+        used = [0] if finds_unused else [0, 1]
+        own = samples(4)[2 * rank : 2 * rank + 2]
+        with ddp.no_sync():
+            ddp(own, *used).square().mean().backward()
+        local = [None if each is None else each.clone() for each in grads_of(ddp, 0)]
+        ddp.zero_grad()
+        ddp(own, *used).square().mean().backward()
+        found = [each for each in grads_of(ddp, 0) if each is not None]
+        everybodys = [torch.zeros_like(each) for each in found]
+        for total, each in zip(everybodys, local, strict=True):
+            assert each is not None
+            total.copy_(each)
+            world.current().transport.all_reduce(total)
+        assert all(torch.allclose(each, total / 2) for each, total in zip(found, everybodys, strict=True))
+        assert (grads_of(ddp, 1) == [None] * 4) is finds_unused
+
+    run_workers(2, worker)
+
+
+def test_without_a_batch_a_parameter_that_is_not_used_is_an_error_as_in_torch() -> None:
+    def worker(rank: int) -> None:
+        ddp = parallel(Branches(2))
+        adopted(ddp)
+        ddp(samples(2), 0).square().mean().backward()
+        with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+            ddp(samples(2), 0)
+
+    run_workers(2, worker)
+
+
 # Faults ------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +496,7 @@ def test_a_fault_is_absorbed_and_the_same_objects_go_on_in_the_next_generation(
     assert optimizer.step() is True
 
 
-def test_a_single_worker_needs_no_reducer_until_another_one_joins(alone: AloneTransport) -> None:
+def test_a_single_worker_keeps_its_gradients_until_another_one_joins(alone: AloneTransport) -> None:
     """Gradients are those of autograd itself, to the last bit, and two passes add up."""
     ddp = parallel(gradient_as_bucket_view=True)
     optimizer = adopted(ddp)
@@ -266,17 +507,12 @@ def test_a_single_worker_needs_no_reducer_until_another_one_joins(alone: AloneTr
         loss(ddp, x).backward()
         assert torch.equal(gradients(ddp), 2 * wanted(x))
         assert optimizer.step() is True
-    path = path_of(ddp)
-    assert path is not None
-    assert path.is_alone
-    assert not path.has_passed
 
     def worker(rank: int) -> torch.Tensor:
         ddp = parallel(gradient_as_bucket_view=True)
         adopted(ddp)
         for _, x in hand_out([[2], [2]], rank):
             loss(ddp, x).backward()
-        assert path_of(ddp).has_passed  # type: ignore[union-attr]
         return gradients(ddp).clone()
 
     for found in run_workers(2, worker):
@@ -328,10 +564,8 @@ def test_a_fault_inside_of_a_users_hook_is_absorbed(alone: AloneTransport) -> No
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_users_hook_is_kept_and_gets_weighed_gradients(is_late: bool) -> None:
-    def worker(rank: int) -> tuple[torch.Tensor, list[int], int]:
-        ddp, seen = parallel(bucket_cap_mb=1e-5), []
-        # Older versions of torch do not ask for the limits of the buckets: there is one bucket then.
-        buckets = 4 if hasattr(ddp, "_bucket_config") else 1
+    def worker(rank: int) -> tuple[torch.Tensor, list[int]]:
+        ddp, seen = parallel(bucket_cap_mb=5e-6), []
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
             seen.append(bucket.index())
@@ -347,11 +581,11 @@ def test_a_users_hook_is_kept_and_gets_weighed_gradients(is_late: bool) -> None:
             ddp.register_comm_hook(None, hook)
         for _, x in hand_out([[3], [1]], rank):
             loss(ddp, x).backward()
-        return gradients(ddp), seen, buckets
+        return gradients(ddp), seen
 
-    for found, seen, buckets in run_workers(2, worker):
+    for found, seen in run_workers(2, worker):
         assert torch.allclose(found, 2 * wanted(samples(4)), rtol=0, atol=1e-14)
-        assert seen == [*range(buckets)]
+        assert seen == [0, 1, 2, 3]
 
 
 def test_what_a_hook_keeps_begins_anew_with_each_generation(alone: AloneTransport) -> None:
@@ -385,7 +619,6 @@ def test_the_objects_stay_what_they_are(alone: AloneTransport) -> None:
     assert isinstance(ddp, DistributedDataParallel)
     assert isinstance(optimizer, torch.optim.SGD)
     assert type(ddp).__name__ == "DistributedDataParallel"
-    assert not isinstance(ddp.process_group, type(ddp._farandole_group))  # type: ignore[attr-defined]
     again = adopt([torch.nn.Sequential(ddp)], [optimizer])
     assert again
     assert copy.deepcopy(ddp.module)[0].weight.equal(ddp.module[0].weight)
@@ -526,21 +759,3 @@ def test_a_group_of_others_cannot_follow(alone: AloneTransport) -> None:
             adopt([ddp], [])
 
     run_workers(2, worker)
-
-
-# Overlap -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("placement", "overlaps"),
-    [
-        pytest.param(Placement(0, 1, 0, 1, 0, 1), False, id="alone"),
-        pytest.param(Placement(0, 2, 0, 1, 0, 2), True, id="between hosts"),
-        pytest.param(Placement(0, 512, 0, 512, 0, 1), False, id="no core to spare"),
-    ],
-)
-def test_buckets_are_reduced_during_backward_between_hosts_and_where_a_core_is_free(
-    placement: Placement, overlaps: bool
-) -> None:
-    here = world.World(GenerationId(1, 1, 1, ""), placement, AloneTransport(1))
-    assert may_overlap(here) is overlaps

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farandole.errors import CollectiveMismatch
-from farandole.training.optim.step_agreement import SIZE, StepHeader, check
+from farandole.training.optim.step_agreement import HEADER_BYTES, StepHeader, check
 
 pytestmark = pytest.mark.core
 
@@ -45,7 +45,7 @@ def test_without_a_loader_there_is_no_batch_to_make_up() -> None:
 def test_a_header_comes_back_as_it_was_and_always_has_the_same_size(values: list[int]) -> None:
     header = StepHeader(*values)
     assert StepHeader.unpack(header.pack()) == header
-    assert len(header.pack()) == SIZE
+    assert len(header.pack()) == HEADER_BYTES
 
 
 def test_workers_whose_loaders_do_not_know_of_each_other_are_told_to_give_them_to_the_state() -> None:

@@ -18,22 +18,30 @@ import contextlib
 import copy
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.errors import ConfigError
+from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.works import failure, plain_collectives
 from farandole.training.collectives import world
+from farandole.training.collectives.transport import Transport
+from farandole.training.optim.buckets import Bucket
+from farandole.training.optim.compression import BF16Compressor, Compressor, FP16Compressor
+from farandole.training.state import step as current_step
 from farandole.training.state.batch import GlobalBatch
 
-Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+Hook = Callable[[Any, Any], Future[torch.Tensor]]
+_COMPRESSORS: dict[Hook, Compressor] = {
+    default_hooks.fp16_compress_hook: FP16Compressor,
+    default_hooks.bf16_compress_hook: BF16Compressor,
+}
 
 
 class CommHook:
@@ -44,6 +52,12 @@ class CommHook:
         self._beginning = _copied(state)
         self._carried = CarriedState(state, self._begin_anew) if _is_of_power_sgd(state) else None
         self._world: world.World | None = None  # in which the state has begun anew
+
+    @property
+    def compression(self) -> Compressor | None:
+        """The compressor that does the same, if there is one."""
+        is_of_all = self._state is None or isinstance(self._state, FarandoleGroup)
+        return _COMPRESSORS.get(self._hook) if is_of_all else None
 
     def begin(self, step: GlobalBatch | None, device: torch.device) -> None:
         """Note that the first bucket of a pass follows, for a step, or without one. All ranks call it. Raises the
@@ -68,21 +82,77 @@ class CommHook:
         if self._carried is not None:
             self._carried.undo()
 
-    def start(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        with plain_collectives():
-            return self._hook(self._state, bucket)
-
-    def wait(self, future: Future[torch.Tensor]) -> torch.Tensor:
-        """Wait for the result of the hook. Raises RecoverableError when a worker was lost, even if another error
-        arrives here."""
+    def reduce(self, bucket: HookBucket) -> torch.Tensor:
+        """Return the mean. Raises RecoverableError when a worker was lost, even if another error arrives here."""
         try:
             with plain_collectives():
-                return future.wait()
+                return self._hook(self._state, bucket).wait()
         except Exception as error:
             lost = failure()
             if lost is None:
                 raise
             raise lost from error
+
+
+class HookBucket:
+    """A bucket as a hook sees it, with the methods of torch's GradBucket."""
+
+    def __init__(self, bucket: Bucket, index: int, is_last: bool) -> None:
+        self._flat, self._parameters = bucket.flat, bucket.parameters
+        self._index, self._is_last = index, is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._flat
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self._flat = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the parts of the buffer, in the shapes of the parameters."""
+        parts = torch.split(self._flat, [each.numel() for each in self._parameters])
+        return [part.view(each.shape) for part, each in zip(parts, self._parameters, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+class HookedReduce:
+    """The reduction of buckets by a hook; see Reduce in training/optim/bucketed_gradients.py.
+
+    place, paths  of the several paths of a module whose buckets the hook gets; they have numbers of their own
+    """
+
+    may_overlap = False
+
+    def __init__(self, hook: CommHook, place: int = 0, paths: int = 1) -> None:
+        self._hook, self._place, self._paths = hook, place, paths
+
+    def forget(self) -> None:
+        """Do nothing: the hook has the same buckets in each generation."""
+
+    def all_reduce(self, transport: Transport, buckets: Sequence[Bucket], place: int, trailer: bytes) -> list[bytes]:
+        batch = current_step.batch()
+        buckets[place].flat.mul_(transport.size)  # the hook takes the mean
+        self.reduce(buckets, place, None if batch is None else batch.global_batch)
+        return transport.all_reduce(torch.empty(0), trailer) if trailer else []
+
+    def reduce(self, buckets: Sequence[Bucket], place: int, step: GlobalBatch | None) -> None:
+        """Overwrite a bucket with the mean over all ranks."""
+        flat = buckets[place].flat
+        if place == 0:
+            self._hook.begin(step, flat.device)
+        is_last = place == len(buckets) - 1 and self._place == self._paths - 1
+        mean = self._hook.reduce(HookBucket(buckets[place], place * self._paths + self._place, is_last))
+        if mean.data_ptr() != flat.data_ptr():
+            flat.copy_(mean.view(-1))
+        if is_last:
+            self._hook.end()
 
 
 def registered_hook(ddp: DistributedDataParallel) -> CommHook | None:
@@ -95,7 +165,7 @@ def registered_hook(ddp: DistributedDataParallel) -> CommHook | None:
     logging_data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     built_in = str(logging_data.get("comm_hook", ""))
     if built_in.endswith("FP16_COMPRESS"):
-        return CommHook(None, fp16_compress_hook)
+        return CommHook(None, default_hooks.fp16_compress_hook)
     if built_in and not built_in.endswith("ALLREDUCE"):
         raise ConfigError(
             f"DistributedDataParallel has the built-in hook {built_in}, which is not supported; leave it out"

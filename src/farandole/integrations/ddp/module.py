@@ -1,88 +1,77 @@
 """A DistributedDataParallel that follows the world: the user's object, with a class derived from its own and
-ElasticModule.
+ElasticModule. It computes, and broadcasts buffers; its gradients go the way of a DistributedOptimizer (module_path.py).
 
-After the first backward pass, its reducer cuts the gradients into buckets anew, in the order of their arrival, by a
-collective in the next forward pass. A worker that joins would do so long after all others, and add up other gradients
-than they until then. So the reducer is created once more, with buckets in the order of the parameters, and kept from
-ever rebuilding them. All workers thus have the same buckets at all times.
-
-torch has no public way to do that. The private methods and attributes are those of torch 2.13,
-torch/nn/parallel/distributed.py: DistributedDataParallel._pre_forward (rebuilds the buckets), _ddp_init_helper (creates
-the reducer), _distributed_broadcast_coalesced (buffers), _comm_hooks, _set_static_graph; and Reducer in
-torch/_C/_distributed_c10d.pyi.
+torch's reducer is gone: it cannot weight gradients by the workers' shares, an error in C++ leaves it in the middle of a
+pass, and it cuts its buckets anew after the first one, which a worker that joins would do alone. Forward passes run as
+in no_sync(). The private methods and attributes are those of torch 2.13, torch/nn/parallel/distributed.py:
+DistributedDataParallel._pre_forward, _distributed_broadcast_coalesced (buffers), _comm_hooks, _set_static_graph.
 """
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.errors import ConfigError, RecoverableError
 from farandole.integrations.ddp.comm_hook import CommHook, registered_hook
-from farandole.integrations.ddp.ddp_path import DdpPath
+from farandole.integrations.ddp.module_path import ModuleGradients
 from farandole.integrations.ddp.stepping import SteppingOptimizer, make_stepping
 from farandole.integrations.torchrun.process_group.autoload import BACKEND
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
-from farandole.integrations.torchrun.process_group.works import Done, Everybody, plain_collectives
+from farandole.integrations.torchrun.process_group.works import plain_collectives
 from farandole.training.collectives import world
 from farandole.training.optim.optimizer_mixin import WrappedOptimizer
 from farandole.training.optim.step_agreement import absorb, check_devices
 from farandole.training.state import step
+from farandole.training.state.batch import Batch
 
 ModuleT = TypeVar("ModuleT", bound=DistributedDataParallel)
 
-_PATH = "_farandole_path"
+_GRADIENTS = "_farandole_gradients"
+_OWN = (_GRADIENTS, "_farandole_world", "_farandole_batch", "_farandole_logged")
 
 
 class ElasticModule(DistributedDataParallel):
     """The mixin of an elastic DistributedDataParallel. follow_world() puts it before the user's class."""
 
-    _farandole_path: DdpPath
+    _farandole_gradients: ModuleGradients
     _farandole_world: world.World | None
-    _farandole_group: ReducerGroup  # referenced here, since C++ keeps only the C++ half of it
+    _farandole_batch: Batch | None  # the last one
+    _farandole_logged: Any
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         is_after_training = not torch.is_grad_enabled() and not world.is_entered()
-        if _PATH not in self.__dict__ or is_after_training:
+        if _GRADIENTS not in self.__dict__ or is_after_training:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         asked = self.require_backward_grad_sync
-        self.require_backward_grad_sync = self._begin_forward(asked)
+        reduces = self._begin_forward(asked)
+        self.require_backward_grad_sync = False
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             self.require_backward_grad_sync = asked
+            self.require_forward_param_sync = reduces and torch.is_grad_enabled()
 
     # As DistributedDataParallel._pre_forward in torch 2.13: the graph must not contain it.
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def _begin_forward(self, asked: bool) -> bool:
-        """Prepare a forward pass. Returns whether the backward pass reduces by the reducer."""
-        path, here = self._farandole_path, world.current()
+        """Prepare a forward pass. Returns whether the backward pass reduces."""
+        gradients, here = self._farandole_gradients, world.current()
         if self._farandole_world is not here:
             self._farandole_world = here
-            self._reset()
             self.require_forward_param_sync = True  # whatever operation was aborted
         if not torch.is_grad_enabled():
             return asked
-        before = path.batch
-        reduces = path.begin_forward(asked)
-        if path.batch is not None and path.batch is not before:
+        batch = gradients.begin_forward(asked)
+        if batch is not None and batch is not self._farandole_batch:
             # Newcomers may run more or fewer of the loop bodies that do not count.
-            self.require_forward_param_sync = path.batch.index == 0
-        if path.has_passed or not (reduces or path.is_alone):
-            self._reset()
-        return reduces
-
-    def _reset(self) -> None:
-        """Reset the reducer's record of passes: the order of their gradients, and an unfinished pass."""
-        self._farandole_path.has_passed = False
-        self.reducer._reset_state()
+            self._farandole_batch, self.require_forward_param_sync = batch, batch.index == 0
+        return gradients.reduces
 
     def _distributed_broadcast_coalesced(
         self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
@@ -106,52 +95,58 @@ class ElasticModule(DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook as torch does: once, and before the first backward pass."""
-        if _PATH not in self.__dict__:
+        if _GRADIENTS not in self.__dict__:
             super().register_comm_hook(state, hook)
             return
         self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
-        if self._farandole_path.hook is not None:
+        if self._farandole_gradients.hook is not None:
             raise RuntimeError("register_comm_hook can only be called once")
         self._comm_hooks.append((hook, state))
-        self._farandole_path.hook = CommHook(state, hook)
+        self._farandole_gradients.set_hook(CommHook(state, hook))
+
+    def _get_ddp_logging_data(self) -> Any:
+        """Return what torch knew of the module before it became elastic."""
+        if _GRADIENTS in self.__dict__:
+            return self._farandole_logged
+        return super()._get_ddp_logging_data()  # type: ignore[no-untyped-call]
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ConfigError in an elastic function."""
-        if _PATH in self.__dict__:
+        if _GRADIENTS in self.__dict__:
             refuse_join()
         return super().join(*args, **kwargs)
 
     def _set_static_graph(self) -> None:
-        if _PATH in self.__dict__:
+        if _GRADIENTS in self.__dict__:
             refuse_static_graph()
         super()._set_static_graph()  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the user's class: copies do not follow the world."""
         state = self.__getstate__()  # type: ignore[no-untyped-call]
-        for name in (_PATH, "_farandole_world", "_farandole_group"):
+        for name in _OWN:
             state.pop(name, None)
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), state  # type: ignore[attr-defined]
 
 
-def follow_world(ddp: DistributedDataParallel, path: DdpPath) -> None:
-    """Make `ddp` reduce as `path` decides from now on, with the current workers."""
+class NoReducer:
+    """In the place of torch's reducer, which forward() asks whether it has rebuilt its buckets."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def follow_world(ddp: DistributedDataParallel, gradients: ModuleGradients) -> None:
+    """Let `gradients` reduce those of `ddp` from now on, with the current workers."""
     base = type(ddp)
+    logged = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     ddp.__class__ = type(base.__name__, (ElasticModule, base), {"__module__": base.__module__})
     assert isinstance(ddp, ElasticModule)
-    _make_reducer(ddp, path)
-    object.__setattr__(ddp, _PATH, path)
-    object.__setattr__(ddp, "_farandole_world", None)
-
-
-def path_of(ddp: DistributedDataParallel) -> DdpPath | None:
-    """Return the path that was given to follow_world()."""
-    return ddp.__dict__.get(_PATH)
-
-
-def paths_of(modules: Iterable[torch.nn.Module]) -> list[DdpPath]:
-    """Return the paths of all elastic modules among these, or inside them."""
-    return [path for each in parallel_modules(modules) if (path := path_of(each)) is not None]
+    ddp.logger = None
+    ddp.reducer = NoReducer()  # type: ignore[assignment]  # this removes the hooks of torch's, and releases its memory
+    own = dict(zip(_OWN, (gradients, None, None, logged), strict=True))
+    for name, value in own.items():
+        object.__setattr__(ddp, name, value)
 
 
 def refuse_static_graph() -> None:
@@ -178,7 +173,7 @@ def note_wrapped(ddp: DistributedDataParallel) -> None:
 @contextmanager
 def _as_wrapped(ddp: Any) -> Iterator[None]:
     """Let the parameters require gradients as when the module was wrapped, if that was noted; all of them, where none
-    does any more (a target encoder that was wrapped, and then frozen): torch makes no reducer for none."""
+    does any more (a target encoder that was wrapped, and then frozen)."""
     wrapped: Iterable[torch.nn.Parameter] = ()
     if not any(each.requires_grad for each in ddp.module.parameters()):
         real = [each for each in ddp.module.parameters() if each.is_floating_point() or each.is_complex()]
@@ -193,88 +188,6 @@ def _as_wrapped(ddp: Any) -> Iterator[None]:
     finally:
         for each in frozen:
             each.requires_grad_(False)
-
-
-def _make_reducer(ddp: Any, path: DdpPath) -> None:
-    with _as_wrapped(ddp):
-        _make_reducer_of_trained(ddp, path)
-
-
-def _make_reducer_of_trained(ddp: Any, path: DdpPath) -> None:
-    parameters, sparse = ddp._build_params_for_reducer()
-    names = ddp._build_debug_param_to_name_mapping(parameters)
-    theirs = ddp.process_group, ddp.__dict__.get("_bucket_config")
-    del ddp.reducer  # this removes its hooks
-    ddp.logger = None
-    ddp._farandole_group = ddp.process_group = ReducerGroup(path.used_before)
-    if theirs[1] is not None:
-        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        has_one = ddp.bucket_bytes_cap_default and nbytes < _SEVERAL_BYTES
-        ddp._bucket_config = _FinalBuckets(theirs[1], has_one)
-    try:
-        ddp._ddp_init_helper(parameters, sparse, names, False)
-    finally:
-        ddp.process_group = theirs[0]
-        if theirs[1] is not None:
-            ddp._bucket_config = theirs[1]
-    dist._register_comm_hook(  # type: ignore[attr-defined]
-        ddp.reducer, None, path.on_bucket
-    )
-
-
-_SEVERAL_BYTES = 8 << 20
-"""Size of a model from which several buckets are worth their latency. It depends on nothing that may differ between
-workers: a worker that joins later has the same buckets."""
-
-
-class _FinalBuckets:
-    """The final limits of a DistributedDataParallel's buckets, from the beginning: those that the user has given, else
-    torch's own, or one bucket for a small model. torch before 2.13 does not ask for limits: there is one bucket
-    then."""
-
-    def __init__(self, theirs: Any, has_one: bool) -> None:
-        self._theirs, self._has_one = theirs, has_one
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._theirs, name)
-
-    def compute_bucket_size_limits(self, static_graph: bool, find_unused_parameters: bool) -> Any:
-        # Where unused parameters are searched for, buckets are never cut anew: the limits are the final ones.
-        return self._theirs.compute_bucket_size_limits(static_graph=False, find_unused_parameters=not self._has_one)
-
-
-# The process group that the reducer inside a DistributedDataParallel uses ---------------------------------------------
-
-
-class ReducerGroup(FarandoleGroup):
-    """A group of all workers. The reducer itself reduces only one tensor: the parameters that were used
-    (find_unused_parameters).
-
-    A fault in it must not pass through the reducer's C++, which would be left in the middle of a pass. It aborts the
-    step, and the pass runs to its end without effect.
-
-    used_before  places of the parameters that earlier micro-batches have used, unknown to the reducer
-    """
-
-    def __init__(self, used_before: Callable[[], Sequence[int]]) -> None:
-        super().__init__(Everybody())
-        self._used_before = used_before
-
-    def allreduce(
-        self, tensors: Sequence[torch.Tensor] | torch.Tensor, opts: Any = ReduceOp.SUM, timeout: Any = None
-    ) -> Done:
-        """Reduce the one tensor of `tensors`: a number for each parameter, 0 if it was not used."""
-        if step.is_aborted():
-            return Done()
-        for place in self._used_before():
-            tensors[0][place] = 1
-        try:
-            with plain_collectives():
-                return super().allreduce(tensors, opts, timeout)
-        except RecoverableError:
-            if not absorb():
-                raise
-            return Done()
 
 
 # The conversion of a state's DistributedDataParallel modules into elastic ones ----------------------------------------
@@ -294,10 +207,10 @@ def adopt(
 
     Raises ConfigError for an object that cannot be made elastic, with nothing changed in it.
     """
-    paths = [_adopted(each, accumulates) for each in parallel_modules(modules)]
-    for optimizer in optimizers if paths else ():
+    found = [_adopted(each, accumulates) for each in parallel_modules(modules)]
+    for optimizer in optimizers if found else ():
         keys = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        of_this = [path for path in paths if not path.keys.isdisjoint(keys)]
+        of_this = [each for each in found if not each.keys.isdisjoint(keys)]
         if not of_this:
             continue
         if isinstance(optimizer, WrappedOptimizer):
@@ -307,7 +220,7 @@ def adopt(
             )
         if not isinstance(optimizer, SteppingOptimizer):
             make_stepping(optimizer, of_this)
-    return bool(paths)
+    return bool(found)
 
 
 def adopt_modules(values: Iterable[object]) -> None:
@@ -326,24 +239,36 @@ def parallel_modules(values: Iterable[object]) -> list[DistributedDataParallel]:
     return [each for each in found.values() if isinstance(each, DistributedDataParallel)]
 
 
-def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> DdpPath:
-    path = path_of(ddp)
-    if path is None:
+def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> ModuleGradients:
+    gradients: ModuleGradients | None = ddp.__dict__.get(_GRADIENTS)
+    if gradients is None:
         refuse_configuration(ddp)
         names = _names(ddp)
         check_devices(names)
-        path = DdpPath(names, accumulates, registered_hook(ddp), ddp.find_unused_parameters)
-        follow_world(ddp, path)
-    return path
+        hook = registered_hook(ddp)
+        gradients = ModuleGradients(names, accumulates, hook, ddp.find_unused_parameters, _bucket_mb(ddp, names))
+        follow_world(ddp, gradients)
+    return gradients
 
 
 def _names(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """Return the names of the parameters that the module's reducer reduces, in its order: private in torch 2.13
-    (torch/nn/parallel/distributed.py)."""
+    """Return the names of the parameters that the module reduces."""
     with _as_wrapped(ddp):
-        parameters, _ = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
-    named = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-    return {parameter: named[id(parameter)] for parameter in parameters}
+        named = ddp.module.named_parameters()
+        return {each: name for name, each in named if each.requires_grad and name not in ddp.parameters_to_ignore}
+
+
+_SEVERAL_BYTES, _BUCKET_MB = 8 << 20, 25.0
+
+
+def _bucket_mb(ddp: DistributedDataParallel, names: Iterable[torch.Tensor]) -> float:
+    """Return the size of the buckets that a communication hook gets: the user's, else torch's, or 0, for one bucket,
+    for a small model. It depends on nothing that may differ between workers: what a hook keeps of a bucket has to be of
+    the same one in each generation."""
+    if not getattr(ddp, "bucket_bytes_cap_default", True):
+        return ddp.bucket_bytes_cap / (1 << 20)
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in names)
+    return 0.0 if nbytes < _SEVERAL_BYTES else _BUCKET_MB
 
 
 def refuse_configuration(ddp: DistributedDataParallel) -> None:
@@ -382,8 +307,8 @@ def refuse_configuration(ddp: DistributedDataParallel) -> None:
             "an optimizer that steps inside of backward() cannot skip a step when a worker is lost; call "
             "its step() after backward()"
         )
-    _, are_sparse = ddp._build_params_for_reducer()  # type: ignore[no-untyped-call]
-    if any(are_sparse):
+    embeddings = [each for each in ddp.modules() if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag))]
+    if any(each.sparse for each in embeddings):
         raise ConfigError(
             "DistributedDataParallel of an Embedding with sparse=True: its gradients cannot be weighted in "
             "buckets; pass sparse=False, or use fd.DistributedOptimizer"

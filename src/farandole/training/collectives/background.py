@@ -68,6 +68,11 @@ class Background:
             self._condition.notify_all()
 
 
+of_gradients = Background()
+"""Reductions of gradients over the transport of all ranks. Every other operation of that transport waits for them, so
+that all ranks have the same order."""
+
+
 @cache
 def _queue() -> queue.SimpleQueue[Callable[[], object]]:
     """Return the queue of the thread, which is started at its first use and lives as long as the process."""

@@ -10,23 +10,31 @@ import logging
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from farandole.base.machine import now_s, usable_cores
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.training.collectives import world
-from farandole.training.collectives.background import Background
+from farandole.training.collectives.background import of_gradients
 from farandole.training.collectives.shared_memory_tensors import shareable_zeros
 from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.transport_choice import host_transport
 from farandole.training.collectives.world import World
 from farandole.training.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, fastest
-from farandole.training.optim.buckets import Arrivals, Buckets, is_same_memory
+from farandole.training.optim.buckets import Arrivals, Bucket, Buckets, is_same_memory
 from farandole.training.optim.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from farandole.training.optim.small_gradients import SmallGradients
-from farandole.training.optim.step_agreement import StepHeader, conclude, describe, header_of, packed_at_end
+from farandole.training.optim.step_agreement import (
+    HEADER_BYTES,
+    StepHeader,
+    conclude,
+    describe,
+    header_of,
+    packed_at_end,
+)
 from farandole.training.state.batch import Batch
 
 logger = logging.getLogger("farandole")
@@ -40,13 +48,16 @@ class BucketedGradients:
     copied back. Main thread only.
 
     names         the parameters, with their names for errors
+    reduce        adds up a bucket over all ranks
     pinned_bytes  least size of a bucket requested by the user, 0 for one bucket; None: it is chosen
+
+    note, notes   bytes of this rank that travel with each step, of the same length on all ranks, and those of all ranks
     """
 
     stay_in_place = False
 
     def __init__(
-        self, names: Mapping[torch.Tensor, str], digest: int, compression: Compressor, pinned_bytes: int | None
+        self, names: Mapping[torch.Tensor, str], digest: int, reduce: Reduce, pinned_bytes: int | None
     ) -> None:
         self._names, self._digest, self._pinned_bytes = names, digest, pinned_bytes
         self.parameters = list(names)
@@ -54,8 +65,9 @@ class BucketedGradients:
         self._small = SmallGradients(self._buckets, self.parameters)
         self._are_shown = False  # `.grad` shows the buckets, and nothing was written since
         self._others: list[tuple[Buckets, SmallGradients]] = []  # buckets whose gradients somebody has put aside
-        self._reduce = CompressedReduce(compression)
-        self._background = Background()
+        self._reduce = reduce
+        self.note, self.notes = b"", [b""]
+        self._background = of_gradients
         self._agreed_in: world.World | None = None
         self._autotune: BucketAutotune | None = None  # during the first steps, while the fastest size is unknown
         self._fastest: int | None = None  # result of the autotune
@@ -153,7 +165,7 @@ class BucketedGradients:
         """Return whether complete buckets can be reduced while backward continues; then each arrived() counts."""
         self._began_s = now_s() if self._autotune is not None else None
         buckets = self._buckets.buckets
-        if len(buckets) == 1 or self._agreed_in is not world.current():
+        if len(buckets) == 1 or self._agreed_in is not world.current() or not self._reduce.may_overlap:
             return False
         self._missing = [len(bucket.parameters) for bucket in buckets]
         self._arrivals = [Arrivals(self._buckets.device) for _ in buckets]
@@ -195,7 +207,7 @@ class BucketedGradients:
         """Add up the remaining buckets over all ranks. Returns the headers of all ranks, by rank. Raises the errors of
         transports."""
         self._small.write()
-        here, trailer = world.current(), packed_at_end(header)
+        here, trailer = world.current(), packed_at_end(header) + self.note
         if self._agreed_in is not here:
             self._agree(here)
         self._land(here.transport)
@@ -207,9 +219,10 @@ class BucketedGradients:
             self._end_autotune(
                 here, self._autotune
             )  # before the last bucket, since ranks differ in the buckets submitted so far
-        headers = [StepHeader.unpack(each) for each in self._all_reduce(here.transport, last, trailer)]
+        trailers = self._all_reduce(here.transport, last, trailer)
+        self.notes = [each[HEADER_BYTES:] for each in trailers]
         self._take_turns()
-        return headers
+        return [StepHeader.unpack(each[:HEADER_BYTES]) for each in trailers]
 
     def _land(self, transport: Transport) -> None:
         """Wait for the submitted buckets. Raises the error of a failed reduction."""
@@ -222,7 +235,7 @@ class BucketedGradients:
             raise
 
     def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
-        return self._reduce.all_reduce(transport, self._buckets.buckets[place].flat, trailer)
+        return self._reduce.all_reduce(transport, self._buckets.buckets, place, trailer)
 
     def _agree(self, here: world.World) -> None:
         """Agree on the buckets, once in each generation and after each change of the parameters."""
@@ -313,11 +326,30 @@ def _format_size(least_bytes: int) -> str:
 _COMPRESSED_DTYPES: dict[object, torch.dtype] = {BF16Compressor: torch.bfloat16, FP16Compressor: torch.float16}
 
 
+class Reduce(Protocol):
+    """What adds up buckets over all ranks."""
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether another thread than the main one may call all_reduce()."""
+        ...
+
+    def forget(self) -> None:
+        """Note that other buckets follow."""
+        ...
+
+    def all_reduce(self, transport: Transport, buckets: Sequence[Bucket], place: int, trailer: bytes) -> list[bytes]:
+        """Overwrite a bucket with its sum. Returns the trailers of all ranks. Raises the errors of transports."""
+        ...
+
+
 class CompressedReduce:
     """All-reduce with a compressor. It keeps the memory of the sent tensors, whose sizes are equal in each step.
 
     Farandole's own compressors cost only the casts in both directions; others return new tensors each time.
     """
+
+    may_overlap = True
 
     def __init__(self, compression: Compressor) -> None:
         self._compression = compression
@@ -328,8 +360,8 @@ class CompressedReduce:
         """Drop the buffers, since other tensors will follow."""
         self._sent.clear()
 
-    def all_reduce(self, transport: Transport, flat: torch.Tensor, trailer: bytes) -> list[bytes]:
-        """Reduce as the transport does: `flat` is overwritten with the sum."""
+    def all_reduce(self, transport: Transport, buckets: Sequence[Bucket], place: int, trailer: bytes) -> list[bytes]:
+        flat = buckets[place].flat
         if self._compression is NoneCompressor or flat.dtype == self._dtype:
             return transport.all_reduce(flat, trailer)
         if self._dtype is None or not flat.is_floating_point():

@@ -27,7 +27,8 @@ import torch
 
 from farandole.errors import RecoverableError, StepError
 from farandole.training.optim.end_of_pass import at_end_of_pass
-from farandole.training.optim.optimizer_mixin import STEPPED_TWICE, call_dropped, protect, refuse_closure
+from farandole.training.optim.optimizer_mixin import STEPPED_TWICE
+from farandole.training.optim.optimizer_step import decide_along, step_along
 from farandole.training.optim.options import Options
 from farandole.training.optim.passes import Passes
 from farandole.training.optim.step_agreement import Weights
@@ -66,12 +67,18 @@ class LoaderPath:
     names       returns the parameters known to the optimizer, with their names
     """
 
+    _ADVICE = (
+        "Call optimizer.synchronize() when all gradients of the loop body are set, and before they are clipped or "
+        "unscaled: it makes them those of the global batch"
+    )
+
     def __init__(
         self,
         parameters: Callable[[], list[torch.Tensor]],
         names: Callable[[], Mapping[torch.Tensor, str]],
         options: Options,
         passes: Passes,
+        reduction: StepReduction | None = None,
     ) -> None:
         self._parameters, self._names = parameters, names
         self._options = options
@@ -82,7 +89,7 @@ class LoaderPath:
         self._was_zeroed = False  # since the last step, gradients were set to zeros that are left in `.grad`
         self._weights = Weights(options.loss)
         step.add_losses(options.loss == "sum")
-        self._reduction = StepReduction(names, options, passes)
+        self._reduction = reduction or StepReduction(names, options, passes)
         self.forget()
 
     def plan_anew(self) -> None:
@@ -109,7 +116,7 @@ class LoaderPath:
         if not self._pass_is_open or self._batch is not batch:  # a pass that raised is never closed
             self._open_pass(batch)
         if self._status is _APPLIED or batch.is_padding or not self._reduction.concerns(parameter):
-            return  # e.g. a generator's loss passes through the discriminator; or see _refuse_unplanned
+            return  # e.g. a generator's loss passes through the discriminator; or see refuse_unplanned()
         if self._body is _STEPPED:
             parameter.grad = None
             return
@@ -124,10 +131,10 @@ class LoaderPath:
             gradients.arrived(parameter)
 
     def _open_pass(self, batch: Batch) -> None:
-        self._notice(batch)
+        self.notice(batch)
         step.begin_pass(batch)
         self._reduction.refuse_half_reduced()
-        self._factor = self._weights.record(batch)
+        self._factor = self._factor_of(batch)
         self._overlaps, self._is_final = False, batch.is_last
         is_second = self._body is BodyStatus.PASSED or (step.has_passed() and batch.global_batch.is_divided)
         if batch.is_strict and is_second and not batch.is_padding:
@@ -146,6 +153,10 @@ class LoaderPath:
             self._body = BodyStatus.PASSED
         self._pass_is_open = True
         at_end_of_pass(self._close_pass)
+
+    def _factor_of(self, batch: Batch) -> float:
+        """Return the factor of this loop body's gradients. Raises StepError."""
+        return self._weights.record(batch) * (batch.global_batch.added or 1)
 
     def _reopen(self, batch: Batch) -> None:
         """Reopen a reduced batch, as with DDP: this pass's gradients are reduced together with the present ones, which
@@ -172,10 +183,14 @@ class LoaderPath:
             return
         if self._body is not _STEPPED and not step.is_aborted():
             self._take_set(batch)  # before the pass: they are reduced with its own
-        if batch.is_last:
+        if batch.is_last and self._is_complete():
             self._reduce(batch)
 
-    def _notice(self, batch: Batch) -> None:
+    def _is_complete(self) -> bool:
+        """Return whether the gradients of the last micro-batch are complete at the end of this pass."""
+        return True
+
+    def notice(self, batch: Batch) -> None:
         """Set the current batch. The state belongs to the last global batch, which was decided or aborted if there is a
         new one."""
         last, self._batch = self._batch, batch
@@ -198,10 +213,10 @@ class LoaderPath:
 
     def synchronize(self, batch: Batch) -> None:
         """Reduce the gradients, those that the script has set included; between micro-batches, take them."""
-        self._notice(batch)
+        self.notice(batch)
         counts = not (batch.is_padding or step.is_aborted())
         if self._status in (GradientStatus.LOCAL, GradientStatus.REOPENED):
-            self._factor = self._weights.record(batch)
+            self._factor = self._factor_of(batch)
             if counts:
                 self._take_set(batch)
             self.reduce_rest(batch)
@@ -260,9 +275,7 @@ class LoaderPath:
         if parameter is not None:
             raise StepError(
                 f"the gradient of {self._names()[parameter]} comes from no backward pass, but from "
-                f"torch.autograd.grad() or from p.grad = ...: it is that of this worker's samples alone. Call "
-                f"optimizer.synchronize() when all gradients of the loop body are set, and before they are clipped or "
-                f"unscaled: it makes them those of the global batch"
+                f"torch.autograd.grad() or from p.grad = ...: it is that of this worker's samples alone. {self._ADVICE}"
             )
 
     def _note_set_alone(self, batch: Batch) -> None:
@@ -306,9 +319,9 @@ class LoaderPath:
 
     def reduce_rest(self, batch: Batch) -> None:
         """Reduce the gradients that no backward pass has reduced: the other workers wait for this one."""
-        self._notice(batch)
+        self.notice(batch)
         if batch.is_last and self._status in (GradientStatus.LOCAL, GradientStatus.REOPENED):
-            self._factor = self._weights.record(batch)
+            self._factor = self._factor_of(batch)
             if not step.is_aborted():
                 self._refuse_set()
                 self._note_set_alone(batch)
@@ -323,7 +336,7 @@ class LoaderPath:
             self._reduction.drop()
             return
         try:
-            self._reduction.add_up(batch, self._weights.header_weight())
+            self._add_up(batch)
         except RecoverableError:
             self._reduction.drop()
             step.abort()
@@ -331,6 +344,9 @@ class LoaderPath:
                 raise
         else:
             step.mark_reduced()
+
+    def _add_up(self, batch: Batch) -> None:
+        self._reduction.add_up(batch, self._weights.header_weight())
 
     def _complete(self) -> None:
         """Complete the gradients of the parameters that got none in this global batch."""
@@ -354,71 +370,34 @@ class LoaderPath:
     ) -> Any:
         """Apply the reduced gradients by `apply`. True: applied by all workers. False: not applied. With a closure, its
         loss."""
-        self._refuse_untracked(optimizer)
-        self._notice(batch)
-        if closure is not None:
-            return self._step_with(closure, optimizer, batch, apply)
-        if not batch.is_last:
-            self._weights.record(batch)
-            if not (batch.is_padding or step.is_aborted()):
-                self._refuse_set()
-            self._body = _STEPPED
-            return False
-        self.reduce_rest(batch)
-        step.begin_applying(optimizer)
-        if step.is_aborted():
-            return False
-        if self._status is _APPLIED:
-            raise StepError(STEPPED_TWICE)
-        self._refuse_unplanned()
-        if step.awaits_others(optimizer):
-            protect(optimizer)
-        self._status = _APPLIED
-        apply(gradients=self._reduction.gradients.tensors())
-        step.mark_stepped(optimizer)
-        return True
-
-    def _step_with(
-        self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer, batch: Batch, apply: Callable[..., Any]
-    ) -> Any:
-        """Step with a closure. The optimizer runs backward passes itself, each of which reduces; it may change
-        parameters between them."""
-        refuse_closure(batch)
-        if step.is_aborted():
-            return call_dropped(closure)
-        self._refuse_unplanned()
-        step.begin_applying(optimizer)
-        protect(optimizer)
-        loss = apply(closure)
-        if not step.is_aborted():
-            self.decide_within(optimizer, batch)
-        return loss
+        return step_along([self], optimizer, batch, apply, closure)
 
     def decide_within(self, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
         """Decide a step whose reduced gradients the optimizer has applied by itself: in step(closure), or in a method
         of its own."""
-        self._refuse_untracked(optimizer)
-        self._notice(batch)
+        decide_along([self], optimizer, batch)
+
+    def end_body(self, batch: Batch) -> None:
+        """Note that step() was called, and further micro-batches follow."""
+        self._weights.record(batch)
+        if not (batch.is_padding or step.is_aborted()):
+            self._refuse_set()
+        self._body = _STEPPED
+
+    def refuse_second_step(self) -> None:
+        """Raise StepError if the optimizer has applied its gradients."""
         if self._status is _APPLIED:
             raise StepError(STEPPED_TWICE)
-        if step.status() is not StepStatus.REDUCED:
-            raise StepError(
-                f"{type(optimizer).__name__} has stepped without the gradients of the global batch: each loop body "
-                f"needs a backward pass between zero_grad() and the step"
-            )
-        self._refuse_unplanned()
+
+    def applied(self) -> None:
+        """Note that the optimizer applies its gradients: further backward passes do not count."""
         self._status = _APPLIED
-        step.mark_stepped(optimizer)
 
-    def _refuse_untracked(self, optimizer: torch.optim.Optimizer) -> None:
-        if not step.is_tracked(optimizer):
-            raise StepError(
-                "optimizer.step() of an optimizer that belongs to no TorchState, within the loop over a DataLoader of "
-                "Farandole, whose steps all workers decide: pass it to the state, TorchState(..., NAME=optimizer), or "
-                "call its step() outside of the loop"
-            )
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all gradients of the global batch, in as few tensors as possible."""
+        return self._reduction.gradients.tensors()
 
-    def _refuse_unplanned(self) -> None:
+    def refuse_unplanned(self) -> None:
         """Raise StepError for a parameter whose gradients are not reduced: it would be trained on local ones, and
         workers would diverge."""
         for index, parameter in enumerate(self._parameters()):
@@ -442,7 +421,7 @@ class LoaderPath:
         in the discriminator. With a single optimizer and micro-batches they count.
         """
         self._pass_is_open, self.waits_in = False, None
-        self._notice(batch)
+        self.notice(batch)
         if self._status is _APPLIED or step.is_aborted():
             return True
         self._reduction.refuse_half_reduced()

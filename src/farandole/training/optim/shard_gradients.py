@@ -23,7 +23,7 @@ from farandole.training.collectives.shard_sums import with_shards
 from farandole.training.collectives.shard_tree import Division, Leaf, leaves
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.world import World
-from farandole.training.optim.bucketed_gradients import BucketedGradients
+from farandole.training.optim.bucketed_gradients import BucketedGradients, CompressedReduce
 from farandole.training.optim.buckets import Buckets, laid_out
 from farandole.training.optim.compression import Compressor, NoneCompressor
 from farandole.training.optim.step_agreement import conclude, header_of
@@ -54,7 +54,7 @@ class ShardGradients(BucketedGradients):
                 "strict mode sums up gradients as they are: what compression rounds depends on the number of workers; "
                 "leave compression out"
             )
-        super().__init__(names, digest, compression, pinned_bytes)
+        super().__init__(names, digest, CompressedReduce(compression), pinned_bytes)
         if self._buckets.device.type != "cpu":
             raise ConfigError(
                 f"strict mode trains on the CPU, and the parameters are on {self._buckets.device}: kernels of other "

@@ -198,7 +198,7 @@ def total(weights: list[float]) -> float | None:
 # Without it, the gradient of a rank that skipped a bad batch would be added to those of another batch, unnoticed.
 
 _LAYOUT = struct.Struct("<8qQdQqQQqqq")
-SIZE = _LAYOUT.size
+HEADER_BYTES = _LAYOUT.size
 
 
 class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/step.py

@@ -11,7 +11,7 @@ import torch
 
 from farandole.errors import ConfigError, StepError
 from farandole.training.collectives import world
-from farandole.training.optim.bucketed_gradients import BucketedGradients
+from farandole.training.optim.bucketed_gradients import BucketedGradients, CompressedReduce, Reduce
 from farandole.training.optim.compression import NoneCompressor
 from farandole.training.optim.options import Options, refuse_for_loader
 from farandole.training.optim.passes import Passes
@@ -92,11 +92,24 @@ class Gradients(Protocol):
 
 
 class StepReduction:
-    """The reduction of one optimizer's gradients. `names` returns its parameters, with their names, when the first
-    batch comes: those that require gradients then are reduced from then on."""
+    """The reduction of one optimizer's gradients.
 
-    def __init__(self, names: Callable[[], Mapping[torch.Tensor, str]], options: Options, passes: Passes) -> None:
+    names         returns its parameters, with their names, when the first batch comes: those that require gradients
+                  then are reduced from then on
+    hook          returns what reduces the buckets; None: the transport, with the compressor of the options
+    plans_frozen  parameters that require no gradients in the first batch are reduced, too
+    """
+
+    def __init__(
+        self,
+        names: Callable[[], Mapping[torch.Tensor, str]],
+        options: Options,
+        passes: Passes,
+        hook: Callable[[], Reduce | None] = lambda: None,
+        plans_frozen: bool = False,
+    ) -> None:
         self._names, self._options, self._passes = names, options, passes
+        self._hook, self._plans_frozen = hook, plans_frozen
         self._batch: Batch | None = None
         self._kept: Gradients | None = None  # gradients of this global batch
         self._forget_plan()
@@ -109,6 +122,10 @@ class StepReduction:
         self._bucketed: BucketedGradients | None = None
         self._sharded: ShardGradients | None = None
 
+    def set_options(self, options: Options) -> None:
+        """Set other options, before plan_anew()."""
+        self._options = options
+
     def plan_anew(self) -> None:
         """Plan the reduction again, since the parameters have changed."""
         self.end_overlap("parameters were added inside of backward()")
@@ -119,7 +136,9 @@ class StepReduction:
         if self._planned is None:
             refuse_for_loader(self._options, self._passes.per_step)
             names = self._names()
-            named = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
+            named = {
+                parameter: name for parameter, name in names.items() if parameter.requires_grad or self._plans_frozen
+            }
             if not named:
                 raise ConfigError(
                     f"none of the optimizer's {len(names)} parameters requires gradients, so it has nothing to train: "
@@ -159,13 +178,20 @@ class StepReduction:
         planned, options = self._plan(), self._options
         if self._batch.is_strict:
             return self._keep_shards(planned)
-        is_alone = world.current().placement.size == 1 and self._batch.global_batch.micro_batches == 1
-        if is_alone and options.compression is NoneCompressor:
+        global_batch, hook = self._batch.global_batch, self._hook()
+        has_one_factor = global_batch.micro_batches == 1 and global_batch.added <= 1
+        if (
+            world.current().placement.size == 1
+            and has_one_factor
+            and options.compression is NoneCompressor
+            and hook is None
+        ):
             if self._own is None:
                 self._own = LocalGradients(list(planned))
             return self._own
         if self._bucketed is None:
-            self._bucketed = BucketedGradients(planned, self._digest, options.compression, options.pinned_bytes)
+            reduce = hook or CompressedReduce(options.compression)
+            self._bucketed = BucketedGradients(planned, self._digest, reduce, options.pinned_bytes)
         return self._bucketed
 
     def _keep_shards(self, planned: Mapping[torch.Tensor, str]) -> ShardGradients:

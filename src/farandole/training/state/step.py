@@ -20,7 +20,7 @@
 Who makes which transition:
 
     open, pad       the loader, with each micro-batch (data/elastic_loader.py), and with padding
-    mark_reduced    an optimizer whose gradients are those of the global batch (optim/loader_path.py, ddp/ddp_passes.py)
+    mark_reduced    an optimizer whose gradients are those of the global batch (optim/loader_path.py)
     abort           an optimizer whose collective failed, or the run loop (worker/step_loop.py)
     mark_stepped    an optimizer that has applied its gradients. It decides the step when it is the last of several
                     optimizers (a GAN)

@@ -19,7 +19,7 @@ from farandole.errors import CollectiveMismatch, GroupOutdated, RecoverableError
 from farandole.integrations.torchrun.process_group.c10d_collectives import in_place
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
-from farandole.training.collectives.background import Background
+from farandole.training.collectives.background import of_gradients
 from farandole.training.collectives.connection_pair import as_bytes
 from farandole.training.collectives.messages_in_order import Expected, P2PMessage
 from farandole.training.collectives.point_to_point import PointToPoint
@@ -250,10 +250,6 @@ JOB = WorldsOfTheJob()
 
 _EVERYBODYS = bytes(8)
 
-overlapped = Background()
-"""All-reduces of DistributedDataParallel's buckets, over the transport of all ranks, that run during backward(). Every
-later operation of that transport waits for them, so that all ranks have the same order."""
-
 
 @contextmanager
 def alone_in(transport: Transport, op: str, worlds: Worlds = JOB) -> Iterator[None]:
@@ -265,7 +261,7 @@ def alone_in(transport: Transport, op: str, worlds: Worlds = JOB) -> Iterator[No
     if transport is not worlds.current().transport:
         yield  # a group with messages of its own
         return
-    overlapped.wait()
+    of_gradients.wait()
     if worlds.in_operation.acquire(blocking=False):
         try:
             yield
