@@ -219,7 +219,7 @@ def _end_of(pids: Sequence[int]) -> bool:
                 left.discard(pid)
                 is_well = is_well and status == 0
         if left and time.monotonic() > deadline_s:
-            print(f"{len(left)} of {len(pids)} processes have not ended after {DEADLINE_S:g} s")
+            print(f"{len(left)} of {len(pids)} processes have not ended after {DEADLINE_S:g} s", flush=True)
             is_well, deadline_s = False, float("inf")
             for pid in left:
                 os.killpg(pid, signal.SIGKILL)
@@ -245,10 +245,13 @@ def as_job(block: Block, workers: int) -> bool:
         try:
             said, _ = job.communicate(timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
-            said, _ = job.communicate()
+            said = f"not ended after {DEADLINE_S:g} s"
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)  # its workers end with it
+                job.wait()
     if job.returncode:
-        print(said)
+        print(said, flush=True)
     return job.returncode == 0
 
 
@@ -289,5 +292,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main(sys.argv[1:]))
