@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -65,6 +66,7 @@ _LONGER = 2.0  # seconds of a job that looks for one or two percent, beside anot
 
 def main() -> int:
     options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the job under way is ended with it
     parts: dict[str, Callable[[], list[dict[str, Any]] | dict[str, Any]]] = {
         "recovery": lambda: recovery_table(options.kills, options.seed),
         "in-place": lambda: unchanged_scripts.recovery_table(options.kills, options.seed),
