@@ -112,11 +112,12 @@ def end_all(process: subprocess.Popen[Any], folder: Path) -> None:
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """Kill a process, and its group if it leads one."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
+    """Kill a process that still runs, and its group if it leads one."""
+    if process.poll() is None:  # afterwards its number may be another one's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
 
 
 def wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout_s: float) -> None:

@@ -26,7 +26,7 @@ from benchmarks.jobs import ROOT, end_all
 SCRIPT = Path(__file__).parent / "script_in_place.py"
 TIMEOUT_S = 60.0  # for each wait; a restart by torchrun takes 3 to 8 s on two busy cores
 _STOP_S = 20.0
-_MOST_FAILURES = 2  # of a launcher: what it cannot do twice is not tried again
+_MOST_HANGS = 2  # of a launcher, which is not tried again then
 _FIRST_STEPS = 20  # of each worker, before it is disturbed
 
 Line = dict[str, Any]
@@ -79,10 +79,12 @@ class Job:
         }
 
     def wait_until(self, is_so: Callable[[Steps], bool]) -> Steps:
-        """Raise TimeoutError with the output of the job when it takes too long, or the job ends."""
+        """Raise TimeoutError with the output of the job when it takes too long, RuntimeError when the job ends."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while not is_so(steps := self.steps()):
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
+            if self._process.poll() is not None:
+                raise RuntimeError((self.folder / "output").read_text())
+            if time.monotonic() > deadline_s:
                 raise TimeoutError((self.folder / "output").read_text())
             time.sleep(0.02)
         return steps
@@ -180,17 +182,22 @@ def restart_table(turns: int, workers: int = 2) -> list[Line]:
     """Measure the restart of a static job as a whole, in turns with torchrun, and print it."""
     print("\nunchanged script, static: kill -9 of one worker -> first step of all workers of the next attempt")
     seconds: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
-    failures = dict.fromkeys(LAUNCHERS, 0)
+    failures, hangs = dict.fromkeys(LAUNCHERS, 0), dict.fromkeys(LAUNCHERS, 0)
     for turn in range(turns):
         for name in sorted(LAUNCHERS, reverse=bool(turn % 2)):
-            if failures[name] == _MOST_FAILURES:
+            if hangs[name] == _MOST_HANGS:
                 continue
             try:
                 seconds[name].append(restart(name, workers))
                 print(f"  turn {turn + 1} of {turns}: {name} {seconds[name][-1]:.2f} s", flush=True)
-            except TimeoutError as error:  # Gloo gives up after some attempts to connect, on a busy machine
+            except (
+                RuntimeError,
+                TimeoutError,
+            ) as error:  # Gloo connects to former addresses, or gives up
                 failures[name] += 1
-                print(f"  turn {turn + 1} of {turns}: {name} did not come back\n{error}", flush=True)
+                hangs[name] += isinstance(error, TimeoutError)
+                what = "hung" if isinstance(error, TimeoutError) else "ended"
+                print(f"  turn {turn + 1} of {turns}: {name} did not train again: it {what}", flush=True)
     rows = []
     for name, measured in seconds.items():
         if not measured:
