@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import signal
 
 import torch
@@ -30,15 +31,14 @@ def main() -> None:
     loader = fd.elastic.DataLoader(data, global_batch_size=24)
     state = fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
     weights = torch.tensor([1.0, 3.0, 9.0])
-    bodies = 0
+    bodies = queue.SimpleQueue[None]()  # variables are brought back after a rehearsal
 
     @fd.elastic.run
     def train(state: fd.elastic.TorchState) -> None:
-        nonlocal bodies
         for _ in loader.epochs(2):
             for x, y in loader:
-                bodies += 1
-                if not options.undisturbed and fd.rank() == 2 and bodies == 10:
+                bodies.put(None)
+                if not options.undisturbed and fd.rank() == 2 and bodies.qsize() == 10:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if options.kind in ("sum", "declared"):
                     loss = F.cross_entropy(model(x), y, reduction="sum")
@@ -53,7 +53,7 @@ def main() -> None:
                 optimizer.step()
 
     train(state)
-    print(f"BODIES {bodies}", flush=True)
+    print(f"BODIES {bodies.qsize()}", flush=True)
 
 
 if __name__ == "__main__":
