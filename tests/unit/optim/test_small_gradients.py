@@ -132,3 +132,18 @@ def test_a_gradient_that_a_script_has_put_aside_is_noticed(how: str) -> None:
     buckets.cut(8)
     buckets.show_all()
     assert not put_aside(buckets, parameters)
+
+
+def test_a_gradient_in_the_part_of_another_parameter_is_not_taken() -> None:
+    one, other, third = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(3))
+    buckets = Buckets([one, other, third])
+    small = SmallGradients(buckets, [one, other, third])
+    buckets.view(one).fill_(2)
+    other.grad = buckets.view(one)
+    assert not small.take(other, 1.0)
+    one.grad, third.grad = torch.full((2, 3), 3.0), torch.full((2, 3), 4.0)
+    assert small.take(one, 1.0)
+    assert small.take(third, 1.0)
+    small.write()
+    assert buckets.view(one).unique().tolist() == [3]
+    assert buckets.view(third).unique().tolist() == [4]

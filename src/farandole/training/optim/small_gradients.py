@@ -18,6 +18,7 @@ class SmallGradients:
 
     def __init__(self, buckets: Buckets, parameters: list[torch.Tensor]) -> None:
         self._flats = buckets.flats
+        self._places = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in buckets.flats]
         is_on_cpu = buckets.device.type == "cpu"
         self._parts = {id(each): buckets.part(each) for each in parameters if is_on_cpu and _is_small(each)}
         self._waiting: dict[tuple[int, int], torch.Tensor] = {}  # by their place
@@ -34,7 +35,8 @@ class SmallGradients:
             or gradient.shape != part.shape
             or gradient.dtype is not part.dtype
             or not gradient.is_contiguous()
-            or gradient.data_ptr() == part.pointer  # autograd has added to the gradient of the last step
+            # In a bucket: autograd has added to the gradient of the last step, or the script has set another one's.
+            or any(begin <= gradient.data_ptr() < end for begin, end in self._places)
         ):
             return False
         if len(self._waiting) == _MOST_WAITING or factor != self._factor:

@@ -1,4 +1,5 @@
-"""Values whose bytes a script changes in place, and that are no tensors: arrays of NumPy and of Python, C's data.
+"""Values whose bytes a script changes in place, and that are no tensors: arrays of NumPy and of Python, C's data, files
+in memory.
 
 Arrays of NumPy are looked at as tensors of the same memory. Of the others, which are small, all bytes are remembered.
 """
@@ -7,6 +8,8 @@ from __future__ import annotations
 
 import array
 import ctypes
+import io
+import pickle
 import sys
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +25,8 @@ def is_memory(value: object) -> bool:
     """Return whether a value has bytes that read() and write() know."""
     if isinstance(value, bytearray | array.array):
         return len(memoryview(value).cast("B")) <= _MOST_BYTES
+    if isinstance(value, io.BytesIO | io.StringIO):
+        return not value.closed and len(value.getvalue()) <= _MOST_BYTES
     return isinstance(value, ctypes._SimpleCData | ctypes.Array) and _has_numbers(type(value))
 
 
@@ -32,6 +37,8 @@ def shared_data(value: Any) -> Any:
 
 
 def read_memory(value: Any) -> bytes:
+    if isinstance(value, io.BytesIO | io.StringIO):
+        return pickle.dumps(value.__getstate__()[:-1])  # but for its attributes
     return bytes(memoryview(value).cast("B")) if isinstance(value, bytearray | array.array) else bytes(value)
 
 
@@ -41,6 +48,8 @@ def write_memory(value: Any, data: bytes) -> None:
         value[:] = data
     elif isinstance(value, array.array):
         value[:] = array.array(value.typecode, data)
+    elif isinstance(value, io.BytesIO | io.StringIO):
+        value.__setstate__((*pickle.loads(data), None))
     else:
         ctypes.memmove(ctypes.addressof(value), data, len(data))
 
@@ -54,15 +63,25 @@ def read_context(variable: ContextVar[Any]) -> dict[str, Any]:
 
 
 def as_tensor(value: np.ndarray) -> torch.Tensor | None:
-    """Return a tensor of the memory of an array; None where torch cannot have it."""
-    if not value.flags.writeable or value.dtype == object or not value.size:
+    """Return a tensor of the bytes of an array, in whatever order and form it has them; None for one that cannot be
+    written, has no bytes, or refers to objects."""
+    if not value.flags.writeable or value.dtype.hasobject or not value.size:
         return None
-    try:
-        tensor = torch.from_numpy(value.reshape(-1).view(np.uint8) if value.flags.c_contiguous else value)
-    except (TypeError, ValueError):  # e.g. rows of a table, one after the other
-        return None
+    tensor = torch.from_numpy(value.reshape(-1).view(np.uint8) if value.flags.c_contiguous else _bytes_of(value))
     tensor._array = value  # type: ignore[attr-defined] # by which it is known again: it is made anew in each search
     return tensor
+
+
+class _Bytes:
+    def __init__(self, array: np.ndarray) -> None:
+        place = {"data": (array.ctypes.data, False), "strides": (*array.strides, 1)}
+        self.__array_interface__ = {"shape": (*array.shape, array.itemsize), "typestr": "|u1", "version": 3, **place}
+        self.array = array  # NumPy keeps this object, and so the memory
+
+
+def _bytes_of(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of each item; torch has no axes that go backwards."""
+    return np.asarray(_Bytes(array[tuple(slice(None, None, -1 if step < 0 else 1) for step in array.strides)]))
 
 
 def is_same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
