@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 _MOST_BYTES = 1 << 20  # of an array of Python that is brought back
+_FILES: Any = (io.BytesIO, io.StringIO)
 _KINDS_OF_NUMBERS = "?bBhHiIlLqQfdg"  # codes of ctypes' types without pointers
 
 
@@ -25,7 +26,7 @@ def is_memory(value: object) -> bool:
     """Return whether a value has bytes that read() and write() know."""
     if isinstance(value, bytearray | array.array):
         return len(memoryview(value).cast("B")) <= _MOST_BYTES
-    if isinstance(value, io.BytesIO | io.StringIO):
+    if isinstance(value, _FILES):
         return not value.closed and len(value.getvalue()) <= _MOST_BYTES
     return isinstance(value, ctypes._SimpleCData | ctypes.Array) and _has_numbers(type(value))
 
@@ -37,7 +38,7 @@ def shared_data(value: Any) -> Any:
 
 
 def read_memory(value: Any) -> bytes:
-    if isinstance(value, io.BytesIO | io.StringIO):
+    if isinstance(value, _FILES):
         return pickle.dumps(value.__getstate__()[:-1])  # but for its attributes
     return bytes(memoryview(value).cast("B")) if isinstance(value, bytearray | array.array) else bytes(value)
 
@@ -48,7 +49,7 @@ def write_memory(value: Any, data: bytes) -> None:
         value[:] = data
     elif isinstance(value, array.array):
         value[:] = array.array(value.typecode, data)
-    elif isinstance(value, io.BytesIO | io.StringIO):
+    elif isinstance(value, _FILES):
         value.__setstate__((*pickle.loads(data), None))
     else:
         ctypes.memmove(ctypes.addressof(value), data, len(data))
