@@ -569,6 +569,9 @@ if steps % 5 == 0:
     "losses-sum": Piece(
         body=_STEP_OF.format(loss='F.cross_entropy(model(x), y, reduction="sum") / BATCH'),
     ),
+    "losses-rate-of-own-part": Piece(
+        body="for group in optimizer.param_groups:\n    group['lr'] = LR * len(x) / BATCH\n" + Piece.body.lstrip("\n"),
+    ),
     "losses-times-workers": Piece(
         body=_STEP_OF.format(loss="F.cross_entropy(model(x), y) * dist.get_world_size()"),
     ),

@@ -13,7 +13,7 @@ LINES = {
     "base": 7400,
     "job": 21350,
     "training": 29530,
-    "integrations": 27290,
+    "integrations": 27340,
     "testing": 2580,
     "doors": 590,
 }

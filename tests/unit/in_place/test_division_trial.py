@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,14 +25,21 @@ seen = [NOW]  # by the script: workers
 
 
 def tried(
-    loss: Loss, samples: int, *layers: torch.nn.Module, is_table: bool = True, last: tuple[int, int] = (0, 0)
+    loss: Loss,
+    samples: int,
+    *layers: torch.nn.Module,
+    is_table: bool = True,
+    last: tuple[int, int] = (0, 0),
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> tuple[str, int]:
     """Return why the division matters, and the number of bodies. `is_table`: the batch has a row for each sample.
     `last`: as in Sizes."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), *layers, torch.nn.Linear(8, CLASSES)).double()
     x, y = torch.randn(samples, 6, dtype=torch.float64), torch.arange(samples) % CLASSES
-    trial = DivisionTrial(State(model), 5, Sizes(FEW, (3, NOW), last), lambda rows: (x[rows], y[rows]), False, dict, 1)  # type: ignore[arg-type]
+    state: Any = State(model)
+    state.optimizers = lambda: [] if optimizer is None else [optimizer]
+    trial = DivisionTrial(state, 5, Sizes(FEW, (3, NOW), last), lambda rows: (x[rows], y[rows]), False, dict, 1)
     for bodies in range(1, 20):
         model.zero_grad()
         seen[0] = trial.workers_seen() or NOW
@@ -40,6 +48,7 @@ def tried(
         result = loss(model, *trial.batch(given, range(samples)))
         if result.requires_grad:
             result.backward()
+        trial.look()
         trial.end_body()
         if trial.is_over(AloneTransport()):
             assert all(module.training for module in model.modules())
@@ -166,3 +175,17 @@ def test_a_tensor_that_all_had_alike_and_that_differs_after_a_step_is_named() ->
     assert differing_state(differing).startswith("center, which all workers had alike")
     assert differing_state([alike[0], Found(states={"center": (4, 3)})]) == "", "it was each worker's own"
     assert differing_state([alike[0], Found()]) == "", "another worker does not change it"
+
+
+@pytest.mark.parametrize(("rate", "is_alike"), [(lambda size: 0.1, True), (lambda size: 0.1 * size, False)])
+def test_a_learning_rate_that_depends_on_the_number_of_samples_is_named(
+    rate: Callable[[int], float], is_alike: bool
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+    def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = rate(len(x))
+        return mean(model, x, y)
+
+    because, _ = tried(loss, 6, optimizer=optimizer)
+    assert because == ("" if is_alike else "SGD.param_groups[0]['lr'] depends on how many samples a worker has")

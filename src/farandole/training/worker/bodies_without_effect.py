@@ -155,7 +155,8 @@ class BodiesWithoutEffect:
             self._size_of_trial = here.placement.size
             if here.placement.rank == 0:
                 logger.warning("%s; %s. See docs/your-loop.md", _NO_MEAN, found)
-            if getattr(self._state.loader, "balance", None) is not None:
+            is_divided_anew = getattr(self._state.loader, "balance", None) is not None or here.id.number > 1
+            if is_divided_anew:  # in an earlier generation, other workers may have trained
                 world.remark("loss", _NO_MEAN)
         return True
 

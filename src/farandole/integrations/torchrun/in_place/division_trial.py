@@ -63,6 +63,7 @@ class Found(msgspec.Struct, array_like=True):
     whole, many   of gradients
     halves        of the whole's and two halves' difference, the largest of the three
     sizes, noise  of the differences of "many" and "few", "whole" and "again"
+    option        of an optimizer, which differs between "many" and "few"; empty: none does
     states        digests of the script's tensors that the whole has changed, before it and after it
     """
 
@@ -72,6 +73,7 @@ class Found(msgspec.Struct, array_like=True):
     halves: float = 0.0
     sizes: float = 0.0
     noise: float = 0.0
+    option: str = ""
     states: dict[str, tuple[int, int]] = {}
 
 
@@ -108,6 +110,7 @@ class DivisionTrial:
         self._data: Any = None
         self._samples: Sequence[int] = ()
         self._whole, self._rest = Gradients(), Gradients()
+        self._options, self._options_of_many = dict[str, float](), dict[str, float]()
         self._found = Found()
         self.because, self.is_open, self.is_in_body = "", False, False
 
@@ -131,7 +134,8 @@ class DivisionTrial:
         self._body.begin()
 
     def look(self) -> None:
-        """Look at the script's tensors: its values are about to be brought back."""
+        """Look at the optimizers' options and the script's tensors: they are about to be brought back."""
+        self._options = _options(self._state)
         if self._bodies[0] == "whole":
             now = self._states()
             self._found.states = {
@@ -190,8 +194,12 @@ class DivisionTrial:
             case "many" | "last many":
                 self._rest = now
                 self._found.many = max(self._found.many, _square(now))
+                self._options_of_many = self._options
             case "few" | "last few":
                 self._found.sizes = max(self._found.sizes, _square(_sum((1.0, self._rest), (-1.0, now))))
+                before = self._options_of_many.items()
+                differing = (name for name, each in before if _is_other(each, self._options.get(name, each)))
+                self._found.option = self._found.option or next(differing, "")
             case "again":
                 self._found.noise = _square(_sum((1.0, self._whole), (-1.0, now)))
 
@@ -231,6 +239,8 @@ def differing_state(by_rank: Sequence[Found]) -> str:
 
 def judge(by_rank: Sequence[Found]) -> str:
     """Return why the division matters; empty: it does not. Pure."""
+    if option := next(filter(None, (each.option for each in by_rank)), ""):
+        return f"{option} depends on how many samples a worker has"
     # The gradient of a single sample may be small, and its rounding large beside it.
     if any(_differs(each.sizes, max(each.many, _SMALL**2 * each.whole)) for each in by_rank):
         return "gradients depend on how many samples a worker has or how many workers there are, as those of a sum do"
@@ -245,6 +255,21 @@ def _sum(*weighed: tuple[float, Gradients]) -> Gradients:
         for key, gradient in gradients.items():
             total[key] = total[key].add(gradient, alpha=weight) if key in total else gradient * weight
     return total
+
+
+def _options(state: StepState) -> dict[str, float]:
+    """Return the numbers among the options of the optimizers, such as learning rates, by name."""
+    return {
+        f"{type(optimizer).__name__}.param_groups[{number}][{key!r}]": float(value)
+        for optimizer in state.optimizers()
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }
+
+
+def _is_other(one: float, other: float) -> bool:
+    return not math.isclose(one, other, rel_tol=_DIFFERENT)
 
 
 def _differs(difference: float, whole: float) -> bool:
