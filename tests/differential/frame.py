@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import dataclass, fields
 
 _FRAME = '''
-import array, copy, io, math, os, random, signal, sys, time
+import array, copy, hashlib, io, math, os, random, signal, sys, time
 import numpy as np
 import torch
 import torch.distributed as dist

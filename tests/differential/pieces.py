@@ -813,6 +813,10 @@ for group in optimizer.param_groups:
         before=Piece.before + "\ncalls = io.BytesIO()",
         body="calls.write(b'.')\nx = x / (1 + 0.01 * calls.tell())\n" + Piece.body,
     ),
+    "states-hash": Piece(
+        before=Piece.before + "\ncalls = hashlib.md5()",
+        body="calls.update(b'.')\nx = x / (1 + 0.001 * calls.digest()[0])\n" + Piece.body,
+    ),
     "states-learnable-scale": Piece(
         model="""
             class Scaled(nn.Module):

@@ -555,7 +555,7 @@ def test_batches_that_all_ranks_leave_out_are_told_the_first_of_the_job_included
     ("piece", "reason"),
     [
         ("generator", "main().temperature, a generator, goes on in the loop body"),
-        ("file-in-memory", "with equal samples, "),
+        ("hash", "with equal samples, "),
     ],
 )
 def test_a_newcomer_that_lacks_what_the_others_have_trains_nothing(tmp_path: Path, piece: str, reason: str) -> None:
