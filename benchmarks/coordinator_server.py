@@ -22,7 +22,9 @@ import sys
 import time
 
 from farandole.base.config import JobConfig
-from farandole.base.events import AgentWasLost, Event, GenerationStarted, Recovered
+from farandole.base.events.event import Event
+from farandole.base.events.generations import GenerationStarted, Recovered
+from farandole.base.events.hosts import AgentWasLost
 from farandole.base.wire.frames import encode
 from farandole.base.wire.messages import Welcome
 from farandole.job.coordinator.server import Coordinator

@@ -15,30 +15,32 @@ from farandole.base.machine import installed_software, now_s
 from farandole.base.membership import LONGEST_BETWEEN_S, Address, Phase, WorkerStatus, WorkerTelemetry
 from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.frames import TO_AGENT
-from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
+from farandole.base.wire.link_messages import (
     Abort,
-    AgentHello,
-    CoordinatorHeartbeat,
     Elastic,
     FirstStep,
-    ForwardToWorkers,
-    FromWorker,
-    Heartbeat,
     Hello,
-    JobOver,
-    Kill,
     Newcomer,
     Prepare,
     Ready,
+    Synced,
+    ToWorker,
+    WorkerMessage,
+)
+from farandole.base.wire.message import PROTOCOL_VERSION
+from farandole.base.wire.messages import (
+    AgentHello,
+    CoordinatorHeartbeat,
+    ForwardToWorkers,
+    FromWorker,
+    Heartbeat,
+    JobOver,
+    Kill,
     Spawn,
     StartWorkers,
-    Synced,
     ToAgent,
-    ToWorker,
     Welcome,
     WorkerExited,
-    WorkerMessage,
 )
 from farandole.job.agent.agent import STATUS_EVERY_S
 from farandole.job.agent.worker_telemetry import TELEMETRY_EVERY_S

@@ -14,7 +14,9 @@ from unittest import mock
 
 import msgspec
 
-from farandole.base import events, membership
+from farandole.base import membership
+from farandole.base.events.event import Event
+from farandole.base.events.kinds import KINDS, MODULES
 from farandole.job.launch import cli
 from farandole.integrations.horovod import horovodrun
 from farandole.base.wire import control
@@ -96,26 +98,15 @@ def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 # Events ---------------------------------------------------------------------------------------------------------------
 
 
-def all_events() -> Iterator[tuple[str, list[type[events.Event]]]]:
-    """Yield the headings of events.py, each with the events below it."""
-    source = inspect.getsource(events)
-    headings = {
-        number: re.sub(r" -+$", "", line.removeprefix("# "))
-        for number, line in enumerate(source.splitlines(), 1)
-        if re.match(r"# .* -{20,}$", line)
-    }
-    below: dict[str, list[type[events.Event]]] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef) and node.name != "Event":
-            kind = getattr(events, node.name)
-            if issubclass(kind, events.Event):
-                heading = max((number for number in headings if number < node.lineno), default=0)
-                below.setdefault(headings.get(heading, "Events"), []).append(kind)
-    yield from below.items()
+def all_events() -> Iterator[tuple[str, list[type[Event]]]]:
+    """Yield what each file of events is about, with its events."""
+    for module in MODULES:
+        heading = (inspect.getdoc(module) or "").removesuffix(".")
+        yield heading, [kind for kind in KINDS.values() if kind.__module__ == module.__name__]
 
 
 def events_text() -> str:
-    """Return a table of events for each heading of events.py."""
+    """Return a table of events for each file of events."""
     parts = []
     for heading, kinds in all_events():
         rows = [

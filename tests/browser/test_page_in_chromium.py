@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from farandole.base import events
+from farandole.base.events.kinds import KINDS
 from farandole.testing.running_job import all_training
 from tests.browser.first_paint import CHROMIUM, load, served_page
 from tests.support.jobs import ELASTIC_JOB, RunningJob, farandole
@@ -172,7 +172,7 @@ def _line(told: dict[str, Any]) -> str:
     """The text of an event in the file of --events."""
     values = {name: value for name, value in told.items() if name not in ("event", "time", "clock_s", "level")}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return getattr(events, told["event"])(**values).line()
+    return KINDS[told["event"]](**values).line()
 
 
 def test_the_page_shows_all_events_of_the_job_in_their_order(seen: Seen) -> None:

@@ -11,7 +11,8 @@ from msgspec import inspect
 
 from farandole.base.wire.control import ClientMessage, ToClient
 from farandole.base.wire.frames import encode
-from farandole.base.wire.messages import AgentMessage, ToAgent, ToWorker, WorkerMessage
+from farandole.base.wire.link_messages import ToWorker, WorkerMessage
+from farandole.base.wire.messages import AgentMessage, ToAgent
 
 _NUMBERS = (0, 1, -1, 127, 255, 65535, 2**31 - 1, 2**32, 2**53, 2**63 - 1, -(2**63), 10**9)
 _TEXTS = ("", "w0", "127.0.0.1", "ä" * 20, "\0", "x" * 300)

@@ -11,13 +11,15 @@ import threading
 from collections.abc import Callable, Sequence
 
 from farandole.base.config import JobConfig
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.base.machine import now_s
 from farandole.base.membership import Address, GenerationId
 from farandole.base.wire.authentication import DialerHandshake, Introduction, Purpose, Role, new_token
 from farandole.base.wire.encryption import EncryptedStream, load_certificates
 from farandole.base.wire.frames import encode, frame
-from farandole.base.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from farandole.base.wire.link_messages import Hello
+from farandole.base.wire.message import PROTOCOL_VERSION
+from farandole.base.wire.messages import Welcome
 from farandole.job.agent.worker_server import WorkerServer
 from farandole.job.coordinator.server import Coordinator
 from farandole.job.launch.control_client import Client

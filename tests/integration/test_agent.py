@@ -16,33 +16,28 @@ from typing import TypeVar
 
 import pytest
 
-from farandole.base.events import ConnectionRefused, CoordinatorLost, StoppedWorkerKilled
+from farandole.base.events.hosts import CoordinatorLost
+from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.workers import StoppedWorkerKilled
 from farandole.base.membership import Address, GenerationId, Peer, Placement
 from farandole.base.wire.authentication import derive_data_key, new_token
 from farandole.base.wire.channel import Channel, accept
 from farandole.base.wire.frames import AGENT_MESSAGES
+from farandole.base.wire.link_messages import Abort, Elastic, Failed, Hello, LinkBroken, Ready, Start, Synced
+from farandole.base.wire.message import Message
 from farandole.base.wire.messages import (
-    Abort,
     AgentHello,
     AgentMessage,
     CoordinatorHeartbeat,
-    Elastic,
-    Failed,
     ForwardToWorkers,
     FromWorker,
     Handled,
     Heartbeat,
-    Hello,
     JobOver,
     Kill,
-    LinkBroken,
-    Message,
-    Ready,
     Spawn,
     SpawnFailed,
-    Start,
     StartWorkers,
-    Synced,
     WorkerExited,
 )
 from farandole.job.agent.agent import Agent

@@ -14,20 +14,19 @@ import psutil
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import AgentJoined, AgentWasLost, HostDrained
+from farandole.base.events.hosts import AgentJoined, AgentWasLost, HostDrained
 from farandole.base.liveness.heartbeats import HeartbeatSeal
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import Role, new_token
 from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.frames import TO_AGENT
+from farandole.base.wire.message import PROTOCOL_VERSION, Message
 from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
     AgentDied,
     AgentHello,
     CoordinatorHeartbeat,
     GuardHello,
     Heartbeat,
-    Message,
     OutputMessage,
     Refused,
     Spawn,

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import ConnectionRefused, HostUndrained
+from farandole.base.events.hosts import HostUndrained
+from farandole.base.events.job import ConnectionRefused
 from farandole.base.wire.authentication import new_token
 from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.control import (
@@ -23,7 +24,8 @@ from farandole.base.wire.control import (
     ToClient,
 )
 from farandole.base.wire.frames import TO_CLIENT
-from farandole.base.wire.messages import PROTOCOL_VERSION, AgentHello, Heartbeat, Message
+from farandole.base.wire.message import PROTOCOL_VERSION, Message
+from farandole.base.wire.messages import AgentHello, Heartbeat
 from farandole.errors import AuthenticationError
 from farandole.job.coordinator.command_server import EVENTS_KEPT
 from farandole.job.coordinator.server import Coordinator

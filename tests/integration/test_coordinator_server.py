@@ -12,25 +12,17 @@ from typing import TypeVar
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import AgentJoined, AgentWasLost, ConnectionRefused, CoordinatorStalled
+from farandole.base.events.hosts import AgentJoined, AgentWasLost
+from farandole.base.events.job import ConnectionRefused, CoordinatorStalled
 from farandole.base.machine import now_s
 from farandole.base.wire import channel
 from farandole.base.wire.authentication import new_token
 from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.frames import TO_AGENT, frame
+from farandole.base.wire.link_messages import Ready
 from farandole.base.wire.listening import Strangers
-from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
-    AgentHello,
-    FromWorker,
-    Heartbeat,
-    JobOver,
-    Message,
-    Ready,
-    Spawn,
-    ToAgent,
-    WorkerExited,
-)
+from farandole.base.wire.message import PROTOCOL_VERSION, Message
+from farandole.base.wire.messages import AgentHello, FromWorker, Heartbeat, JobOver, Spawn, ToAgent, WorkerExited
 from farandole.errors import ConfigError
 from farandole.job.coordinator.server import Coordinator, Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run

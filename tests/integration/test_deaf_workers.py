@@ -14,7 +14,8 @@ import pytest
 
 from farandole.base.env import WorkerEnv, environment_of
 from farandole.base.wire import frames
-from farandole.base.wire.messages import Abort, Message, Prepare
+from farandole.base.wire.link_messages import Abort, Prepare
+from farandole.base.wire.message import Message
 from tests.support.waiting import DEADLINE_S
 
 PROGRAM = """

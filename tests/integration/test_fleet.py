@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import AgentJoined, AgentNotStarted, Event, HostDrained, HostUndrained
+from farandole.base.events.event import Event
+from farandole.base.events.hosts import AgentJoined, AgentNotStarted, HostDrained, HostUndrained
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import new_token
 from farandole.errors import ConfigError

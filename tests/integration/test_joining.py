@@ -14,12 +14,13 @@ from typing import TypeVar, cast
 
 import pytest
 
-from farandole.base.events import AgentRejoins, AgentServes, AgentWaits
+from farandole.base.events.hosts import AgentRejoins, AgentServes, AgentWaits
 from farandole.base.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import ListenerHandshake, Purpose, Role, new_token
 from farandole.base.wire.channel import Channel, accept
 from farandole.base.wire.frames import AGENT_MESSAGES, LENGTH
+from farandole.base.wire.message import Message
 from farandole.base.wire.messages import (
     AgentHello,
     AgentLeaving,
@@ -29,7 +30,6 @@ from farandole.base.wire.messages import (
     Handled,
     Heartbeat,
     JobOver,
-    Message,
     Refused,
     Resumed,
     Resumption,

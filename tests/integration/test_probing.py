@@ -12,7 +12,7 @@ import pytest
 
 from farandole.base.machine import now_s
 from farandole.base.membership import DataAddress, Peer
-from farandole.base.wire.messages import Probed
+from farandole.base.wire.link_messages import Probed
 from farandole.training.collectives.data_listener import DataListener
 from farandole.training.worker.link import ATTEMPTS, Connections, LinkProbe, find_answering
 from tests.support.waiting import DEADLINE_S

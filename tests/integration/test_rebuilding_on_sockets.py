@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import ConnectionRefused, JobRebuilt
+from farandole.base.events.hosts import JobRebuilt
+from farandole.base.events.job import ConnectionRefused
 from farandole.base.membership import DataAddress, GenerationId
 from farandole.base.wire.authentication import new_token
 from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.frames import TO_AGENT
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
     AgentHello,
     Resumed,
     Resumption,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole.base.wire.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from farandole.base.wire.message import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from farandole.job.coordinator.coordinator_factory import COORDINATOR_NAME, FACTORY_NAME
 from farandole.job.coordinator.journal import FORMAT
 from farandole.testing.lab import Lab, why_not
@@ -55,7 +55,7 @@ def newer_release(folder: Path) -> Path:
     source, newest = release(folder), PROTOCOL_VERSION
     change(source, "__init__.py", (VERSION, '__version__ = "9.0"'))
     both = (f"{PROTOCOLS}{newest}, {OLDEST_PROTOCOL_VERSION}", f"{PROTOCOLS}{newest + 1}, {newest}")
-    change(source, "base/wire/messages.py", both)
+    change(source, "base/wire/message.py", both)
     change(
         source,
         "job/coordinator/journal.py",

@@ -12,19 +12,19 @@ import pytest
 from msgspec.structs import replace
 
 from farandole.base.config import JobConfig
-from farandole.base.events import AgentWasLost, ConnectionRefused
+from farandole.base.events.hosts import AgentWasLost
+from farandole.base.events.job import ConnectionRefused
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import new_token
 from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.frames import TO_AGENT
+from farandole.base.wire.message import PROTOCOL_VERSION, Message
 from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
     AgentHello,
     CoordinatorHeartbeat,
     Handled,
     JobOver,
     Kill,
-    Message,
     Resumed,
     Resumption,
     SessionOver,

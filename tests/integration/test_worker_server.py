@@ -14,7 +14,8 @@ import pytest
 
 from farandole.base.membership import DataAddress
 from farandole.base.wire.frames import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
-from farandole.base.wire.messages import PROTOCOL_VERSION, Abort, Finished, Hello, Ready, Stop, WorkerMessage
+from farandole.base.wire.link_messages import Abort, Finished, Hello, Ready, Stop, WorkerMessage
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.job.agent import worker_server
 from farandole.job.agent.worker_server import WorkerServer
 from tests.support.waiting import DEADLINE_S, run

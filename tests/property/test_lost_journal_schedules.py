@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.wire.messages import LinkBroken
+from farandole.base.wire.link_messages import LinkBroken
 from tests.property.test_membership_schedules import check_at_rest
 from tests.support.forgetful_job import ForgetfulJob
 from tests.support.simulated_job import Habits

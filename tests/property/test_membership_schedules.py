@@ -11,26 +11,30 @@ from functools import cache, partial
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import HostDrained, HostUndrained, LinksDistrusted, WorkerLost
+from farandole.base.events.generations import LinksDistrusted
+from farandole.base.events.hosts import HostDrained, HostUndrained
+from farandole.base.events.workers import WorkerLost
 from farandole.base.membership import DataAddress, Origin
-from farandole.base.wire.messages import (
-    AgentLeaving,
-    AgentMessage,
+from farandole.base.wire.link_messages import (
     Elastic,
     Failed,
     Finished,
-    FromWorker,
-    Heartbeat,
     Hello,
     Leaving,
     LinkBroken,
     Probed,
     Ready,
-    SpawnFailed,
     Synced,
+    WorkerMessage,
+)
+from farandole.base.wire.messages import (
+    AgentLeaving,
+    AgentMessage,
+    FromWorker,
+    Heartbeat,
+    SpawnFailed,
     WorkerDying,
     WorkerExited,
-    WorkerMessage,
 )
 from farandole.job.coordinator.decide import decide
 from farandole.job.coordinator.inputs import (

@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from farandole.base.env import read_worker_env
 from farandole.base.membership import DataAddress
 from farandole.base.wire.frames import TO_WORKER, WORKER_FRAME_LIMIT, FrameBuffer, decode, encode, frame
-from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
+from farandole.base.wire.link_messages import (
     Abort,
     Elastic,
     Failed,
@@ -35,6 +34,7 @@ from farandole.base.wire.messages import (
     ToWorker,
     WorkerMessage,
 )
+from farandole.base.wire.message import PROTOCOL_VERSION
 
 
 class Conversation:

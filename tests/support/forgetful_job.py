@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from farandole.base.wire.messages import PROTOCOL_VERSION, AgentHello, AgentMessage, Spawn, SpawnFailed, ToAgent
+from farandole.base.wire.message import PROTOCOL_VERSION
+from farandole.base.wire.messages import AgentHello, AgentMessage, Spawn, SpawnFailed, ToAgent
 from farandole.job.agent.session_records import SessionRecords
 from farandole.job.coordinator.inputs import AgentLost, AgentReported, Input, Tick
 from farandole.job.coordinator.job import Job, new_job

@@ -9,35 +9,31 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from farandole.base.config import JobConfig
-from farandole.base.events import (
-    AllWorkersRestart,
-    HostBlacklisted,
-    HostDrained,
-    HostUndrained,
-    JobBecameStatic,
-    JobEnds,
-    StateLost,
-)
-from farandole.base.wire.messages import (
+from farandole.base.events.hosts import HostBlacklisted, HostDrained, HostUndrained
+from farandole.base.events.job import JobBecameStatic, JobEnds, StateLost
+from farandole.base.events.workers import AllWorkersRestart
+from farandole.base.wire.link_messages import (
     Abort,
-    Dismissed,
     Elastic,
     Failed,
     Finished,
-    ForwardToWorkers,
-    FromWorker,
     Hello,
-    Kill,
     Leaving,
     Left,
     Prepare,
     Ready,
     Released,
+    Start,
+    Synced,
+)
+from farandole.base.wire.messages import (
+    Dismissed,
+    ForwardToWorkers,
+    FromWorker,
+    Kill,
     Spawn,
     SpawnFailed,
-    Start,
     StartWorkers,
-    Synced,
     WorkerDying,
     WorkerExited,
 )

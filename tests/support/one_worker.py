@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from farandole.base.membership import DataAddress, GenerationId, Peer, Placement, Progress
-from farandole.base.wire.messages import Prepare, Remark, Start
+from farandole.base.wire.link_messages import Prepare, Remark, Start
 from farandole.errors import GenerationEnded, JobEnded
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport

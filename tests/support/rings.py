@@ -16,7 +16,7 @@ import torch
 from farandole.base.membership import Address, GenerationId, Peer, Placement
 from farandole.base.wire.authentication import DialerHandshake, Introduction, Purpose
 from farandole.base.wire.encryption import Certificates
-from farandole.base.wire.messages import Start
+from farandole.base.wire.link_messages import Start
 from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
 from farandole.training.collectives.hierarchical_transport import share_memory_within_hosts

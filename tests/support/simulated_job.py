@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from farandole.base.config import JobConfig
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.base.membership import Origin
 from farandole.base.wire.control import Accepted, AskDrain, AskUndrain
+from farandole.base.wire.link_messages import LinkBroken, WorkerMessage
 from farandole.base.wire.messages import (
     AgentLeaving,
     AgentMessage,
@@ -23,14 +24,12 @@ from farandole.base.wire.messages import (
     ForwardToWorkers,
     FromWorker,
     Kill,
-    LinkBroken,
     Spawn,
     SpawnFailed,
     StartWorkers,
     ToAgent,
     WorkerDying,
     WorkerExited,
-    WorkerMessage,
 )
 from farandole.job.coordinator.control_requests import judge
 from farandole.job.coordinator.decide import decide, next_deadline

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from farandole.base.membership import DataAddress
-from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
+from farandole.base.wire.link_messages import (
     Abort,
     Elastic,
     Failed,
@@ -26,6 +25,7 @@ from farandole.base.wire.messages import (
     Stop,
     Synced,
 )
+from farandole.base.wire.message import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from tests.support.simulated_generation import SimulatedGeneration

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from types import TracebackType
 
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.job.coordinator.store_server import StoreServer
 
 

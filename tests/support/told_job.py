@@ -9,27 +9,22 @@ from typing import Any, TypeVar
 import msgspec
 
 from farandole.base.config import JobConfig
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.base.membership import DataAddress, Origin, Shortfall
-from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
+from farandole.base.wire.link_messages import (
     Elastic,
     Failed,
     Finished,
     FirstStep,
-    ForwardToWorkers,
-    FromWorker,
     Hello,
     LinkBroken,
     Ready,
-    Spawn,
     Start,
-    StartWorkers,
     Synced,
-    ToAgent,
-    WorkerExited,
     WorkerMessage,
 )
+from farandole.base.wire.message import PROTOCOL_VERSION
+from farandole.base.wire.messages import ForwardToWorkers, FromWorker, Spawn, StartWorkers, ToAgent, WorkerExited
 from farandole.job.coordinator.decide import decide, next_deadline
 from farandole.job.coordinator.inputs import AgentConnected, AgentReported, HostsOffered, Input, Tick
 from farandole.job.coordinator.job import new_job

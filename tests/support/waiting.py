@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 
 DEADLINE_S = 20.0
 

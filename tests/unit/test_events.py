@@ -8,59 +8,110 @@ import sys
 
 import msgspec
 
-from farandole.base import events
+from farandole.base.events.generations import (
+    ChangePlanned,
+    GenerationStarted,
+    LinksDistrusted,
+    Recovered,
+    RegroupBegan,
+    TooFewWorkers,
+    TransportChosen,
+)
+from farandole.base.events.hosts import (
+    AgentJoined,
+    AgentWasLost,
+    CoresShared,
+    HostUndrained,
+    PodsNotWatched,
+    PreemptionAnnounced,
+    PreemptionUnwatched,
+    PreemptionWatched,
+)
+from farandole.base.events.job import (
+    ExitsAwaited,
+    JobBecameStatic,
+    JobEnds,
+    JobNotAnnounced,
+    JobRemarked,
+    ScaleChanged,
+    ScaleRefused,
+    StopAsked,
+    TrainingCutShort,
+    TrainingFinished,
+    WorkerMetOthers,
+    WorkersNeverMet,
+    WorkerTrainsAlone,
+)
+from farandole.base.events.workers import (
+    AllWorkersRestart,
+    CollectiveStalled,
+    SlotsMissing,
+    StallNoticed,
+    StateHash,
+    StatesDiverged,
+    StragglerFound,
+    StragglerRecovered,
+    UserCodeFailed,
+    WorkerEnded,
+    WorkerFailed,
+    WorkerLeaves,
+    WorkerLost,
+    WorkersHung,
+    WorkerSpawned,
+    WorkerStacks,
+)
 from farandole.base.wire.control import EventRecord
 
 SAMPLES = [
-    events.AgentJoined("a", "node1", 1),
-    events.AgentWasLost("a", "silent", ()),
-    events.WorkerSpawned("w4", 1, "node1", 1, 3),
-    events.SlotsMissing(1, 2, 120.0),
-    events.SlotsMissing(1, 3, None),
-    events.WorkerLost("w1", 1, "exited with code 3", 1, ("Killed",)),
-    events.WorkerEnded("w1", 1, "exited with code 0"),
-    events.UserCodeFailed("w1", "ValueError: x", "Traceback\nValueError: x\n"),
-    events.RegroupBegan(2, "w1 exited", ()),
-    events.ChangePlanned(3, "w4 join"),
-    events.GenerationStarted(2, ("w0", "w2"), False, 0.012),
-    events.TransportChosen(2, "over TCP"),
-    events.TooFewWorkers(2, 1, 2, 600.0),
-    events.LinksDistrusted(2, ("w0-w1",), ("w1",)),
-    events.LinksDistrusted(2, ("w0-w1",), ("w1",), is_proved=True),
-    events.HostUndrained("node1"),
-    events.JobNotAnnounced("no such folder"),
-    events.WorkerLeaves("w1", 1),
-    events.PreemptionWatched("aws"),
-    events.PreemptionUnwatched("aws: 500", is_tried_again=True),
-    events.PreemptionUnwatched("no known cloud", is_tried_again=False),
-    events.PreemptionAnnounced("AWS: the spot instance will stop", must_leave=True),
-    events.PodsNotWatched("the server answers 403"),
-    events.ScaleChanged(3, 1),
-    events.ScaleRefused(1, 2, None),
-    events.TrainingFinished(2, ("w0",)),
-    events.JobBecameStatic(2, ("w0", "w2"), "train.py:41: a second training loader"),
-    events.TrainingCutShort(5, 3, 50, 30),
-    events.TrainingCutShort(5, 1, 0, 0),
-    events.JobRemarked("skipped steps", "3 of 24 steps were skipped"),
-    events.Recovered(2, False, "x", (), (), (), 9.0, 3000.0, 2.0, 1.0, 1.0, 5.0, "w0", 2, 24),
-    events.StallNoticed(7, ("w1",), ("w0",), 60.0),
-    events.WorkersHung(7, ("w1",), 60.0),
-    events.WorkerStacks("w1", "Thread 1\n  in f\n"),
-    events.CollectiveStalled(7, ("w0", "w1"), 60.0),
-    events.StateHash(12, 2, "24fd62"),
-    events.StragglerFound("w1", 1, "node1", 31, 140),
-    events.StragglerRecovered("w1", 1, "node1", 97, 260),
-    events.StatesDiverged(7, "model.0.weight", 3, ("w1",), "w0", False),
-    events.StatesDiverged(7, "ema.0", 1, ("w1", "w2"), "w0", True),
-    events.StopAsked("SIGINT", 5.0),
-    events.CoresShared(4, 2, 1),
-    events.JobEnds(1, "No worker is left."),
-    events.WorkerTrainsAlone("w0", 3),
-    events.WorkerMetOthers("w0"),
-    events.WorkersNeverMet(("w1",), ("w0", "w2")),
-    events.ExitsAwaited(("w1",), 10.0),
-    events.WorkerFailed("w1", "node1", 1, 0, 0, 4711, 1, "ValueError: bad", "Traceback ...", "/logs/error.json", 1),
-    events.AllWorkersRestart(3, 2, 4, "w1 (slot 1) exited with code 1"),
+    AgentJoined("a", "node1", 1),
+    AgentWasLost("a", "silent", ()),
+    WorkerSpawned("w4", 1, "node1", 1, 3),
+    SlotsMissing(1, 2, 120.0),
+    SlotsMissing(1, 3, None),
+    WorkerLost("w1", 1, "exited with code 3", 1, ("Killed",)),
+    WorkerEnded("w1", 1, "exited with code 0"),
+    UserCodeFailed("w1", "ValueError: x", "Traceback\nValueError: x\n"),
+    RegroupBegan(2, "w1 exited", ()),
+    ChangePlanned(3, "w4 join"),
+    GenerationStarted(2, ("w0", "w2"), False, 0.012),
+    TransportChosen(2, "over TCP"),
+    TooFewWorkers(2, 1, 2, 600.0),
+    LinksDistrusted(2, ("w0-w1",), ("w1",)),
+    LinksDistrusted(2, ("w0-w1",), ("w1",), is_proved=True),
+    HostUndrained("node1"),
+    JobNotAnnounced("no such folder"),
+    WorkerLeaves("w1", 1),
+    PreemptionWatched("aws"),
+    PreemptionUnwatched("aws: 500", is_tried_again=True),
+    PreemptionUnwatched("no known cloud", is_tried_again=False),
+    PreemptionAnnounced("AWS: the spot instance will stop", must_leave=True),
+    PodsNotWatched("the server answers 403"),
+    ScaleChanged(3, 1),
+    ScaleRefused(1, 2, None),
+    TrainingFinished(2, ("w0",)),
+    JobBecameStatic(2, ("w0", "w2"), "train.py:41: a second training loader"),
+    TrainingCutShort(5, 3, 50, 30),
+    TrainingCutShort(5, 1, 0, 0),
+    JobRemarked("skipped steps", "3 of 24 steps were skipped"),
+    Recovered(2, False, "x", (), (), (), 9.0, 3000.0, 2.0, 1.0, 1.0, 5.0, "w0", 2, 24),
+    StallNoticed(7, ("w1",), ("w0",), 60.0),
+    WorkersHung(7, ("w1",), 60.0),
+    WorkerStacks("w1", "Thread 1\n  in f\n"),
+    CollectiveStalled(7, ("w0", "w1"), 60.0),
+    StateHash(12, 2, "24fd62"),
+    StragglerFound("w1", 1, "node1", 31, 140),
+    StragglerRecovered("w1", 1, "node1", 97, 260),
+    StatesDiverged(7, "model.0.weight", 3, ("w1",), "w0", False),
+    StatesDiverged(7, "ema.0", 1, ("w1", "w2"), "w0", True),
+    StopAsked("SIGINT", 5.0),
+    CoresShared(4, 2, 1),
+    JobEnds(1, "No worker is left."),
+    WorkerTrainsAlone("w0", 3),
+    WorkerMetOthers("w0"),
+    WorkersNeverMet(("w1",), ("w0", "w2")),
+    ExitsAwaited(("w1",), 10.0),
+    WorkerFailed("w1", "node1", 1, 0, 0, 4711, 1, "ValueError: bad", "Traceback ...", "/logs/error.json", 1),
+    AllWorkersRestart(3, 2, 4, "w1 (slot 1) exited with code 1"),
 ]
 
 
@@ -77,19 +128,19 @@ def test_a_line_says_one_slot_and_two_workers() -> None:
 
 
 def test_training_that_was_cut_short_is_told_in_what_can_be_counted() -> None:
-    assert events.TrainingCutShort(5, 3, 50, 30).line() == (
+    assert TrainingCutShort(5, 3, 50, 30).line() == (
         "the script has ended the training itself: 30 of 50 steps were not applied; "
         "3 of 5 epochs ended early or were not started"
     )
-    assert events.TrainingCutShort(1, 1, 0, 0).line().endswith("itself: 1 of 1 epoch ended early or were not started")
-    assert events.TrainingCutShort(0, 0, 40, 30).line().endswith("itself: 30 of 40 steps were not applied")
-    assert events.TrainingCutShort().line().endswith("itself: it has left the elastic function before this returned")
+    assert TrainingCutShort(1, 1, 0, 0).line().endswith("itself: 1 of 1 epoch ended early or were not started")
+    assert TrainingCutShort(0, 0, 40, 30).line().endswith("itself: 30 of 40 steps were not applied")
+    assert TrainingCutShort().line().endswith("itself: it has left the elastic function before this returned")
 
 
 def test_of_a_stopped_worker_s_threads_the_main_thread_comes_first() -> None:
     stacks = 'Thread 0x1f (most recent call first):\n  File "queues.py", line 3 in get\n\n'
     stacks += 'Current thread 0x2e (most recent call first):\n  File "train.py", line 9 in step\n'
-    assert events.WorkerStacks("w1", stacks).line().splitlines() == [
+    assert WorkerStacks("w1", stacks).line().splitlines() == [
         "the threads of w1 when it was stopped:",
         "The main thread (most recent call first):",
         '  File "train.py", line 9 in step',

@@ -189,7 +189,11 @@ def test_the_page_of_the_commands_has_every_command_and_option() -> None:
 
 
 def test_the_page_of_the_events_has_every_event() -> None:
-    names = re.findall(r"^class (\w+)\(Event\)", (ROOT / "src/farandole/base/events.py").read_text(), re.MULTILINE)
+    names = [
+        name
+        for file in (ROOT / "src/farandole/base/events").glob("*.py")
+        for name in re.findall(r"^class (\w+)\(Event\)", file.read_text(), re.MULTILINE)
+    ]
     text = from_code().events_text()
     assert [name for name in names if f"| `{name}` |" not in text] == []
     assert re.findall(r"^\| `(\w+)` \| \w+ \|  \|", text, re.MULTILINE) == [], "events without a meaning"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from farandole.base.wire.frames import AGENT_FRAME_LIMIT, AGENT_MESSAGES, decode, encode
-from farandole.base.wire.messages import Message, WorkerPrinted, WorkerRanked, WorkerSilent
+from farandole.base.wire.message import Message
+from farandole.base.wire.messages import WorkerPrinted, WorkerRanked, WorkerSilent
 from farandole.job.agent.remote_agent import UNSENT_LIMIT, ForwardedOutput, RemoteOutput
 from tests.support.waiting import run
 

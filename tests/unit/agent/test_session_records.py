@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from farandole.base.membership import DataAddress, GenerationId, Peer, Placement
-from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
+from farandole.base.wire.link_messages import (
     Abort,
-    AgentLeaving,
     Elastic,
     Failed,
     Finished,
-    ForwardToWorkers,
-    FromWorker,
     Hello,
     Leaving,
     Left,
@@ -19,11 +15,17 @@ from farandole.base.wire.messages import (
     Prepare,
     Ready,
     Released,
-    Spawn,
     Start,
-    StartWorkers,
     Stop,
     Synced,
+)
+from farandole.base.wire.message import PROTOCOL_VERSION
+from farandole.base.wire.messages import (
+    AgentLeaving,
+    ForwardToWorkers,
+    FromWorker,
+    Spawn,
+    StartWorkers,
     ToldWorker,
     WorkerDying,
     WorkerExited,

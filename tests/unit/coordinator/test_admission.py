@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from farandole.base.config import MOST_AGENTS, MOST_SLOTS, MOST_WORKERS, JobConfig
-from farandole.base.wire.messages import PROTOCOL_VERSION, AgentHello
+from farandole.base.wire.message import PROTOCOL_VERSION
+from farandole.base.wire.messages import AgentHello
 from farandole.errors import ConfigError
 from farandole.job.coordinator.admission import why_not_admitted
 

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events import SlotsMissing, WorkerLost
+from farandole.base.events.workers import SlotsMissing, WorkerLost
 from farandole.base.membership import DataAddress
-from farandole.base.wire.messages import (
-    AgentHello,
-    FromWorker,
-    Heartbeat,
-    Hello,
-    Kill,
-    Leaving,
-    SpawnFailed,
-    Synced,
-    WorkerExited,
-)
+from farandole.base.wire.link_messages import Hello, Leaving, Synced
+from farandole.base.wire.messages import AgentHello, FromWorker, Heartbeat, Kill, SpawnFailed, WorkerExited
 from farandole.job.coordinator.inputs import AgentLost, AgentReported, ScaleRequested
 from tests.support.told_job import ToldJob
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.base.events import CheckpointFailed, CheckpointSaved, StateLost
+from farandole.base.events.job import CheckpointFailed, CheckpointSaved, StateLost
 from farandole.base.membership import Origin, Progress
-from farandole.base.wire.messages import CheckpointEnded, ForwardToWorkers, MayPublish, PublishAnswer, Stop
+from farandole.base.wire.link_messages import CheckpointEnded, MayPublish, PublishAnswer, Stop
+from farandole.base.wire.messages import ForwardToWorkers
 from farandole.job.coordinator.inputs import StopRequested
 from farandole.job.coordinator.job import new_job
 from tests.support.told_job import ToldJob

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.base.wire.messages import Leaving, WorkerDying
+from farandole.base.wire.link_messages import Leaving
+from farandole.base.wire.messages import WorkerDying
 from farandole.job.coordinator.inputs import AgentReported
 from tests.support.told_job import ToldJob
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.base.events import HostDrained, WorkerEnded
-from farandole.base.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill, Left, Prepare
+from farandole.base.events.hosts import HostDrained
+from farandole.base.events.workers import WorkerEnded
+from farandole.base.wire.link_messages import Left, Prepare
+from farandole.base.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill
 from farandole.job.coordinator import hosts
 from farandole.job.coordinator.inputs import AgentLost, AgentReported
 from farandole.job.coordinator.transition import Transition

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.base.events import TrainingCutShort, WorkerLost
-from farandole.base.wire.messages import Failed, WorkerDying
+from farandole.base.events.job import TrainingCutShort
+from farandole.base.events.workers import WorkerLost
+from farandole.base.wire.link_messages import Failed
+from farandole.base.wire.messages import WorkerDying
 from farandole.job.coordinator.inputs import AgentReported, ScaleRequested
 from tests.support.told_job import ToldJob
 

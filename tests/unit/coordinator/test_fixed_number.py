@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from farandole.base.events import NumberOfWorkersFixed, NumberOfWorkersFreed
+from farandole.base.events.job import NumberOfWorkersFixed, NumberOfWorkersFreed
 from farandole.base.wire.control import AskScale, Declined
-from farandole.base.wire.messages import WorkersFixed
+from farandole.base.wire.link_messages import WorkersFixed
 from farandole.job.coordinator.control_requests import judge
 from tests.support.told_job import ToldJob
 

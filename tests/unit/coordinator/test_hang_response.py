@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.base.events import CollectiveStalled, Recovered, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
+from farandole.base.events.generations import Recovered
+from farandole.base.events.workers import CollectiveStalled, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
 from farandole.base.membership import Phase, WorkerStatus
-from farandole.base.wire.messages import ForwardToWorkers, Kill, Stop, WorkerDying, WorkerExited
+from farandole.base.wire.link_messages import Stop
+from farandole.base.wire.messages import ForwardToWorkers, Kill, WorkerDying, WorkerExited
 from farandole.job.coordinator.hang_detection import HangDetector
 from farandole.job.coordinator.inputs import AgentReported, StepsStalled
 from tests.support.told_job import ToldJob

@@ -6,8 +6,10 @@ import copy
 
 import pytest
 
-from farandole.base.events import RegroupBegan, WorkerLost, WorkerSpawned
-from farandole.base.wire.messages import Failed, FromWorker, Ready, WorkerDying, WorkerExited
+from farandole.base.events.generations import RegroupBegan
+from farandole.base.events.workers import WorkerLost, WorkerSpawned
+from farandole.base.wire.link_messages import Failed, Ready
+from farandole.base.wire.messages import FromWorker, WorkerDying, WorkerExited
 from farandole.job.coordinator.decide import decide
 from farandole.job.coordinator.decision_loop import rest_s
 from farandole.job.coordinator.inputs import AgentConnected, AgentReported, ScaleRequested

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events import ScaleRefused, WorkerEnded
-from farandole.base.wire.messages import Kill, Leaving
+from farandole.base.events.job import ScaleRefused
+from farandole.base.events.workers import WorkerEnded
+from farandole.base.wire.link_messages import Leaving
+from farandole.base.wire.messages import Kill
 from farandole.job.coordinator.inputs import ScaleRequested
 from tests.support.told_job import ToldJob
 

@@ -8,18 +8,16 @@ import msgspec
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import JobEnds, JobRebuilt
+from farandole.base.events.hosts import JobRebuilt
+from farandole.base.events.job import JobEnds
 from farandole.base.membership import DataAddress, GenerationId
+from farandole.base.wire.link_messages import Abort, Newcomer, Ready, Start
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
-    Abort,
     AgentHello,
     ForwardToWorkers,
     FromWorker,
     Kill,
-    Newcomer,
-    Ready,
-    Start,
     StartWorkers,
     ToldWorker,
     WorkersTold,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events import ExitsAwaited, TrainingCutShort
+from farandole.base.events.job import ExitsAwaited, TrainingCutShort
 from farandole.base.membership import Shortfall
-from farandole.base.wire.messages import JobOver, Kill, Leaving
+from farandole.base.wire.link_messages import Leaving
+from farandole.base.wire.messages import JobOver, Kill
 from farandole.job.coordinator.inputs import StopRequested
 from tests.support.told_job import ToldJob
 

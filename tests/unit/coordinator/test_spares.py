@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import SparesMissing, SpareWaits
-from farandole.base.wire.messages import Kill, Leaving
+from farandole.base.events.workers import SparesMissing, SpareWaits
+from farandole.base.wire.link_messages import Leaving
+from farandole.base.wire.messages import Kill
 from farandole.errors import ConfigError
 from farandole.job.coordinator.inputs import AgentLost, ScaleRequested
 from tests.support.told_job import ToldJob

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from farandole.base.wire.channel import Channel
 from farandole.base.wire.control import ClientMessage, StacksOfWorker
-from farandole.base.wire.messages import Message, StacksWritten
+from farandole.base.wire.message import Message
+from farandole.base.wire.messages import StacksWritten
 from farandole.job.coordinator.stack_requests import StackRequests
 from tests.support.waiting import run
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from farandole.base.events import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
-from farandole.base.wire.messages import Kill, LinkBroken, Spawn, WorkerMet
+from farandole.base.events.job import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
+from farandole.base.wire.link_messages import LinkBroken
+from farandole.base.wire.messages import Kill, Spawn, WorkerMet
 from farandole.job.coordinator.inputs import AgentReported
 from tests.support.told_job import ToldJob
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.base.wire.messages import ForwardToWorkers, Prepare
+from farandole.base.wire.link_messages import Prepare
+from farandole.base.wire.messages import ForwardToWorkers
 from tests.support.told_job import ToldJob
 
 

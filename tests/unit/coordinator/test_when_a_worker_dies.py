@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events import GenerationStarted, WorkerLost
-from farandole.base.wire.messages import Abort, ForwardToWorkers, Kill
+from farandole.base.events.generations import GenerationStarted
+from farandole.base.events.workers import WorkerLost
+from farandole.base.wire.link_messages import Abort
+from farandole.base.wire.messages import ForwardToWorkers, Kill
 from farandole.job.coordinator.inputs import AgentLost
 from tests.support.told_job import ToldJob
 

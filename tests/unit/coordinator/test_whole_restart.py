@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events import AllWorkersRestart, WorkerFailed
-from farandole.base.wire.messages import Elastic, Kill, RecordedError, Spawn, SpawnFailed, WorkerExited
+from farandole.base.events.workers import AllWorkersRestart, WorkerFailed
+from farandole.base.wire.link_messages import Elastic
+from farandole.base.wire.messages import Kill, RecordedError, Spawn, SpawnFailed, WorkerExited
 from farandole.errors import ConfigError
 from farandole.job.coordinator.inputs import AgentLost, AgentReported, StopRequested
 from tests.support.told_job import ToldJob

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.base.events import HostDrained, ShardWrong
-from farandole.base.wire.messages import Kill, ShardDiffered
+from farandole.base.events.hosts import HostDrained
+from farandole.base.events.workers import ShardWrong
+from farandole.base.wire.link_messages import ShardDiffered
+from farandole.base.wire.messages import Kill
 from tests.support.told_job import ToldJob
 
 WRONG = ShardDiffered(1, step=17, shard=3, ranks=(1,), witnesses=(0, 2))

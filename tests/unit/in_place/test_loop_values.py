@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.base.wire.messages import Remark
+from farandole.base.wire.link_messages import Remark
 from farandole.training.collectives import world
 from farandole.training.state import step
 from farandole.training.worker.step_loop import StepLoop

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from farandole.base import events
-from farandole.base.events import Event
+from farandole.base.events.event import Event
+from farandole.base.events.generations import GenerationStarted, Recovered, RegroupBegan
 from farandole.base.wire.control import EventRecord
 from farandole.job.launch import job_timeline
 from farandole.job.launch.job_history import JobHistory
@@ -17,7 +17,7 @@ from farandole.job.launch.job_timeline import JobTimeline, append
 from farandole.job.launch.job_trace import trace_of
 
 START_S = 1_700_000_000
-RECOVERED = events.Recovered(
+RECOVERED = Recovered(
     number=2,
     is_planned=False,
     lost=("w1",),
@@ -37,13 +37,13 @@ RECOVERED = events.Recovered(
 
 
 def started(number: int, *workers: str, regroup_s: float = 0.0) -> Event:
-    return events.GenerationStarted(number=number, workers=workers, regroup_s=regroup_s, bootstrap=number == 1)
+    return GenerationStarted(number=number, workers=workers, regroup_s=regroup_s, bootstrap=number == 1)
 
 
 def a_kill_and_a_join() -> list[tuple[float, Event]]:
     return [
         (1.0, started(1, "w0", "w1")),
-        (5.0, events.RegroupBegan(number=2, reason="w1 was killed by SIGKILL", survivors=("w0",))),
+        (5.0, RegroupBegan(number=2, reason="w1 was killed by SIGKILL", survivors=("w0",))),
         (5.01, started(2, "w0", regroup_s=0.01)),
         (5.04, RECOVERED),
         (9.0, started(3, "w0", "w2", regroup_s=0.002)),

@@ -19,7 +19,7 @@ from farandole.base.wire.authentication import (
     derive_data_key,
     new_token,
 )
-from farandole.base.wire.messages import PROTOCOL_VERSION
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.errors import AuthenticationError, ProtocolError
 
 TOKEN = new_token()

@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 
 from farandole.base import membership
-from farandole.base.wire import control, messages
-from farandole.base.wire.messages import PROTOCOL_VERSION
+from farandole.base.wire import call_messages, control, link_messages, messages
+from farandole.base.wire.message import PROTOCOL_VERSION, Message
 
 
 def description() -> str:
     """All types of messages with their fields, one a line."""
-    types = {
+    types = {Message} | {
         each
-        for module in (messages, control, membership)
+        for module in (call_messages, link_messages, messages, control, membership)
         for each in vars(module).values()
         if inspect.isclass(each) and issubclass(each, msgspec.Struct)
     }
@@ -33,7 +33,7 @@ def _own(base: type) -> dict[str, str]:
 
 def test_the_messages_are_those_of_this_version_of_the_protocol() -> None:
     """A peer of the same version refuses messages, or fields, that it does not know. If they have changed since the
-    last release, raise the numbers in wire/messages.py as it says there; then write the new description into the file.
+    last release, raise the numbers in wire/message.py as it says there; then write the new description into the file.
     """
     known = Path(__file__).with_name(f"protocol-{PROTOCOL_VERSION}.txt")
     assert description() == known.read_text()

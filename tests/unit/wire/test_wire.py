@@ -20,17 +20,9 @@ from farandole.base.wire.frames import (
     encode,
     frame,
 )
-from farandole.base.wire.messages import (
-    Abort,
-    ForwardToWorkers,
-    FromWorker,
-    Hello,
-    Message,
-    Ready,
-    Spawn,
-    Start,
-    StartWorkers,
-)
+from farandole.base.wire.link_messages import Abort, Hello, Ready, Start
+from farandole.base.wire.message import Message
+from farandole.base.wire.messages import ForwardToWorkers, FromWorker, Spawn, StartWorkers
 from farandole.errors import ProtocolError
 
 PEER = Peer("w1", 1, DataAddress("127.0.0.1", 4000))

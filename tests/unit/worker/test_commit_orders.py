@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.base.wire.messages import Elastic, Finished, FirstStep, Synced
+from farandole.base.wire.link_messages import Elastic, Finished, FirstStep, Synced
 from farandole.errors import GenerationEnded, HorovodInternalError, HostsUpdatedInterrupt, JobEnded, StepError
 from farandole.integrations.horovod.commit_loop import CommitLoop
 from farandole.integrations.horovod.object_state import ObjectState, State

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.base.wire.messages import Remark
+from farandole.base.wire.link_messages import Remark
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.training.collectives import world
 from farandole.training.state import step

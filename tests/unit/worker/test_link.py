@@ -14,8 +14,7 @@ from farandole.base.env import WorkerEnv
 from farandole.base.machine import now_s
 from farandole.base.membership import DataAddress, GenerationId, Peer, Placement, Progress
 from farandole.base.wire import frames
-from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
+from farandole.base.wire.link_messages import (
     Abort,
     Hello,
     Leaving,
@@ -31,6 +30,7 @@ from farandole.base.wire.messages import (
     ToWorker,
     WorkerMessage,
 )
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.errors import JobEnded
 from farandole.training.worker.link import Link
 from farandole.training.worker.worker_recovery import AbortRegistry

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.base.wire.messages import FirstStep, Synced
+from farandole.base.wire.link_messages import FirstStep, Synced
 from farandole.errors import CollectiveMismatch, GenerationEnded
 from farandole.training.collectives import world
 from farandole.training.state import step

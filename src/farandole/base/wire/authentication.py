@@ -34,7 +34,7 @@ import struct
 import msgspec
 
 from farandole.base.membership import GenerationId
-from farandole.base.wire.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from farandole.base.wire.message import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 
 MAC_BYTES = 32

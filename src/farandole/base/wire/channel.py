@@ -22,7 +22,7 @@ from farandole.base.wire.authentication import (
     Session,
 )
 from farandole.base.wire.frames import AGENT_FRAME_LIMIT, LENGTH, decode, encode, frame, frame_length
-from farandole.base.wire.messages import Message
+from farandole.base.wire.message import Message
 from farandole.base.wire.sockets import keep_alive
 from farandole.errors import AuthenticationError, ProtocolError
 

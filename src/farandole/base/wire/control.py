@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from farandole.base.membership import WorkerTelemetry
-from farandole.base.wire.messages import Message
+from farandole.base.wire.message import Message
 
 # Command -> coordinator -----------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Status(Message, frozen=True):
 
 
 class EventRecord(Message, frozen=True):
-    """An event of the job (events.py), for a client that has sent Subscribe.
+    """An event of the job (base/events/), for a client that has sent Subscribe.
 
     Attributes:
         epoch, number: The number of the event, counted from 1 by each coordinator, whose epoch is `epoch`.

@@ -1,7 +1,7 @@
 """Frames on a byte stream and the messages inside them. Worker link, agent and coordinator use it. Pure.
 
 A frame is a length of four bytes, big-endian, and that many bytes of payload. A message is MessagePack of one of the
-types in wire/messages.py; any other content is refused.
+types in wire/messages.py and wire/link_messages.py; any other content is refused.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from typing import TypeVar
 
 import msgspec
 
+from farandole.base.wire.call_messages import CallReceived
 from farandole.base.wire.control import ClientMessage, ToClient
-from farandole.base.wire.messages import (
-    AgentDied,
-    AgentMessage,
-    CallReceived,
-    GuardHello,
-    Message,
-    ToAgent,
-    ToWorker,
-    WorkerMessage,
-)
+from farandole.base.wire.link_messages import ToWorker, WorkerMessage
+from farandole.base.wire.message import Message
+from farandole.base.wire.messages import AgentDied, AgentMessage, GuardHello, ToAgent
 from farandole.errors import ProtocolError
 
 WORKER_FRAME_LIMIT = 1 << 20

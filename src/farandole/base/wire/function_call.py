@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from farandole.base.wire.messages import CallComes, CallPart, CallReceived, Message, ReturnPart
+from farandole.base.wire.call_messages import CallComes, CallPart, CallReceived, ReturnPart
+from farandole.base.wire.message import Message
 from farandole.errors import ProtocolError
 
 LARGEST_BYTES = 1 << 30

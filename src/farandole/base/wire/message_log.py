@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
+from farandole.base.wire.call_messages import PartReceived, ReturnPart
+from farandole.base.wire.message import Message
 from farandole.base.wire.messages import (
     AgentLeaving,
     Dismissed,
@@ -20,9 +22,6 @@ from farandole.base.wire.messages import (
     FromWorker,
     JobOver,
     Kill,
-    Message,
-    PartReceived,
-    ReturnPart,
     Spawn,
     SpawnFailed,
     StartWorkers,

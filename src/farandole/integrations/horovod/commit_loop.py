@@ -13,7 +13,7 @@ from farandole.base.env import read_checkpoint_env
 from farandole.base.liveness import status_reporting
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.membership import Phase
-from farandole.base.wire.messages import Elastic, Synced
+from farandole.base.wire.link_messages import Elastic, Synced
 from farandole.errors import (
     CollectiveMismatch,
     ConfigError,

@@ -6,7 +6,7 @@ import threading
 from typing import Protocol
 
 from farandole.base.machine import wall_time_s
-from farandole.base.wire.messages import Prepare
+from farandole.base.wire.link_messages import Prepare
 from farandole.training.state.session import HostUpdateResult
 from farandole.training.worker.worker_job import WorkerJob
 

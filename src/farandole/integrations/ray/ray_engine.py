@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from farandole.base.events import AgentPrinted, Event
+from farandole.base.events.event import Event
+from farandole.base.events.hosts import AgentPrinted
 from farandole.job.engines.agent_process import exit_of_agent
 from farandole.job.engines.discovery import DiscoveryFailed
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, StartFailed

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.integrations.slurm.slurm_engine import SlurmEngine
 from farandole.job.coordinator.coordinator_factory import CoordinatorFactory
 from farandole.job.launch.job_runner import Additions

@@ -14,7 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from farandole.base.events import Event, WorkerFailed, WorkerSpawned
+from farandole.base.events.event import Event
+from farandole.base.events.workers import WorkerFailed, WorkerSpawned
 from farandole.base.machine import wall_time_s
 from farandole.errors import ConfigError
 from farandole.integrations.torchrun.torchrun_options import TorchrunOptions

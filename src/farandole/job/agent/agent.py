@@ -16,17 +16,22 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farandole.base.env import WorkerEnv, environment_of, horovod_environment, torchrun_environment
-from farandole.base.events import ConnectionRefused, CoordinatorLost, Event, StoppedWorkerKilled
+from farandole.base.events.event import Event
+from farandole.base.events.hosts import CoordinatorLost
+from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.workers import StoppedWorkerKilled
 from farandole.base.liveness.heartbeats import Heartbeats, heartbeat_period_s
 from farandole.base.machine import now_s, since_boot_s
 from farandole.base.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry
 from farandole.base.wire.authentication import derive_data_key, derive_key
+from farandole.base.wire.call_messages import PartReceived
 from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.function_call import call_file, return_file
+from farandole.base.wire.link_messages import Hello, Stop, WorkerMessage
 from farandole.base.wire.listening import RefusalReports
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
     AgentDied,
     AgentHello,
     AgentLeaving,
@@ -36,20 +41,16 @@ from farandole.base.wire.messages import (
     FromWorker,
     GuardHello,
     Heartbeat,
-    Hello,
     JobOver,
     Kill,
-    PartReceived,
     Resumed,
     Spawn,
     SpawnFailed,
     StacksWritten,
     StartWorkers,
-    Stop,
     ToAgent,
     WorkerDying,
     WorkerExited,
-    WorkerMessage,
     WorkerMet,
     WriteStacks,
 )

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from farandole.base.events import CoordinatorBack, CoordinatorUnreachable, Event
+from farandole.base.events.event import Event
+from farandole.base.events.hosts import CoordinatorBack, CoordinatorUnreachable
 from farandole.base.machine import since_boot_s
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel
+from farandole.base.wire.message import Message
 from farandole.base.wire.message_log import MessageLog, is_counted
 from farandole.base.wire.messages import (
     AgentHello,
     Handled,
-    Message,
     OutputMessage,
     Resumed,
     Resumption,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Mapping
 
-from farandole.base.events import CoresShared, Event
+from farandole.base.events.event import Event
+from farandole.base.events.hosts import CoresShared
 from farandole.base.machine import affinity_cores, usable_cores
 from farandole.errors import ConfigError
 

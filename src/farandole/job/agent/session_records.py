@@ -8,34 +8,36 @@ from typing import Any
 
 import msgspec
 
-from farandole.base.wire.messages import (
+from farandole.base.wire.link_messages import (
     Abort,
-    AgentLeaving,
     Elastic,
     Failed,
     Finished,
     FirstStep,
-    ForwardToWorkers,
-    FromWorker,
     Hello,
     Leaving,
     Left,
-    Message,
     Newcomer,
     Prepare,
     Ready,
     Released,
-    Spawn,
-    SpawnFailed,
     Start,
-    StartWorkers,
     Stop,
     Synced,
-    ToldWorker,
     ToWorker,
+    WorkerMessage,
+)
+from farandole.base.wire.message import Message
+from farandole.base.wire.messages import (
+    AgentLeaving,
+    ForwardToWorkers,
+    FromWorker,
+    Spawn,
+    SpawnFailed,
+    StartWorkers,
+    ToldWorker,
     WorkerDying,
     WorkerExited,
-    WorkerMessage,
     WorkerMet,
     WorkersTold,
 )

@@ -24,8 +24,9 @@ from farandole.base.liveness import exit_notice
 from farandole.base.liveness.status_reporting import MUTEX_AT, StatusPage
 from farandole.base.membership import Meeting, WorkerStatus
 from farandole.base.wire.frames import WORKER_FRAME_LIMIT, WORKER_MESSAGES, FrameBuffer, decode, encode, frame
+from farandole.base.wire.link_messages import Hello, ToWorker, WorkerMessage
 from farandole.base.wire.listening import FailureBudget, Listener, Strangers
-from farandole.base.wire.messages import PROTOCOL_VERSION, Hello, ToWorker, WorkerMessage
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.peer_user import is_of_another_user
 from farandole.errors import AuthenticationError, FatalError, ProtocolError
 

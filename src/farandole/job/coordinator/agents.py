@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from farandole.base.config import JobConfig
 from farandole.base.membership import Address
+from farandole.base.wire.call_messages import PartReceived, ReturnPart
 from farandole.base.wire.channel import Channel
 from farandole.base.wire.function_call import FunctionJob
 from farandole.base.wire.message_log import is_counted
@@ -15,8 +16,6 @@ from farandole.base.wire.messages import (
     Handled,
     Heartbeat,
     OutputMessage,
-    PartReceived,
-    ReturnPart,
     StacksWritten,
     ToAgent,
     Welcome,

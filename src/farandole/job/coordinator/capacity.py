@@ -8,17 +8,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from farandole.base.events import (
-    NumberOfWorkersFixed,
-    NumberOfWorkersFreed,
-    ScaleChanged,
-    ScaleRefused,
-    SlotsMissing,
-    SparesMissing,
-    SpareWaits,
-    WorkerSpawned,
-)
-from farandole.base.wire.messages import Left, Spawn
+from farandole.base.events.job import NumberOfWorkersFixed, NumberOfWorkersFreed, ScaleChanged, ScaleRefused
+from farandole.base.events.workers import SlotsMissing, SparesMissing, SpareWaits, WorkerSpawned
+from farandole.base.wire.link_messages import Left
+from farandole.base.wire.messages import Spawn
 from farandole.job.coordinator.job import Job, Offer, Slot, Worker
 from farandole.job.coordinator.placements import number_on_host, placements
 from farandole.job.coordinator.transition import Transition

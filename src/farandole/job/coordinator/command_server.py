@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from farandole.base.events import Event, Field
+from farandole.base.events.event import Event, Field
 from farandole.base.membership import WorkerTelemetry
 from farandole.base.wire.channel import Channel
 from farandole.base.wire.control import (

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import msgspec
 
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import spoken_versions
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S
+from farandole.base.wire.message import OLDEST_PROTOCOL_VERSION
 from farandole.base.wire.message_log import MessageLog
-from farandole.base.wire.messages import OLDEST_PROTOCOL_VERSION
 from farandole.base.wire.sockets import listening_sockets
 from farandole.errors import ConfigError
 from farandole.job.coordinator.job import new_job

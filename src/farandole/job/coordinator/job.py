@@ -11,7 +11,7 @@ import msgspec
 
 from farandole.base.config import JobConfig
 from farandole.base.membership import DataAddress, GenerationId, Origin, Placement, Progress, Shortfall
-from farandole.base.wire.messages import FirstStep
+from farandole.base.wire.link_messages import FirstStep
 
 
 class Slot(msgspec.Struct, frozen=True, order=True):

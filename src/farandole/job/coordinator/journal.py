@@ -17,8 +17,9 @@ import msgspec
 
 import farandole
 from farandole.base.membership import Address
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.message_log import MessageLog
-from farandole.base.wire.messages import PROTOCOL_VERSION, ToAgent
+from farandole.base.wire.messages import ToAgent
 from farandole.errors import FarandoleError
 from farandole.job.coordinator.job import AgentRecord, Job, Slot, SlotUse, Worker
 

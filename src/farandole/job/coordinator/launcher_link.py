@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from farandole.base import events
 from farandole.base.config import JobConfig
+from farandole.base.events.kinds import KINDS
 from farandole.base.membership import Address, Origin
 from farandole.base.wire.frames import LENGTH
 from farandole.base.wire.message_log import MessageLog
@@ -185,7 +185,7 @@ class KeptFrames(msgspec.Struct, frozen=True):
         """Return the log. Raises JournalError when it cannot be decoded."""
         try:
             kept = [
-                msgspec.msgpack.decode(data, type=Over if name == Over.__name__ else getattr(events, name))
+                msgspec.msgpack.decode(data, type=Over if name == Over.__name__ else KINDS[name])
                 for name, data in self.kept
             ]
         except (AttributeError, msgspec.MsgspecError) as error:

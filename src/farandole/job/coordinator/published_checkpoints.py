@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.base.events import CheckpointFailed, CheckpointSaved
-from farandole.base.wire.messages import CheckpointEnded, MayPublish, PublishAnswer
+from farandole.base.events.job import CheckpointFailed, CheckpointSaved
+from farandole.base.wire.link_messages import CheckpointEnded, MayPublish, PublishAnswer
 from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Transition
 

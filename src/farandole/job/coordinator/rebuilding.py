@@ -16,10 +16,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from farandole.base.events import JobRebuilt
+from farandole.base.events.hosts import JobRebuilt
 from farandole.base.membership import GenerationId
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S
-from farandole.base.wire.messages import AgentHello, Leaving, Newcomer, ToldWorker, WorkersTold
+from farandole.base.wire.link_messages import Leaving, Newcomer
+from farandole.base.wire.messages import AgentHello, ToldWorker, WorkersTold
 from farandole.job.coordinator import regroup, worker_failure, worker_messages
 from farandole.job.coordinator.inputs import Input, StopRequested
 from farandole.job.coordinator.job import AgentRecord, Generation, Job, Slot, SlotUse, Worker

@@ -13,18 +13,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from farandole.base.events import (
-    MOST_NAMED,
-    ChangePlanned,
-    GenerationStarted,
-    Recovered,
-    RegroupBegan,
-    StateLost,
-    TooFewWorkers,
-    TrainingCutShort,
-)
+from farandole.base.events.event import MOST_NAMED
+from farandole.base.events.generations import ChangePlanned, GenerationStarted, Recovered, RegroupBegan, TooFewWorkers
+from farandole.base.events.job import StateLost, TrainingCutShort
 from farandole.base.membership import GenerationId
-from farandole.base.wire.messages import Abort, FirstStep, Left, Prepare, Start, StartWorkers
+from farandole.base.wire.link_messages import Abort, FirstStep, Left, Prepare, Start
+from farandole.base.wire.messages import StartWorkers
 from farandole.job.coordinator import capacity, placements
 from farandole.job.coordinator.job import Change, Generation, Job, LinkTrouble, Loss, Recovery, Worker
 from farandole.job.coordinator.sentences import counted, listed, why_not_refilled

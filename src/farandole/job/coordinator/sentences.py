@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from farandole.base.events import MOST_NAMED, named
+from farandole.base.events.event import MOST_NAMED, named
 from farandole.job.coordinator.job import Job, Slot, Worker
 
 

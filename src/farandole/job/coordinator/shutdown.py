@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.base.events import ExitsAwaited, JobBecameStatic, TrainingCutShort, TrainingFinished, WorkerStacks
-from farandole.base.wire.messages import (
-    CheckpointEnded,
-    Finished,
-    FromWorker,
-    JobOver,
-    MayPublish,
-    Released,
-    SpawnFailed,
-    WorkerExited,
-    WorkerMessage,
-)
+from farandole.base.events.job import ExitsAwaited, JobBecameStatic, TrainingCutShort, TrainingFinished
+from farandole.base.events.workers import WorkerStacks
+from farandole.base.wire.link_messages import CheckpointEnded, Finished, MayPublish, Released, WorkerMessage
+from farandole.base.wire.messages import FromWorker, JobOver, SpawnFailed, WorkerExited
 from farandole.job.coordinator import capacity, published_checkpoints, whole_restart
 from farandole.job.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
 from farandole.job.coordinator.job import Generation, Job, LinkTrouble, Worker

@@ -15,8 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from farandole.base.events import Event, JobEnds
-from farandole.base.wire.messages import ForwardToWorkers, Kill, Stop, ToAgent, ToWorker
+from farandole.base.events.event import Event
+from farandole.base.events.job import JobEnds
+from farandole.base.wire.link_messages import Stop, ToWorker
+from farandole.base.wire.messages import ForwardToWorkers, Kill, ToAgent
 from farandole.job.coordinator.job import Ending, Job, Slot, SlotUse, Worker
 
 # After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.

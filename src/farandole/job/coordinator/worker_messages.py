@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.base.events import (
-    JobRemarked,
+from farandole.base.events.generations import TransportChosen
+from farandole.base.events.job import JobRemarked, WorkerMetOthers, WorkerTrainsAlone
+from farandole.base.events.workers import (
     ShardWrong,
     StateHash,
     StatesDiverged,
     StragglerFound,
     StragglerRecovered,
-    TransportChosen,
     UserCodeFailed,
     WorkerLeaves,
-    WorkerMetOthers,
-    WorkerTrainsAlone,
 )
 from farandole.base.membership import DataAddress
-from farandole.base.wire.messages import (
+from farandole.base.wire.link_messages import (
     CheckpointEnded,
     Connected,
     Elastic,

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
 from farandole.base.config import JobConfig
-from farandole.base.events import Event, HostDiscoveryFailed, HostRefused
+from farandole.base.events.event import Event
+from farandole.base.events.hosts import HostDiscoveryFailed, HostRefused
 from farandole.base.machine import now_s
 from farandole.errors import ConfigError, FarandoleError
 from farandole.job.agent.completion import to_its_end

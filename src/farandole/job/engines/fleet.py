@@ -7,7 +7,8 @@ import contextlib
 import random
 from collections.abc import Callable, Iterable
 
-from farandole.base.events import AgentNotStarted, Event, HostDrained, HostUndrained
+from farandole.base.events.event import Event
+from farandole.base.events.hosts import AgentNotStarted, HostDrained, HostUndrained
 from farandole.errors import ConfigError
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
 from farandole.job.engines.host_list import HostSlots

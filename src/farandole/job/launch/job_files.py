@@ -19,7 +19,7 @@ from types import TracebackType
 import msgspec
 
 from farandole.base.env import read_runtime_folder
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.base.machine import now_s, wall_time_s
 from farandole.base.membership import Address
 from farandole.base.wire.user_secret import private_folder

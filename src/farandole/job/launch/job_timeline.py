@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.base.machine import wall_time_s
 from farandole.base.wire.control import EventRecord
 from farandole.job.launch.job_history import JobHistory

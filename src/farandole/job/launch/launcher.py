@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
-from farandole.base.events import Event
+from farandole.base.events.event import Event
 from farandole.job.coordinator.server import Outcome
 from farandole.job.launch.checkpoint_place import beginning
 from farandole.job.launch.job_files import EventFile

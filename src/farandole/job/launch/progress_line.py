@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from farandole.base.events import Event, Recovered
+from farandole.base.events.event import Event
+from farandole.base.events.generations import Recovered
 from farandole.job.coordinator.control_requests import JobSummary
 
 RATE_S = 10.0

@@ -10,27 +10,26 @@ from enum import IntEnum
 from typing import Literal, TextIO, TypeAlias
 
 from farandole.base.config import JobConfig
-from farandole.base.events import (
-    AgentJoined,
-    AllWorkersRestart,
-    ChangePlanned,
-    Event,
-    ForkServerReady,
-    GenerationStarted,
+from farandole.base.events.event import Event
+from farandole.base.events.generations import ChangePlanned, GenerationStarted, Recovered, TransportChosen
+from farandole.base.events.hosts import AgentJoined
+from farandole.base.events.job import (
     JobEnds,
     JobRemarked,
-    Recovered,
-    StatesDiverged,
     TrainingCutShort,
     TrainingFinished,
-    TransportChosen,
+    WorkerMetOthers,
+    WorkerTrainsAlone,
+)
+from farandole.base.events.workers import (
+    AllWorkersRestart,
+    ForkServerReady,
+    StatesDiverged,
     UserCodeFailed,
     WorkerEnded,
     WorkerFailed,
     WorkerLost,
-    WorkerMetOthers,
     WorkerSpawned,
-    WorkerTrainsAlone,
 )
 from farandole.base.machine import now_s
 from farandole.job.coordinator.control_requests import JobSummary

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from farandole.base.events import Event, StateUnwritten, StateWritten
+from farandole.base.events.event import Event
+from farandole.base.events.hosts import StateUnwritten, StateWritten
 from farandole.base.machine import now_s
 from farandole.errors import FarandoleError
 from farandole.job.coordinator.journal import Journal, JournalFiles

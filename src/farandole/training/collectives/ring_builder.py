@@ -16,7 +16,7 @@ from farandole.base.membership import Peer
 from farandole.base.wire.authentication import (
     Introduction,
 )
-from farandole.base.wire.messages import Start
+from farandole.base.wire.link_messages import Start
 from farandole.errors import AuthenticationError, GenerationEnded, PeerLost, ProtocolError
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.collectives.data_listener import Caller, DataListener

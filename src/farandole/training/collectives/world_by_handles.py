@@ -16,7 +16,7 @@ from farandole.base.env import read_worker_env
 from farandole.base.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.base.wire.authentication import derive_key
 from farandole.base.wire.encryption import Certificates
-from farandole.base.wire.messages import Start
+from farandole.base.wire.link_messages import Start
 from farandole.base.wire.user_secret import user_secret
 from farandole.errors import ConfigError
 from farandole.training.collectives.data_listener import DataListener

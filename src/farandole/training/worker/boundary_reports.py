@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from farandole.base.liveness import status_reporting
-from farandole.base.wire.messages import StragglerSeen
+from farandole.base.wire.link_messages import StragglerSeen
 from farandole.training.collectives import world
 from farandole.training.state.step_state import StepState
 from farandole.training.worker.worker_job import WorkerJob

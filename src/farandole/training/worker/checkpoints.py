@@ -16,7 +16,7 @@ from farandole.base.checkpoints.store import open_store
 from farandole.base.env import CheckpointEnv, read_checkpoint_env
 from farandole.base.machine import now_s
 from farandole.base.membership import Progress
-from farandole.base.wire.messages import CheckpointEnded
+from farandole.base.wire.link_messages import CheckpointEnded
 from farandole.errors import ConfigError
 from farandole.training.checkpoint.checkpoint_writer import CheckpointWriter, Written
 from farandole.training.checkpoint.restore import read_newest, restore

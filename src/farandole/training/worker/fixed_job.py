@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from farandole.base.env import FixedEnv, restart_count, run_name, uses_agent_store
 from farandole.base.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.base.wire.authentication import derive_key
-from farandole.base.wire.messages import Start
+from farandole.base.wire.link_messages import Start
 from farandole.base.wire.user_secret import user_secret
 from farandole.errors import ConfigError, FarandoleError, JobEnded
 from farandole.training.collectives import world

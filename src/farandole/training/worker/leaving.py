@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from farandole.base.events import TrainingCutShort
+from farandole.base.events.job import TrainingCutShort
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.membership import Phase, Shortfall
-from farandole.base.wire.messages import Finished
+from farandole.base.wire.link_messages import Finished
 from farandole.errors import CollectiveMismatch, RecoverableError
 from farandole.training.collectives import world
 from farandole.training.collectives.advice import LEAVE_TOGETHER

@@ -22,8 +22,7 @@ from farandole.base.env import WorkerEnv
 from farandole.base.machine import close_at_fork, now_s
 from farandole.base.membership import Address, DataAddress, Peer
 from farandole.base.wire.frames import TO_WORKER, FrameBuffer, decode, encode, frame
-from farandole.base.wire.messages import (
-    PROTOCOL_VERSION,
+from farandole.base.wire.link_messages import (
     Abort,
     Hello,
     Leaving,
@@ -40,6 +39,7 @@ from farandole.base.wire.messages import (
     ToWorker,
     WorkerMessage,
 )
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.peer_user import is_of_another_user
 from farandole.errors import JobEnded
 from farandole.training.collectives.dialer import address_in_use

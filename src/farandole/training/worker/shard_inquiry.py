@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from farandole.base.wire.messages import ShardDiffered
+from farandole.base.wire.link_messages import ShardDiffered
 from farandole.errors import ShardsDiffer, WrongResult
 from farandole.training.collectives import world
 from farandole.training.state.session import Auditor

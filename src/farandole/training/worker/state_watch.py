@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from farandole.base.wire.messages import StatesDiffered
+from farandole.base.wire.link_messages import StatesDiffered
 from farandole.errors import StateDiverged
 from farandole.training.collectives import world
 from farandole.training.state.divergence import Divergence

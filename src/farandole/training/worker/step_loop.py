@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.membership import Phase
-from farandole.base.wire.messages import Elastic, Synced
+from farandole.base.wire.link_messages import Elastic, Synced
 from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
 from farandole.registry import factory
 from farandole.training.collectives import agreement, world

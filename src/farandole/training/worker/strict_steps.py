@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from farandole.base.env import read_job_env
-from farandole.base.wire.messages import StateHashed
+from farandole.base.wire.link_messages import StateHashed
 from farandole.training.collectives import world
 from farandole.training.state import step
 from farandole.training.state.batch import Batch

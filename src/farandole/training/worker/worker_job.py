@@ -10,7 +10,7 @@ from farandole.base.env import WorkerEnv
 from farandole.base.machine import now_s
 from farandole.base.membership import Progress
 from farandole.base.wire.encryption import load_certificates
-from farandole.base.wire.messages import Connected, LinkBroken, MayPublish, Ready, Remark, Start
+from farandole.base.wire.link_messages import Connected, LinkBroken, MayPublish, Ready, Remark, Start
 from farandole.errors import PeerLost, RecoverableError
 from farandole.training.collectives import world
 from farandole.training.collectives.data_listener import DataListener

@@ -10,7 +10,7 @@ from types import TracebackType
 from farandole.base.env import read_exit_notice, read_fixed_env, read_worker_env
 from farandole.base.liveness import status_reporting
 from farandole.base.membership import GenerationId, Placement
-from farandole.base.wire.messages import Failed
+from farandole.base.wire.link_messages import Failed
 from farandole.errors import JobEnded
 from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport

@@ -21,7 +21,7 @@ import torch
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.machine import now_s
 from farandole.base.membership import Phase
-from farandole.base.wire.messages import FirstStep, Start, Synced
+from farandole.base.wire.link_messages import FirstStep, Start, Synced
 from farandole.errors import GenerationEnded, RecoverableError, StepError
 from farandole.training.collectives import agreement
 from farandole.training.collectives.transport import Transport

@@ -13,7 +13,7 @@ import torch
 
 from farandole.base.env import read_reconfigure, read_transport
 from farandole.base.membership import DataAddress, Peer, Placement
-from farandole.base.wire.messages import Start
+from farandole.base.wire.link_messages import Start
 from farandole.errors import ConfigError
 from farandole.training.collectives import torch_versions
 from farandole.training.collectives.control_blocks import ControlBlockRefs, ControlBlocks, OwnControlBlocks

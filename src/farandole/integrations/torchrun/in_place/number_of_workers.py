@@ -3,8 +3,8 @@ and becomes static where there will be none."""
 
 from __future__ import annotations
 
-from farandole.base.events import count
-from farandole.base.wire.messages import WorkersFixed
+from farandole.base.events.event import count
+from farandole.base.wire.link_messages import WorkersFixed
 from farandole.integrations.torchrun.in_place.script_loader import ScriptLoader
 from farandole.integrations.torchrun.in_place.script_objects import line_of_script
 from farandole.training.collectives import world

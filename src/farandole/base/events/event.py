@@ -1,0 +1,42 @@
+"""The base of all events, and how their lines name things."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+Level: TypeAlias = Literal["info", "warning"]
+Field: TypeAlias = str | int | float | bool | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. `level` is the log level, `line()` the text for people, `fields()` the values for
+    programs."""
+
+    level: ClassVar[Level] = "info"
+
+    def line(self) -> str:
+        """Return one sentence without a full stop, for the log."""
+        raise NotImplementedError
+
+    def fields(self) -> dict[str, Field]:
+        """Return the event's name and values, ready for JSON."""
+        return {"event": type(self).__name__, **asdict(self)}
+
+
+def count(number: int, noun: str) -> str:
+    """Format a count: `1 slot`, `2 slots`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+MOST_NAMED = 16
+
+
+def named(names: Sequence[str]) -> str:
+    """Join names for a line. A line of a large job has the first ones, and the number of the others."""
+    if len(names) <= MOST_NAMED:
+        return ", ".join(names)
+    first = names[: MOST_NAMED // 2]
+    return f"{', '.join(first)} and {len(names) - len(first)} others"

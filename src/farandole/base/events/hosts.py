@@ -1,0 +1,386 @@
+"""Hosts, and the agents on them: they come, go, fail and are excluded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from farandole.base.events.event import Event, Level, count, named
+
+
+@dataclass(frozen=True)
+class AgentJoined(Event):
+    """An agent has joined the job, and offers its slots."""
+
+    agent: str
+    host: str
+    slots: int
+
+    def line(self) -> str:
+        return f"agent {self.agent} on {self.host} joined with {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class AgentWasLost(Event):
+    """An agent is gone, and `workers` are lost with it."""
+
+    agent: str
+    reason: str
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        workers = named(self.workers) or "none"
+        return f"agent {self.agent} is lost with its workers ({workers}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class AgentServes(Event):
+    """An agent of another machine reports that it has joined the job."""
+
+    job: str
+    slots: int
+
+    def line(self) -> str:
+        return f"joined job {self.job} with {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class CoresShared(Event):
+    """The workers of this host compute with this number of threads each, since the user has not set one."""
+
+    workers: int
+    cores: int
+    threads: int
+
+    def line(self) -> str:
+        sharing = f"{count(self.workers, 'worker')} may share {count(self.cores, 'core')}"
+        return (
+            f"{sharing}: each computes with {count(self.threads, 'thread')} (OMP_NUM_THREADS={self.threads}; "
+            "set it yourself to change that)"
+        )
+
+
+@dataclass(frozen=True)
+class AgentWaits(Event):
+    """An agent reports that it cannot join yet."""
+
+    why: str
+    retry_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.why}; trying again for {self.retry_s:g} s (--retry)"
+
+
+@dataclass(frozen=True)
+class AgentRejoins(Event):
+    """An agent that lost its coordinator reports that its workers are gone, and that it offers its slots again."""
+
+    coordinator: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"joining {self.coordinator} again, without workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class AgentsAwaited(Event):
+    """Agents of other machines may join here. Their machine needs a copy of the token file, or access to the job
+    file."""
+
+    address: str
+    token_file: str
+    job_file: str = ""
+
+    def line(self) -> str:
+        if self.job_file:
+            how = f"farandole agent --job-file {self.job_file} --slots N"
+        else:
+            how = f"farandole agent --join {self.address} --slots N --token-file FILE (a copy of {self.token_file})"
+        return f"other machines join with: {how}; connections are authenticated, not encrypted: use a trusted network"
+
+
+@dataclass(frozen=True)
+class CoordinatorRestarted(Event):
+    """The coordinator's process has died; another one takes over from its journal."""
+
+    pid: int
+    how: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the coordinator (pid {self.pid}) {self.how}; another one takes over, and the workers continue"
+
+
+@dataclass(frozen=True)
+class JobRebuilding(Event):
+    """The coordinator's journal is lost. For `within_s` at least, agents may tell of their workers, which continue."""
+
+    reason: str
+    within_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"the state of the job is lost ({self.reason}); it will be rebuilt from what the agents tell within "
+            f"{self.within_s:g} s, and the workers continue"
+        )
+
+
+@dataclass(frozen=True)
+class StateUnwritten(Event):
+    """The newest state cannot be written to the store of `--state`. The workers train on; decisions wait for it, for
+    `patience_s` at most."""
+
+    reason: str
+    patience_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"the state of the job cannot be written ({self.reason}); the workers continue, and decisions about the "
+            f"job wait for it, for at most {self.patience_s:g} s"
+        )
+
+
+@dataclass(frozen=True)
+class StateWritten(Event):
+    """The newest state could be written again."""
+
+    seconds: float
+
+    def line(self) -> str:
+        return f"the state of the job was written after {self.seconds:.1f} s; decisions continue"
+
+
+@dataclass(frozen=True)
+class JobRebuilt(Event):
+    """The job was rebuilt from what the agents have told: of these workers, and of all but `missing` members of the
+    newest generation. Nobody has told what the job knew besides: counts of failures, drained hosts, a size that was set
+    by a command."""
+
+    workers: tuple[str, ...]
+    generation: int
+    missing: int
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        missing = f"; {count(self.missing, 'member')} of it told nothing" if self.missing else ""
+        return (
+            f"the job was rebuilt from what the agents told: {named(self.workers) or 'no worker'} of generation "
+            f"{self.generation}{missing}. Counts of failures, drained hosts, and a size that was set by `farandole "
+            "scale` are forgotten"
+        )
+
+
+@dataclass(frozen=True)
+class CoordinatorUnreachable(Event):
+    """The connection to the coordinator has ended; the workers continue for up to `patience_s`; None: for any time."""
+
+    agent: str
+    reason: str
+    patience_s: float | None
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        limit = f" for up to {self.patience_s:g} s" if self.patience_s is not None else ""
+        return f"agent {self.agent} has no connection to the coordinator ({self.reason}); its workers continue{limit}"
+
+
+@dataclass(frozen=True)
+class CoordinatorBack(Event):
+    """The agent has reached the coordinator again, or another one that has taken over."""
+
+    agent: str
+    after_s: float
+
+    def line(self) -> str:
+        return f"agent {self.agent} has reached the coordinator again after {self.after_s:.2f} s"
+
+
+@dataclass(frozen=True)
+class CoordinatorLost(Event):
+    """An agent without its coordinator ends its workers."""
+
+    agent: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"agent {self.agent} lost the coordinator and ends its workers: {self.reason}"
+
+
+@dataclass(frozen=True)
+class HostAdded(Event):
+    """A host was added. `slots` is the number of all its slots; `old_slots` its previous offer, 0 for a new host."""
+
+    host: str
+    slots: int
+    old_slots: int = 0
+
+    def line(self) -> str:
+        if self.old_slots:
+            return f"host {self.host} now offers {count(self.slots, 'slot')} instead of {self.old_slots}"
+        return f"host {self.host} offers {count(self.slots, 'slot')}"
+
+
+@dataclass(frozen=True)
+class HostRemoved(Event):
+    """A host, or a part of it, was withdrawn. `slots` are left: 0 for the whole host. `workers` leave at the next
+    boundary."""
+
+    host: str
+    slots: int
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        workers = named(self.workers) or "none"
+        what = f"no longer offers more than {count(self.slots, 'slot')}" if self.slots else "is no longer offered"
+        return f"host {self.host} {what}; workers that leave: {workers}"
+
+
+@dataclass(frozen=True)
+class HostDrained(Event):
+    """A host is drained because of `reason`: no further workers are started there. `workers` leave at the next
+    boundary."""
+
+    host: str
+    reason: str
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        return f"host {self.host} is drained: {self.reason}; workers that leave: {named(self.workers) or 'none'}"
+
+
+@dataclass(frozen=True)
+class HostUndrained(Event):
+    """A drained host may be used again, by a user's request."""
+
+    host: str
+
+    def line(self) -> str:
+        return f"host {self.host} may be used again"
+
+
+@dataclass(frozen=True)
+class HostRefused(Event):
+    """Host discovery named a host that cannot be used; the job continues with the others."""
+
+    host: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"host {self.host} is not used: {self.reason}"
+
+
+@dataclass(frozen=True)
+class HostDiscoveryFailed(Event):
+    """Host discovery failed; the job keeps the hosts that it knows."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.reason}; the list of hosts stays unchanged, and discovery is repeated"
+
+
+@dataclass(frozen=True)
+class AgentNotStarted(Event):
+    """The agent of a host could not be started, or has ended too early. It is started again after `again_s`."""
+
+    host: str
+    reason: str
+    again_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"host {self.host} has no agent: {self.reason}; another attempt follows in {self.again_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class AgentPrinted(Event):
+    """The agent of a host has printed a line."""
+
+    host: str
+    text: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"host {self.host}: {self.text}"
+
+
+@dataclass(frozen=True)
+class PreemptionWatched(Event):
+    """The metadata service of a cloud is asked whether this machine will be taken away."""
+
+    cloud: str
+
+    def line(self) -> str:
+        return f"preemption notices of {self.cloud} are watched (--preemption)"
+
+
+@dataclass(frozen=True)
+class PreemptionUnwatched(Event):
+    """Preemption notices cannot be received, for the moment or at all."""
+
+    reason: str
+    is_tried_again: bool
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        again = "; trying again" if self.is_tried_again else ""
+        return f"no preemption notices can be received: {self.reason}{again}"
+
+
+@dataclass(frozen=True)
+class PreemptionAnnounced(Event):
+    """The cloud announces that this machine will be taken away (`must_leave`), or only that it may be."""
+
+    reason: str
+    must_leave: bool
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return self.reason if self.must_leave else f"{self.reason}; training goes on here"
+
+
+@dataclass(frozen=True)
+class PodsNotWatched(Event):
+    """The coordinator cannot see the pods of the job. Deaths are still detected by the agents' heartbeats."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the pods of the job cannot be watched: {self.reason}; the job goes on, and this is tried again"
+
+
+@dataclass(frozen=True)
+class HostBlacklisted(Event):
+    """A worker was lost on the host: no further workers are started there, for `cooldown_s` or for ever (None).
+    `workers` were stopped because of it."""
+
+    host: str
+    failures: int
+    cooldown_s: float | None
+    workers: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        how_long = "permanently" if self.cooldown_s is None else f"for {self.cooldown_s:.1f} s"
+        stopped = f"; stopping {named(self.workers)}" if self.workers else ""
+        return f"host {self.host} is excluded {how_long} after {count(self.failures, 'failure')}{stopped}"
+
+
+@dataclass(frozen=True)
+class HostCooledDown(Event):
+    """The time is over for which a host was excluded."""
+
+    host: str
+
+    def line(self) -> str:
+        return f"host {self.host} may be used again: its cool-down is over"

@@ -1,0 +1,302 @@
+"""The job as a whole: its size, its checkpoints, its end, and its connections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from farandole.base.events.event import Event, Level, count, named
+from farandole.base.membership import Shortfall
+
+
+@dataclass(frozen=True)
+class ScaleChanged(Event):
+    """The job has another target size, by a user's request: `old` and `new` workers."""
+
+    old: int
+    new: int
+
+    def line(self) -> str:
+        return f"the target size of the job changes from {self.old} to {count(self.new, 'worker')}"
+
+
+@dataclass(frozen=True)
+class ScaleRefused(Event):
+    """A request for `size` workers is outside of the limits `low` and `high`; None: no limit."""
+
+    size: int
+    low: int
+    high: int | None
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        limits = f"at least {self.low} (--min-np)"
+        if self.high is not None:
+            limits += f" and at most {self.high} (--max-np)"
+        return f"the requested size of {self.size} workers was refused: the job must have {limits}"
+
+
+@dataclass(frozen=True)
+class TrainingFinished(Event):
+    """The elastic function has returned on all workers of generation `number`."""
+
+    number: int
+    workers: tuple[str, ...]
+
+    def line(self) -> str:
+        return f"all {count(len(self.workers), 'worker')} of generation {self.number} have finished training"
+
+
+@dataclass(frozen=True)
+class JobBecameStatic(Event):
+    """The script does something that cannot follow the membership. All workers have left the elastic function, in the
+    middle of the script, and train on as a static job."""
+
+    number: int
+    workers: tuple[str, ...]
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"{self.reason}; this job is static from here on, with {count(len(self.workers), 'worker')}: when a worker "
+            f"is lost, the job ends, or starts again as a whole with --max-restarts"
+        )
+
+
+@dataclass(frozen=True)
+class TrainingCutShort(Event):
+    """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised.
+
+    The script may have intended that (`break`, early stopping) or not: only its author can tell. Fields as in Shortfall
+    (membership.py); all are 0 when no worker has returned from the function: what was left is not known then.
+    """
+
+    epochs: int = 0
+    epochs_left: int = 0
+    steps: int = 0
+    steps_left: int = 0
+    level: ClassVar[Level] = "warning"
+
+    @classmethod
+    def of(cls, left: Shortfall) -> TrainingCutShort:
+        return cls(left.epochs, left.epochs_left, left.steps, left.steps_left)
+
+    def line(self) -> str:
+        counts = []
+        if self.steps:
+            counts.append(f"{self.steps_left} of {count(self.steps, 'step')} were not applied")
+        if self.epochs:
+            counts.append(f"{self.epochs_left} of {count(self.epochs, 'epoch')} ended early or were not started")
+        told = "; ".join(counts) or "it has left the elastic function before this returned"
+        return f"the script has ended the training itself: {told}"
+
+    def verdict(self) -> str:
+        """Return what the last line of the job says of it."""
+        if self.steps:
+            return f"ended by the script after {self.steps - self.steps_left} of {count(self.steps, 'step')}"
+        if not self.epochs:
+            return "ended by the script"
+        whole = self.epochs - self.epochs_left
+        return f"ended by the script after {whole} of {count(self.epochs, 'whole epoch')}"
+
+
+@dataclass(frozen=True)
+class JobRemarked(Event):
+    """Something that the result of the training needs to be read with: what was skipped, not trained, or not compared.
+    It stands in the last line of the job; a later one of the same topic replaces it."""
+
+    topic: str
+    text: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"remark: {self.text}"
+
+
+@dataclass(frozen=True)
+class NumberOfWorkersFixed(Event):
+    """What a job trains depends on the number of its workers: it waits for the replacement of each lost one."""
+
+    workers: int
+    because: str
+    level: ClassVar[Level] = "info"
+
+    def line(self) -> str:
+        return f"each step needs {count(self.workers, 'worker')}, so lost ones are waited for: {self.because}"
+
+
+@dataclass(frozen=True)
+class NumberOfWorkersFreed(Event):
+    """A lost worker of a job with a fixed number of workers cannot be replaced: the job goes on without it."""
+
+    workers: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"there will be no {count(self.workers, 'worker')} again (no restarts, slots or time left to wait for a "
+            f"replacement): the job goes on with fewer"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerTrainsAlone(Event):
+    """A worker has made a step of an optimizer, and has not met the others: neither in init(), nor in a process group
+    of torch.distributed. They may have trained as many models as there are workers."""
+
+    worker: str
+    workers: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"{self.worker} trains alone: it has made an optimizer step and has not met the others of "
+            f"{count(self.workers, 'worker')}; call init(), or torch.distributed.init_process_group() as under "
+            "torchrun, or start the script with -np 1"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerMetOthers(Event):
+    """A worker of which it was said that it trains alone has met the others: the steps before were its own."""
+
+    worker: str
+
+    def line(self) -> str:
+        return f"{self.worker} has met the other workers now: it does not train alone"
+
+
+@dataclass(frozen=True)
+class WorkersNeverMet(Event):
+    """Workers have ended with exit code 0 without having called init_process_group(), and others, `waiting`, have
+    called it."""
+
+    workers: tuple[str, ...]
+    waiting: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        ended, waiting = named(self.workers), named(self.waiting)
+        return (
+            f"ended with exit code 0 without torch.distributed.init_process_group(): {ended}; called it: {waiting}. In "
+            "a process group of all workers these wait for the others until its timeout"
+        )
+
+
+@dataclass(frozen=True)
+class ExitsAwaited(Event):
+    """The training is finished for `after_s` seconds, and these workers still run."""
+
+    workers: tuple[str, ...]
+    after_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"the training was finished {self.after_s:.0f} s ago, and the job waits for the exit of "
+            f"{named(self.workers)}: the rest of the script runs, a thread that is no daemon, or a child process that "
+            f"it waits for. `farandole stacks --worker {self.workers[0]}` shows what it does"
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Event):
+    """A checkpoint was saved: the state after `step` decided steps is in the folder `name`, and `worker` wrote it in
+    this time."""
+
+    worker: str
+    step: int
+    name: str
+    took_s: float
+
+    def line(self) -> str:
+        return f"{self.worker} saved step {self.step} as {self.name} in {self.took_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(Event):
+    """A checkpoint failed. Training continues; earlier checkpoints are untouched, and the next one is tried at its
+    time."""
+
+    worker: str
+    step: int
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} could not save step {self.step}: {self.reason}; earlier checkpoints are untouched"
+
+
+@dataclass(frozen=True)
+class StateLost(Event):
+    """No worker that held the state is left. Newcomers continue from the newest checkpoint, in `run_id`."""
+
+    run_id: int
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"no worker that held the state is left ({self.reason}); continuing from the newest checkpoint"
+
+
+@dataclass(frozen=True)
+class StopAsked(Event):
+    """A signal requested the end of the job. `grace_s`: the time that workers may take."""
+
+    signal: str
+    grace_s: float
+
+    def line(self) -> str:
+        is_request = self.signal in ("SIGINT", "SIGTERM")
+        more = "a second signal" if is_request else "SIGTERM or Ctrl-C twice"
+        return (
+            f"{self.signal}: the workers are asked to end, and are killed after {self.grace_s:g} s (--grace); "
+            f"{more} kills them at once"
+        )
+
+
+@dataclass(frozen=True)
+class JobEnds(Event):
+    """The last event of a job."""
+
+    exit_code: int
+    reason: str
+
+    def line(self) -> str:
+        return f"the job ends with exit code {self.exit_code}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class ConnectionRefused(Event):
+    """A connection was refused: the peer did not send, or prove, the data that is needed to be served. The job is
+    unharmed."""
+
+    who: str
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"refused a connection from {self.who}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class JobNotAnnounced(Event):
+    """Commands such as `farandole status` will not find the job. It still runs."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"farandole status, scale and drain will not find this job: {self.reason}"
+
+
+@dataclass(frozen=True)
+class CoordinatorStalled(Event):
+    """The coordinator could not run for a while; its deadlines are extended by that time."""
+
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the coordinator could not run for {self.stalled_s:.2f} s; all deadlines are extended by that time"

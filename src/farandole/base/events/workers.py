@@ -1,0 +1,382 @@
+"""Workers, from their start to their end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from farandole.base.events.event import Event, Level, count, named
+
+
+@dataclass(frozen=True)
+class WorkerSpawned(Event):
+    """A worker was started. `restart` is 0 for the first worker of a slot, `rank` and `local_rank` the ranks that it
+    will most likely get, `attempt` how often all workers have been started again."""
+
+    worker: str
+    slot: int
+    host: str
+    restart: int
+    restarts: int
+    rank: int | None = None
+    local_rank: int | None = None
+    attempt: int = 0
+
+    def line(self) -> str:
+        again = f", restart {self.restart} of {self.restarts}" if self.restart else ""
+        again += f", attempt {self.attempt + 1}" if self.attempt else ""
+        return f"starting {self.worker} in slot {self.slot} on {self.host}{again}"
+
+
+@dataclass(frozen=True)
+class ForkServerReady(Event):
+    """The fork server is ready: workers are forked by this process from now on."""
+
+    pid: int
+
+    def line(self) -> str:
+        return f"the fork server (process {self.pid}) is ready"
+
+
+@dataclass(frozen=True)
+class ForkServerLost(Event):
+    """The fork server was lost: workers are started in the plain way until there is another one."""
+
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the fork server is lost ({self.reason}); workers are started without it"
+
+
+@dataclass(frozen=True)
+class SpareWaits(Event):
+    """A worker waits at its elastic function, and is admitted when a member is lost."""
+
+    worker: str
+    slot: int
+    host: str
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) waits as a spare on {self.host}"
+
+
+@dataclass(frozen=True)
+class SparesMissing(Event):
+    """The job has no slots for some of the requested spares."""
+
+    spares: int
+    missing: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        spares = f"{count(self.spares, 'spare')} (--spares)"
+        return f"{self.missing} of {spares} cannot be started: the hosts have no more slots"
+
+
+@dataclass(frozen=True)
+class SlotsMissing(Event):
+    """The hosts have fewer slots than the job wants workers. `ends_in_s`: time until the start is abandoned; None once
+    there is a generation, whose workers continue."""
+
+    missing: int
+    wanted: int
+    ends_in_s: float | None
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        there = self.wanted - self.missing
+        text = f"waiting for {count(self.missing, 'more slot')} ({there} of {self.wanted} are available)"
+        return text if self.ends_in_s is None else f"{text}; the job ends in {self.ends_in_s:.0f} s (--start-timeout)"
+
+
+@dataclass(frozen=True)
+class SlotBackoff(Event):
+    """A slot's workers fail repeatedly: `failures` in a row failed soon after their start, so no other one is started
+    there for `pause_s`."""
+
+    slot: int
+    host: str
+    failures: int
+    pause_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"slot {self.slot} on {self.host} is in backoff for {self.pause_s:g} s: {self.failures} workers in a row "
+            "failed there soon after their start"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerLost(Event):
+    """A worker was lost. `last_lines` is the end of its stderr, as far as its agent had it. `restarts_left` of its
+    slot; None where no budget counts, because a lost worker costs its host."""
+
+    worker: str
+    slot: int
+    how: str
+    restarts_left: int | None
+    last_lines: tuple[str, ...] = ()
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        left = "" if self.restarts_left is None else f"; {count(self.restarts_left, 'restart')} left for its slot"
+        return f"lost {self.worker} (slot {self.slot}): it {self.how}{left}"
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Event):
+    """The failure of a worker in detail, where no worker had entered an elastic function. Several workers may fail in
+    one attempt; the root cause is the earliest failure.
+
+    rank, local_rank  the place for which it was started
+    exit_code         negative for a signal; None: its agent was lost
+    message           the last line of the exception, from its error file or as init() reports it; empty: unknown
+    traceback         the whole text
+    error_file        its path; empty: there is none
+    time_s            from the error file, in seconds since 1970; 0: unknown
+    was_stopped       it was being stopped already because of another failure
+    """
+
+    worker: str
+    host: str
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+    exit_code: int | None
+    message: str = ""
+    traceback: str = ""
+    error_file: str = ""
+    time_s: int = 0
+    was_stopped: bool = False
+
+    def line(self) -> str:
+        what = f": {self.message}" if self.message else ""
+        return f"rank {self.rank} ({self.worker}, process {self.pid} on {self.host}) failed{what}"
+
+
+@dataclass(frozen=True)
+class AllWorkersRestart(Event):
+    """A worker failed while none had entered an elastic function, or there are slots for more workers: all are stopped
+    and started again, `workers` of them. `attempt` counts from 1; `attempts` is None where no worker failed."""
+
+    workers: int
+    attempt: int
+    attempts: int | None
+    reason: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        whom = f"all {self.workers} workers" if self.workers != 1 else "the worker"
+        if self.attempts is None:
+            return f"restarting all workers, {self.workers} from now on: {self.reason}"
+        return f"restarting {whom} (attempt {self.attempt} of {self.attempts}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class WorkerEnded(Event):
+    """The end of a worker that the job does not need any more: it finished, or it left, or it was not needed."""
+
+    worker: str
+    slot: int
+    how: str
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) {self.how}"
+
+
+@dataclass(frozen=True)
+class WorkerLeaves(Event):
+    """A worker was asked to leave, and leaves at the next boundary."""
+
+    worker: str
+    slot: int
+
+    def line(self) -> str:
+        return f"{self.worker} (slot {self.slot}) was asked to leave and does so at the next boundary"
+
+
+@dataclass(frozen=True)
+class UserCodeFailed(Event):
+    """An exception of the script has ended a worker."""
+
+    worker: str
+    summary: str
+    traceback: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} raised {self.summary}\n{self.traceback}".rstrip()
+
+
+@dataclass(frozen=True)
+class StallNoticed(Event):
+    """No member has made progress for long, and there is no step timeout: the stall is only reported."""
+
+    step: int
+    in_own_code: tuple[str, ...]
+    waiting: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        hung = f"{named(self.in_own_code)} in their own code" if self.in_own_code else "no worker in its own code"
+        return (
+            f"no step for {self.stalled_s:.0f} s after step {self.step}: {hung}, {named(self.waiting)} waiting; "
+            "--step-timeout S stops workers that block the others for S seconds"
+        )
+
+
+@dataclass(frozen=True)
+class WorkersHung(Event):
+    """Workers hang: they have made no progress since `step` while all others wait for them; they are stopped."""
+
+    step: int
+    workers: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        who = named(self.workers)
+        return (
+            f"stopping {who}: all other workers waited at step {self.step} for {self.stalled_s:.0f} s (--step-timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerStacks(Event):
+    """The stacks of the threads of a worker that was stopped for making no progress."""
+
+    worker: str
+    stacks: str
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"the threads of {self.worker} when it was stopped:\n{main_first(self.stacks)}".rstrip()
+
+
+def main_first(stacks: str) -> str:
+    """Move the main thread of these stacks to the front, since readers look for the script first. faulthandler writes
+    the newest thread first, and so the main thread last."""
+    *others, main = stacks.rstrip().split("\n\n")
+    _, *frames = main.split("\n")
+    return "\n\n".join(["\n".join(["The main thread (most recent call first):", *frames]), *others])
+
+
+@dataclass(frozen=True)
+class CollectiveStalled(Event):
+    """All members wait for each other since `step`: a connection between them is broken, or they run different code."""
+
+    step: int
+    workers: tuple[str, ...]
+    stalled_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"all {count(len(self.workers), 'worker')} have waited for each other at step {self.step} for "
+            f"{self.stalled_s:.0f} s (--step-timeout)"
+        )
+
+
+@dataclass(frozen=True)
+class StateHash(Event):
+    """In strict mode, at the end of an epoch, or with `--hash-every` within it: the SHA-256 of parameters, buffers and
+    optimizer state after `step` steps."""
+
+    step: int
+    epoch: int
+    hash: str
+
+    def line(self) -> str:
+        return f"the state after step {self.step}, of epoch {self.epoch}: {self.hash}"
+
+
+@dataclass(frozen=True)
+class ShardWrong(Event):
+    """In strict mode, a worker has computed a shard wrongly; `witnesses` did so rightly. The step was not applied.
+    The worker ends, and no other one is started in its slot."""
+
+    step: int
+    shard: int
+    worker: str
+    host: str
+    witnesses: tuple[str, ...]
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"{self.worker} on {self.host} has computed shard {self.shard} of step {self.step} wrongly, as the results "
+            f"of {named(self.witnesses)} show. It ends, and its slot is not used again; test the processor and the "
+            f"memory of {self.host}"
+        )
+
+
+@dataclass(frozen=True)
+class StragglerFound(Event):
+    """With `--balance auto`: a worker has computed slowly for 20 steps in a row. Its speed is below half of the others'
+    median, `percent` of it. It gets fewer samples of each global batch meanwhile."""
+
+    worker: str
+    rank: int
+    host: str
+    percent: int
+    step: int
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return (
+            f"{self.worker} (rank {self.rank}) on {self.host} is a straggler at step {self.step}: it computes at "
+            f"{self.percent} % of the others' speed"
+        )
+
+
+@dataclass(frozen=True)
+class StragglerRecovered(Event):
+    """With `--balance auto`: a worker that was a straggler has reached 60 % of the others' median speed, or more."""
+
+    worker: str
+    rank: int
+    host: str
+    percent: int
+    step: int
+
+    def line(self) -> str:
+        return (
+            f"{self.worker} (rank {self.rank}) on {self.host} is no straggler any more at step {self.step}: it "
+            f"computes at {self.percent} % of the others' speed"
+        )
+
+
+@dataclass(frozen=True)
+class StatesDiverged(Event):
+    """States differ: these workers had another state than `source` after `step` steps. `name`: the first parameter,
+    buffer or other tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
+
+    step: int
+    name: str
+    objects: int
+    workers: tuple[str, ...]
+    source: str
+    is_fatal: bool
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        more = f" and {count(self.objects - 1, 'more tensor')}" if self.objects > 1 else ""
+        who = named(self.workers)
+        done = "the job ends" if self.is_fatal else f"{who} copied the state of {self.source}"
+        return f"the states of workers differed at step {self.step}: {self.name}{more} of {who}; {done}"
+
+
+@dataclass(frozen=True)
+class StoppedWorkerKilled(Event):
+    """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed because of it."""
+
+    worker: str
+    budget_s: float
+    level: ClassVar[Level] = "warning"
+
+    def line(self) -> str:
+        return f"{self.worker} was stopped by a signal for {self.budget_s:g} s; it is killed"
