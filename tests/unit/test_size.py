@@ -13,7 +13,7 @@ LINES = {
     "base": 7440,
     "job": 21340,
     "training": 29530,
-    "integrations": 27340,
+    "integrations": 27370,
     "testing": 2580,
     "doors": 590,
 }

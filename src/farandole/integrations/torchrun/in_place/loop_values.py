@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from farandole.integrations.torchrun.in_place.script_frames import shift_counts
+from farandole.integrations.torchrun.in_place.script_frames import are_counted, shift_counts
 from farandole.integrations.torchrun.in_place.script_places import (
     copied,
     generators_of_process,
@@ -59,7 +59,7 @@ class LoopValues:
     def __init__(self, state: StepState) -> None:
         self._state = state
         self._before: _Everything | None = None  # at the beginning of a rehearsal's loop body
-        self._has_seen_body = False
+        self._has_seen_body = self._is_counted = False
         self._watched: list[Holder] = []  # what such a body has changed
         self._changing: dict[str, torch.Tensor] = {}  # tensors that it has changed, by name
         self._variables: list[tuple[FrameType, dict[str, Any]]] = []
@@ -84,14 +84,17 @@ class LoopValues:
     def roll_back(self) -> None:
         """Return to begin_trial(), or take(): the loop body comes again."""
         before, self._before = self._before, None
+        loaders = (self._state.loader,)
         if before is not None:
+            self._is_counted = are_counted(loaders) if not self._has_seen_body else self._is_counted
             self._learn(before)
             before.bring_back()
         elif self._has_seen_body:
             variables = [(Holder("", frame, "frame"), values) for frame, values in self._variables]
             _restore([*variables, *self._copies], self._tensors, self._states)
             self._name((name for name, each in self._changing.items() if each.nbytes > _SMALL_BYTES), _TWICE)
-        shift_counts(-1, (self._state.loader,))
+        if self._is_counted or _names_a_count():  # it takes time to find the counts
+            shift_counts(-1, loaders)
 
     def note_newcomer(self) -> None:
         """Say in the last line of the job what a newcomer has not."""
@@ -169,6 +172,11 @@ def _frames_of_loop() -> list[FrameType]:
             found.append(frame)
         frame = frame.f_back
     return found
+
+
+def _names_a_count() -> bool:
+    """Return whether a running function of the loop names enumerate() or zip()."""
+    return any(name in ("enumerate", "zip") for frame in _frames_of_loop() for name in frame.f_code.co_names)
 
 
 def _variables_of(frame: FrameType) -> dict[str, Any]:
