@@ -119,7 +119,7 @@ check: $(READY)  ## lint, format, types, import direction, terms, mentioned file
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/unit/test_layers.py tests/unit/test_glossary.py tests/unit/test_docstrings.py \
-		tests/unit/test_mentions.py tests/unit/test_size.py
+		tests/unit/test_mentions.py tests/unit/test_size.py tests/unit/test_private_names.py
 
 format: $(READY)  ## let ruff put everything into shape
 	@$(BIN)/ruff check --fix .
