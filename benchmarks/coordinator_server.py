@@ -23,8 +23,8 @@ import time
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
-from farandole.base.events.generations import GenerationStarted, Recovered
-from farandole.base.events.hosts import AgentWasLost
+from farandole.base.events.generation_events import GenerationStarted, Recovered
+from farandole.base.events.host_events import AgentWasLost
 from farandole.base.wire.frames import encode
 from farandole.base.wire.messages import Welcome
 from farandole.job.coordinator.server import Coordinator

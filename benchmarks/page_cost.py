@@ -33,8 +33,8 @@ import psutil
 
 from benchmarks.coordinator_server import SLOTS, Watch
 from farandole.base.config import JobConfig
-from farandole.base.events.generations import GenerationStarted
-from farandole.base.events.hosts import HostUndrained
+from farandole.base.events.generation_events import GenerationStarted
+from farandole.base.events.host_events import HostUndrained
 from farandole.base.wire.authentication import new_token
 from farandole.base.wire.messages import Welcome
 from farandole.job.coordinator.server import Coordinator

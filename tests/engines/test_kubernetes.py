@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from farandole.base.events.hosts import PodsNotWatched
+from farandole.base.events.host_events import PodsNotWatched
 from farandole.integrations.kubernetes.kubernetes_pods import PodWatch
 from farandole.job.engines.engine_interface import HostReports
 from farandole.job.engines.host_list import PodSelection

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import pytest
 
-from farandole.base.events.hosts import CoordinatorLost
-from farandole.base.events.job import ConnectionRefused
-from farandole.base.events.workers import StoppedWorkerKilled
+from farandole.base.events.host_events import CoordinatorLost
+from farandole.base.events.job_events import ConnectionRefused
+from farandole.base.events.worker_events import StoppedWorkerKilled
 from farandole.base.membership import Address, GenerationId, Peer, Placement
 from farandole.base.wire.authentication import derive_data_key, new_token
 from farandole.base.wire.channel import Channel, accept

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events.hosts import AgentJoined, AgentWasLost, HostDrained
+from farandole.base.events.host_events import AgentJoined, AgentWasLost, HostDrained
 from farandole.base.liveness.heartbeats import HeartbeatSeal
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import Role, new_token

@@ -17,7 +17,7 @@ import pytest
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import CoordinatorRestarted
+from farandole.base.events.host_events import CoordinatorRestarted
 from farandole.job.coordinator.coordinator_process import EPOCHS_OF_A_LAUNCHER
 from farandole.job.coordinator.journal import Journal, JournalFiles, decoded, files_in_memory
 from farandole.job.coordinator.launcher_link import CoordinatorSetup

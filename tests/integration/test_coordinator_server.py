@@ -12,8 +12,8 @@ from typing import TypeVar
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events.hosts import AgentJoined, AgentWasLost
-from farandole.base.events.job import ConnectionRefused, CoordinatorStalled
+from farandole.base.events.host_events import AgentJoined, AgentWasLost
+from farandole.base.events.job_events import ConnectionRefused, CoordinatorStalled
 from farandole.base.machine import now_s
 from farandole.base.wire import channel
 from farandole.base.wire.authentication import new_token

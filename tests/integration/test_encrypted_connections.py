@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from farandole.base.config import JobConfig
-from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.job_events import ConnectionRefused
 from farandole.base.machine import now_s
 from farandole.base.membership import GenerationId
 from farandole.base.wire.authentication import Role, new_token

@@ -10,7 +10,7 @@ import pytest
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import AgentJoined, AgentNotStarted, HostDrained, HostUndrained
+from farandole.base.events.host_events import AgentJoined, AgentNotStarted, HostDrained, HostUndrained
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import new_token
 from farandole.errors import ConfigError

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from farandole.base.events.event import Event
-from farandole.base.events.workers import ForkServerLost, ForkServerReady
+from farandole.base.events.worker_events import ForkServerLost, ForkServerReady
 from farandole.job.agent.fork_server import ForkServer
 from farandole.job.agent.guard import Guard
 from farandole.job.agent.process import WorkerProcess, reap_group

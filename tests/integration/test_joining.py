@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 
 import pytest
 
-from farandole.base.events.hosts import AgentRejoins, AgentServes, AgentWaits
+from farandole.base.events.host_events import AgentRejoins, AgentServes, AgentWaits
 from farandole.base.liveness.heartbeats import HEARTBEAT_ID_BYTES, HeartbeatSeal
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import ListenerHandshake, Purpose, Role, new_token

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events.generations import GenerationStarted
+from farandole.base.events.generation_events import GenerationStarted
 from farandole.errors import ConfigError
 from farandole.job.coordinator.server import Outcome
 from farandole.job.launch.job_runner import Surroundings, run_job

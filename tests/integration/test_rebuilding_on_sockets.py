@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events.hosts import JobRebuilt
-from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.host_events import JobRebuilt
+from farandole.base.events.job_events import ConnectionRefused
 from farandole.base.membership import DataAddress, GenerationId
 from farandole.base.wire.authentication import new_token
 from farandole.base.wire.channel import Channel, connect

@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from farandole.base.config import JobConfig
-from farandole.base.events.hosts import AgentWasLost
-from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.host_events import AgentWasLost
+from farandole.base.events.job_events import ConnectionRefused
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import new_token
 from farandole.base.wire.channel import Channel, connect

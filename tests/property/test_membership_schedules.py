@@ -11,9 +11,9 @@ from functools import cache, partial
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events.generations import LinksDistrusted
-from farandole.base.events.hosts import HostDrained, HostUndrained
-from farandole.base.events.workers import WorkerLost
+from farandole.base.events.generation_events import LinksDistrusted
+from farandole.base.events.host_events import HostDrained, HostUndrained
+from farandole.base.events.worker_events import WorkerLost
 from farandole.base.membership import DataAddress, Origin
 from farandole.base.wire.link_messages import (
     Elastic,

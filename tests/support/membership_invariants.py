@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from farandole.base.config import JobConfig
-from farandole.base.events.hosts import HostBlacklisted, HostDrained, HostUndrained
-from farandole.base.events.job import JobBecameStatic, JobEnds, StateLost
-from farandole.base.events.workers import AllWorkersRestart
+from farandole.base.events.host_events import HostBlacklisted, HostDrained, HostUndrained
+from farandole.base.events.job_events import JobBecameStatic, JobEnds, StateLost
+from farandole.base.events.worker_events import AllWorkersRestart
 from farandole.base.wire.link_messages import (
     Abort,
     Elastic,

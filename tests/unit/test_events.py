@@ -8,7 +8,7 @@ import sys
 
 import msgspec
 
-from farandole.base.events.generations import (
+from farandole.base.events.generation_events import (
     ChangePlanned,
     GenerationStarted,
     LinksDistrusted,
@@ -17,7 +17,7 @@ from farandole.base.events.generations import (
     TooFewWorkers,
     TransportChosen,
 )
-from farandole.base.events.hosts import (
+from farandole.base.events.host_events import (
     AgentJoined,
     AgentWasLost,
     CoresShared,
@@ -27,7 +27,7 @@ from farandole.base.events.hosts import (
     PreemptionUnwatched,
     PreemptionWatched,
 )
-from farandole.base.events.job import (
+from farandole.base.events.job_events import (
     ExitsAwaited,
     JobBecameStatic,
     JobEnds,
@@ -42,7 +42,7 @@ from farandole.base.events.job import (
     WorkersNeverMet,
     WorkerTrainsAlone,
 )
-from farandole.base.events.workers import (
+from farandole.base.events.worker_events import (
     AllWorkersRestart,
     CollectiveStalled,
     SlotsMissing,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.base.config import Preemption, parse_preemption
-from farandole.base.events.hosts import PreemptionAnnounced, PreemptionUnwatched, PreemptionWatched
+from farandole.base.events.host_events import PreemptionAnnounced, PreemptionUnwatched, PreemptionWatched
 from farandole.errors import ConfigError
 from farandole.job.agent.preemption import Metadata, MetadataUnavailable, Notice, cloud_of_machine, watch_for_notices
 from tests.support.metadata_services import MetadataService, aws, azure, azure_event, gcp

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.base.events.job import JobBecameStatic
-from farandole.base.events.workers import AllWorkersRestart
+from farandole.base.events.job_events import JobBecameStatic
+from farandole.base.events.worker_events import AllWorkersRestart
 from farandole.base.wire.control import AskScale, Declined
 from farandole.base.wire.messages import Kill
 from farandole.job.coordinator.control_requests import judge, status_of

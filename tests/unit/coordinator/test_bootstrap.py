@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events.workers import SlotsMissing, WorkerLost
+from farandole.base.events.worker_events import SlotsMissing, WorkerLost
 from farandole.base.membership import DataAddress
 from farandole.base.wire.link_messages import Hello, Leaving, Synced
 from farandole.base.wire.messages import AgentHello, FromWorker, Heartbeat, Kill, SpawnFailed, WorkerExited

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.base.events.job import CheckpointFailed, CheckpointSaved, StateLost
+from farandole.base.events.job_events import CheckpointFailed, CheckpointSaved, StateLost
 from farandole.base.membership import Origin, Progress
 from farandole.base.wire.link_messages import CheckpointEnded, MayPublish, PublishAnswer, Stop
 from farandole.base.wire.messages import ForwardToWorkers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events.hosts import HostUndrained
+from farandole.base.events.host_events import HostUndrained
 from farandole.base.wire.control import Accepted, AskDrain, AskScale, AskUndrain, Declined, is_drained, is_scaled
 from farandole.base.wire.messages import Dismissed
 from farandole.job.coordinator.control_requests import judge, status_of

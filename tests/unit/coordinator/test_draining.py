@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.base.events.hosts import HostDrained
-from farandole.base.events.workers import WorkerEnded
+from farandole.base.events.host_events import HostDrained
+from farandole.base.events.worker_events import WorkerEnded
 from farandole.base.wire.link_messages import Left, Prepare
 from farandole.base.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill
 from farandole.job.coordinator import hosts

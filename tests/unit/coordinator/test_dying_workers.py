@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.base.events.job import TrainingCutShort
-from farandole.base.events.workers import WorkerLost
+from farandole.base.events.job_events import TrainingCutShort
+from farandole.base.events.worker_events import WorkerLost
 from farandole.base.wire.link_messages import Failed
 from farandole.base.wire.messages import WorkerDying
 from farandole.job.coordinator.inputs import AgentReported, ScaleRequested

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.base.events.job import NumberOfWorkersFixed, NumberOfWorkersFreed
+from farandole.base.events.job_events import NumberOfWorkersFixed, NumberOfWorkersFreed
 from farandole.base.wire.control import AskScale, Declined
 from farandole.base.wire.link_messages import WorkersFixed
 from farandole.job.coordinator.control_requests import judge

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.base.events.generations import Recovered
-from farandole.base.events.workers import CollectiveStalled, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
+from farandole.base.events.generation_events import Recovered
+from farandole.base.events.worker_events import CollectiveStalled, StallNoticed, WorkerLost, WorkersHung, WorkerStacks
 from farandole.base.membership import Phase, WorkerStatus
 from farandole.base.wire.link_messages import Stop
 from farandole.base.wire.messages import ForwardToWorkers, Kill, WorkerDying, WorkerExited

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.base.events.hosts import HostAdded, HostRemoved
+from farandole.base.events.host_events import HostAdded, HostRemoved
 from farandole.base.membership import Placement
 from farandole.base.wire.link_messages import Leaving, Prepare
 from farandole.base.wire.messages import Dismissed, ForwardToWorkers, Kill, Spawn, StartWorkers

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from farandole.base.events.generations import RegroupBegan
-from farandole.base.events.workers import WorkerLost, WorkerSpawned
+from farandole.base.events.generation_events import RegroupBegan
+from farandole.base.events.worker_events import WorkerLost, WorkerSpawned
 from farandole.base.wire.link_messages import Failed, Ready
 from farandole.base.wire.messages import FromWorker, WorkerDying, WorkerExited
 from farandole.job.coordinator.decide import decide

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events.job import ScaleRefused
-from farandole.base.events.workers import WorkerEnded
+from farandole.base.events.job_events import ScaleRefused
+from farandole.base.events.worker_events import WorkerEnded
 from farandole.base.wire.link_messages import Leaving
 from farandole.base.wire.messages import Kill
 from farandole.job.coordinator.inputs import ScaleRequested

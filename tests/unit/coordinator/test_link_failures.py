@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events.generations import TransportChosen
+from farandole.base.events.generation_events import TransportChosen
 from farandole.base.wire.link_messages import Connected, LinkBroken
 from farandole.base.wire.messages import Kill
 from farandole.job.coordinator.broken_links import cover_but_one_holder, smallest_cover

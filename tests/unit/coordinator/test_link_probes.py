@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events.generations import LinksDistrusted, RegroupBegan
+from farandole.base.events.generation_events import LinksDistrusted, RegroupBegan
 from farandole.base.wire.link_messages import Probe, Probed
 from farandole.base.wire.messages import ForwardToWorkers, Kill
 from farandole.job.coordinator.broken_links import cover_but_one_holder, spread_to_hosts

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events.hosts import JobRebuilt
-from farandole.base.events.job import JobEnds
+from farandole.base.events.host_events import JobRebuilt
+from farandole.base.events.job_events import JobEnds
 from farandole.base.membership import DataAddress, GenerationId
 from farandole.base.wire.link_messages import Abort, Newcomer, Ready, Start
 from farandole.base.wire.message import PROTOCOL_VERSION

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.base.events.generations import Recovered
+from farandole.base.events.generation_events import Recovered
 from farandole.base.membership import Origin
 from farandole.base.wire.messages import WorkerDying, WorkerExited
 from farandole.job.coordinator.inputs import AgentLost, AgentReported, StepsSeen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events.job import ExitsAwaited, TrainingCutShort
+from farandole.base.events.job_events import ExitsAwaited, TrainingCutShort
 from farandole.base.membership import Shortfall
 from farandole.base.wire.link_messages import Leaving
 from farandole.base.wire.messages import JobOver, Kill

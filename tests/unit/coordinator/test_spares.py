@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events.workers import SparesMissing, SpareWaits
+from farandole.base.events.worker_events import SparesMissing, SpareWaits
 from farandole.base.wire.link_messages import Leaving
 from farandole.base.wire.messages import Kill
 from farandole.errors import ConfigError

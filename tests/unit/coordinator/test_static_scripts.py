@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.base.events.job import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
+from farandole.base.events.job_events import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
 from farandole.base.wire.link_messages import LinkBroken
 from farandole.base.wire.messages import Kill, Spawn, WorkerMet
 from farandole.job.coordinator.inputs import AgentReported

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.job_events import ConnectionRefused
 from farandole.base.wire.listening import Strangers
 from farandole.base.wire.peer_user import _is_supported
 from farandole.errors import ConfigError

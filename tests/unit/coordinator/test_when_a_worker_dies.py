@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.base.events.generations import GenerationStarted
-from farandole.base.events.workers import WorkerLost
+from farandole.base.events.generation_events import GenerationStarted
+from farandole.base.events.worker_events import WorkerLost
 from farandole.base.wire.link_messages import Abort
 from farandole.base.wire.messages import ForwardToWorkers, Kill
 from farandole.job.coordinator.inputs import AgentLost

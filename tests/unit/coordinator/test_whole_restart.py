@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.base.config import JobConfig
-from farandole.base.events.workers import AllWorkersRestart, WorkerFailed
+from farandole.base.events.worker_events import AllWorkersRestart, WorkerFailed
 from farandole.base.wire.link_messages import Elastic
 from farandole.base.wire.messages import Kill, RecordedError, Spawn, SpawnFailed, WorkerExited
 from farandole.errors import ConfigError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.base.events.hosts import HostDrained
-from farandole.base.events.workers import ShardWrong
+from farandole.base.events.host_events import HostDrained
+from farandole.base.events.worker_events import ShardWrong
 from farandole.base.wire.link_messages import ShardDiffered
 from farandole.base.wire.messages import Kill
 from tests.support.told_job import ToldJob

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import HostDiscoveryFailed
+from farandole.base.events.host_events import HostDiscoveryFailed
 from farandole.job.engines.discovery import ANSWERS_IN_A_ROW, HostsOver, HostsSource
 from farandole.job.engines.host_list import HostSlots
 from tests.support.waiting import run

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from farandole.base.env import slurm_client_environment
-from farandole.base.events.hosts import HostDrained
-from farandole.base.events.job import StopAsked
+from farandole.base.events.host_events import HostDrained
+from farandole.base.events.job_events import StopAsked
 from farandole.base.membership import Address
 from farandole.integrations.slurm.slurm_allocation import SlurmAllocation
 from farandole.integrations.slurm.slurm_engine import SlurmEngine, exit_of_srun

@@ -9,8 +9,8 @@ import pytest
 from farandole.base.checkpoints.folder import MANIFEST, CheckpointFolder, write_file
 from farandole.base.checkpoints.manifest import FORMAT, Manifest
 from farandole.base.env import CheckpointEnv, read_checkpoint_env
-from farandole.base.events.generations import GenerationStarted
-from farandole.base.events.job import StateLost
+from farandole.base.events.generation_events import GenerationStarted
+from farandole.base.events.job_events import StateLost
 from farandole.base.membership import Origin
 from farandole.errors import ConfigError
 from farandole.job.launch.checkpoint_place import beginning

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.base.events.job import ScaleChanged
-from farandole.base.events.workers import WorkerEnded
+from farandole.base.events.job_events import ScaleChanged
+from farandole.base.events.worker_events import WorkerEnded
 from farandole.errors import ConfigError
 from farandole.job.launch.job_files import EventFile
 

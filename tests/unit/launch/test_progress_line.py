@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.base.events.generations import Recovered
+from farandole.base.events.generation_events import Recovered
 from farandole.job.coordinator.control_requests import JobSummary
 from farandole.job.launch.progress_line import Part, ProgressLine, Rate, duration, fitted
 

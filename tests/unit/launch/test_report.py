@@ -8,9 +8,9 @@ import pytest
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
-from farandole.base.events.generations import GenerationStarted, Recovered, RegroupBegan
-from farandole.base.events.job import JobEnds, JobRemarked, TrainingCutShort, WorkerMetOthers, WorkerTrainsAlone
-from farandole.base.events.workers import StatesDiverged, UserCodeFailed, WorkerLost, WorkerSpawned
+from farandole.base.events.generation_events import GenerationStarted, Recovered, RegroupBegan
+from farandole.base.events.job_events import JobEnds, JobRemarked, TrainingCutShort, WorkerMetOthers, WorkerTrainsAlone
+from farandole.base.events.worker_events import StatesDiverged, UserCodeFailed, WorkerLost, WorkerSpawned
 from farandole.job.launch.report import Loudness, Report
 
 STARTED = GenerationStarted(1, ("w0", "w1", "w2"), True, 0.0)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import StateUnwritten, StateWritten
+from farandole.base.events.host_events import StateUnwritten, StateWritten
 from farandole.job.coordinator.journal import Journal, JournalFiles, files_in_memory
 from farandole.job.launch import state_copies
 from farandole.job.launch.job_state import StateUnavailable

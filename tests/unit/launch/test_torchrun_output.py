@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 from farandole.base.env import TorchrunSettings
-from farandole.base.events.workers import WorkerFailed, WorkerSpawned
+from farandole.base.events.worker_events import WorkerFailed, WorkerSpawned
 from farandole.integrations.torchrun.torchrun_options import parse_torchrun
 from farandole.integrations.torchrun.torchrun_output import FailureReport, Places, TorchrunOutput, run_folder
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from farandole.base.events.event import Event
-from farandole.base.events.generations import ChangePlanned, GenerationStarted, Recovered, RegroupBegan
-from farandole.base.events.job import CheckpointFailed, CheckpointSaved
-from farandole.base.events.workers import WorkerLost
+from farandole.base.events.generation_events import ChangePlanned, GenerationStarted, Recovered, RegroupBegan
+from farandole.base.events.job_events import CheckpointFailed, CheckpointSaved
+from farandole.base.events.worker_events import WorkerLost
 from farandole.base.membership import WorkerTelemetry
 from farandole.base.wire.control import EventRecord, HostStatus, Status, WorkerSummary
 from farandole.job.launch.job_history import POINTS_KEPT, Curves, JobHistory, epoch_of, means_of_values

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from farandole.base.events.event import Event
-from farandole.base.events.generations import GenerationStarted, Recovered, RegroupBegan
+from farandole.base.events.generation_events import GenerationStarted, Recovered, RegroupBegan
 from farandole.base.wire.control import EventRecord
 from farandole.job.launch import job_timeline
 from farandole.job.launch.job_history import JobHistory

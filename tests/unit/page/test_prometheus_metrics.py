@@ -15,9 +15,9 @@ pytest.importorskip("prometheus_client", reason="it needs prometheus_client: pip
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from farandole.base.events.generations import GenerationStarted
-from farandole.base.events.job import CheckpointSaved
-from farandole.base.events.workers import WorkerLost
+from farandole.base.events.generation_events import GenerationStarted
+from farandole.base.events.job_events import CheckpointSaved
+from farandole.base.events.worker_events import WorkerLost
 from farandole.base.membership import WorkerTelemetry
 from farandole.integrations.page.prometheus_metrics import JobMetrics
 from tests.unit.page.test_job_history import Telling, recovered, status

@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from farandole.base.events.event import Event
-from farandole.base.events.generations import GenerationStarted
-from farandole.base.events.job import CheckpointSaved
+from farandole.base.events.generation_events import GenerationStarted
+from farandole.base.events.job_events import CheckpointSaved
 from farandole.integrations.page.recovery_traces import RecoveryTraces
 from farandole.job.launch.page_address import check_traces
 from tests.support.local_server import LocalServer

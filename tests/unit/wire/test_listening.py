@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.job_events import ConnectionRefused
 from farandole.base.wire.listening import FailureBudget, Listener, RefusalReports, Strangers
 from farandole.base.wire.sockets import listening_sockets
 from tests.support.waiting import DEADLINE_S, run

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from farandole.base.events import generations, hosts, job, workers
+from farandole.base.events import generation_events, host_events, job_events, worker_events
 from farandole.base.events.event import Event
 
-MODULES = hosts, job, generations, workers
+MODULES = host_events, job_events, generation_events, worker_events
 
 KINDS: dict[str, type[Event]] = {
     name: kind

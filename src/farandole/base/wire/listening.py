@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.job_events import ConnectionRefused
 from farandole.base.machine import now_s
 from farandole.base.membership import Address
 

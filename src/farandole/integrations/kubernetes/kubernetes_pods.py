@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import PodsNotWatched
+from farandole.base.events.host_events import PodsNotWatched
 from farandole.errors import ConfigError, FarandoleError
 from farandole.job.engines.engine_interface import HostReports
 from farandole.job.engines.host_list import PodSelection

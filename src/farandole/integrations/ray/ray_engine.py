@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import AgentPrinted
+from farandole.base.events.host_events import AgentPrinted
 from farandole.job.engines.agent_process import exit_of_agent
 from farandole.job.engines.discovery import DiscoveryFailed
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, StartFailed

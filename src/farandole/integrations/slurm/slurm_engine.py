@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from farandole.base.env import slurm_client_environment
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import AgentPrinted, HostDrained
-from farandole.base.events.job import StopAsked
+from farandole.base.events.host_events import AgentPrinted, HostDrained
+from farandole.base.events.job_events import StopAsked
 from farandole.base.machine import now_s
 from farandole.errors import ConfigError
 from farandole.integrations.slurm.slurm_allocation import SlurmAllocation, expand_nodes

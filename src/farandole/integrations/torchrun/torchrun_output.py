@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from farandole.base.events.event import Event
-from farandole.base.events.workers import WorkerFailed, WorkerSpawned
+from farandole.base.events.worker_events import WorkerFailed, WorkerSpawned
 from farandole.base.machine import wall_time_s
 from farandole.errors import ConfigError
 from farandole.integrations.torchrun.torchrun_options import TorchrunOptions

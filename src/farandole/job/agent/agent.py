@@ -17,9 +17,9 @@ import msgspec
 
 from farandole.base.env import WorkerEnv, environment_of, horovod_environment, torchrun_environment
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import CoordinatorLost
-from farandole.base.events.job import ConnectionRefused
-from farandole.base.events.workers import StoppedWorkerKilled
+from farandole.base.events.host_events import CoordinatorLost
+from farandole.base.events.job_events import ConnectionRefused
+from farandole.base.events.worker_events import StoppedWorkerKilled
 from farandole.base.liveness.heartbeats import Heartbeats, heartbeat_period_s
 from farandole.base.machine import now_s, since_boot_s
 from farandole.base.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry

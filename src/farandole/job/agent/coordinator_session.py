@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import CoordinatorBack, CoordinatorUnreachable
+from farandole.base.events.host_events import CoordinatorBack, CoordinatorUnreachable
 from farandole.base.machine import since_boot_s
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel
 from farandole.base.wire.message import Message

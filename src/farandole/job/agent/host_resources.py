@@ -6,7 +6,7 @@ import resource
 from collections.abc import Callable, Mapping
 
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import CoresShared
+from farandole.base.events.host_events import CoresShared
 from farandole.base.machine import affinity_cores, usable_cores
 from farandole.errors import ConfigError
 

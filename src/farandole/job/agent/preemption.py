@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from farandole.base.config import Preemption
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import PreemptionAnnounced, PreemptionUnwatched, PreemptionWatched
+from farandole.base.events.host_events import PreemptionAnnounced, PreemptionUnwatched, PreemptionWatched
 from farandole.base.machine import wall_time_s
 from farandole.errors import FarandoleError
 

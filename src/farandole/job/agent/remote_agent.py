@@ -16,7 +16,7 @@ from typing import Literal, Protocol, cast
 
 from farandole.base.env import inherited_environment
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import AgentRejoins, AgentServes, AgentWaits
+from farandole.base.events.host_events import AgentRejoins, AgentServes, AgentWaits
 from farandole.base.machine import installed_software, now_s
 from farandole.base.membership import Address
 from farandole.base.wire.call_messages import CallComes

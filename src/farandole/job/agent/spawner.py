@@ -17,7 +17,7 @@ from typing import Protocol
 from farandole.base.config import ForkServerUse
 from farandole.base.env import differs_for_all
 from farandole.base.events.event import Event
-from farandole.base.events.workers import ForkServerLost, ForkServerReady
+from farandole.base.events.worker_events import ForkServerLost, ForkServerReady
 from farandole.job.agent.completion import to_its_end
 from farandole.job.agent.fork_server import ForkServer, PythonCommand, python_command
 from farandole.job.agent.guard import Guard

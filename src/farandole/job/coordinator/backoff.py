@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 
-from farandole.base.events.workers import SlotBackoff
+from farandole.base.events.worker_events import SlotBackoff
 from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Transition
 

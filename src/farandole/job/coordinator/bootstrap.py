@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.base.events.job import WorkersNeverMet
+from farandole.base.events.job_events import WorkersNeverMet
 from farandole.job.coordinator import capacity
 from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.regroup import start

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from farandole.base.events.generations import LinksDistrusted
+from farandole.base.events.generation_events import LinksDistrusted
 from farandole.base.wire.link_messages import LinkBroken, Probe, Probed
 from farandole.job.coordinator import regroup
 from farandole.job.coordinator.job import Finding, Job, LinkTrouble, Worker

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from farandole.base.events.job import NumberOfWorkersFixed, NumberOfWorkersFreed, ScaleChanged, ScaleRefused
-from farandole.base.events.workers import SlotsMissing, SparesMissing, SpareWaits, WorkerSpawned
+from farandole.base.events.job_events import NumberOfWorkersFixed, NumberOfWorkersFreed, ScaleChanged, ScaleRefused
+from farandole.base.events.worker_events import SlotsMissing, SparesMissing, SpareWaits, WorkerSpawned
 from farandole.base.wire.link_messages import Left
 from farandole.base.wire.messages import Spawn
 from farandole.job.coordinator.job import Job, Offer, Slot, Worker

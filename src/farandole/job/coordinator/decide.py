@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farandole.base.events.workers import WorkerStacks
+from farandole.base.events.worker_events import WorkerStacks
 from farandole.base.wire.messages import (
     AgentLeaving,
     AgentMessage,

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from farandole.base.events.event import Event
-from farandole.base.events.job import CoordinatorStalled
+from farandole.base.events.job_events import CoordinatorStalled
 from farandole.job.coordinator.decide import decide, next_deadline
 from farandole.job.coordinator.inputs import AgentLost, Input, StepsSeen, Tick
 from farandole.job.coordinator.job import Job

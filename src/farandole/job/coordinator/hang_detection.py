@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from farandole.base.events.workers import CollectiveStalled, StallNoticed, WorkersHung
+from farandole.base.events.worker_events import CollectiveStalled, StallNoticed, WorkersHung
 from farandole.base.membership import LONGEST_BETWEEN_S, Phase, WorkerStatus
 from farandole.job.coordinator.inputs import StepsStalled
 from farandole.job.coordinator.job import Job, StepStall

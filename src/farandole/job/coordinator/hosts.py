@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from farandole.base.events.hosts import (
+from farandole.base.events.host_events import (
     AgentJoined,
     HostAdded,
     HostBlacklisted,

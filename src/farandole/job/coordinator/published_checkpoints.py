@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.base.events.job import CheckpointFailed, CheckpointSaved
+from farandole.base.events.job_events import CheckpointFailed, CheckpointSaved
 from farandole.base.wire.link_messages import CheckpointEnded, MayPublish, PublishAnswer
 from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Transition

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from farandole.base.events.hosts import JobRebuilt
+from farandole.base.events.host_events import JobRebuilt
 from farandole.base.membership import GenerationId
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S
 from farandole.base.wire.link_messages import Leaving, Newcomer

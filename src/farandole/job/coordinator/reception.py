@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from farandole.base.config import JobConfig
-from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.job_events import ConnectionRefused
 from farandole.base.membership import Address
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel, accept
 from farandole.base.wire.control import ClientHello, ClientMessage

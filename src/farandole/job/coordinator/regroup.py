@@ -14,8 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from farandole.base.events.event import MOST_NAMED
-from farandole.base.events.generations import ChangePlanned, GenerationStarted, Recovered, RegroupBegan, TooFewWorkers
-from farandole.base.events.job import StateLost, TrainingCutShort
+from farandole.base.events.generation_events import (
+    ChangePlanned,
+    GenerationStarted,
+    Recovered,
+    RegroupBegan,
+    TooFewWorkers,
+)
+from farandole.base.events.job_events import StateLost, TrainingCutShort
 from farandole.base.membership import GenerationId
 from farandole.base.wire.link_messages import Abort, FirstStep, Left, Prepare, Start
 from farandole.base.wire.messages import StartWorkers

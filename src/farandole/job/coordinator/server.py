@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import JobRebuilding
+from farandole.base.events.host_events import JobRebuilding
 from farandole.base.machine import now_s
 from farandole.base.membership import Address, Origin
 from farandole.base.wire.channel import Channel

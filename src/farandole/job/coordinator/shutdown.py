@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.base.events.job import ExitsAwaited, JobBecameStatic, TrainingCutShort, TrainingFinished
-from farandole.base.events.workers import WorkerStacks
+from farandole.base.events.job_events import ExitsAwaited, JobBecameStatic, TrainingCutShort, TrainingFinished
+from farandole.base.events.worker_events import WorkerStacks
 from farandole.base.wire.link_messages import CheckpointEnded, Finished, MayPublish, Released, WorkerMessage
 from farandole.base.wire.messages import FromWorker, JobOver, SpawnFailed, WorkerExited
 from farandole.job.coordinator import capacity, published_checkpoints, whole_restart

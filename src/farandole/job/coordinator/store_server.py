@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol
 
-from farandole.base.events.job import ConnectionRefused
+from farandole.base.events.job_events import ConnectionRefused
 from farandole.base.membership import Address
 from farandole.base.wire.listening import REPORTS_EVERY_S, FailureBudget, Listener, RefusalReports, Strangers
 from farandole.base.wire.peer_user import is_of_another_user

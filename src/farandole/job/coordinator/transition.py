@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from farandole.base.events.event import Event
-from farandole.base.events.job import JobEnds
+from farandole.base.events.job_events import JobEnds
 from farandole.base.wire.link_messages import Stop, ToWorker
 from farandole.base.wire.messages import ForwardToWorkers, Kill, ToAgent
 from farandole.job.coordinator.job import Ending, Job, Slot, SlotUse, Worker

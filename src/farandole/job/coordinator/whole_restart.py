@@ -9,7 +9,7 @@ the same effect (`_use_more_slots`), which counts as no failure.
 
 from __future__ import annotations
 
-from farandole.base.events.workers import AllWorkersRestart, WorkerFailed
+from farandole.base.events.worker_events import AllWorkersRestart, WorkerFailed
 from farandole.base.wire.messages import WorkerExited
 from farandole.job.coordinator import capacity
 from farandole.job.coordinator.job import Job, LinkTrouble, WholeRestart, Worker

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from farandole.base.events.hosts import AgentWasLost
-from farandole.base.events.workers import WorkerEnded, WorkerLost
+from farandole.base.events.host_events import AgentWasLost
+from farandole.base.events.worker_events import WorkerEnded, WorkerLost
 from farandole.base.wire.messages import SpawnFailed, WorkerExited
 from farandole.job.coordinator import backoff, capacity, regroup, whole_restart
 from farandole.job.coordinator.hosts import quarantine_host

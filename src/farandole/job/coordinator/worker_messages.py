@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.base.events.generations import TransportChosen
-from farandole.base.events.job import JobRemarked, WorkerMetOthers, WorkerTrainsAlone
-from farandole.base.events.workers import (
+from farandole.base.events.generation_events import TransportChosen
+from farandole.base.events.job_events import JobRemarked, WorkerMetOthers, WorkerTrainsAlone
+from farandole.base.events.worker_events import (
     ShardWrong,
     StateHash,
     StatesDiverged,

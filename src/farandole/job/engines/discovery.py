@@ -13,7 +13,7 @@ from typing import Protocol
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import HostDiscoveryFailed, HostRefused
+from farandole.base.events.host_events import HostDiscoveryFailed, HostRefused
 from farandole.base.machine import now_s
 from farandole.errors import ConfigError, FarandoleError
 from farandole.job.agent.completion import to_its_end

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable
 
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import AgentNotStarted, HostDrained, HostUndrained
+from farandole.base.events.host_events import AgentNotStarted, HostDrained, HostUndrained
 from farandole.errors import ConfigError
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
 from farandole.job.engines.host_list import HostSlots

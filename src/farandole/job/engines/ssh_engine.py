@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from farandole.base.env import inherited_environment
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import AgentPrinted
+from farandole.base.events.host_events import AgentPrinted
 from farandole.job.engines.agent_process import AgentProcess, exit_of_agent
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, StartFailed
 from farandole.job.engines.host_list import SshSettings

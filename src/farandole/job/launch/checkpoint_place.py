@@ -13,8 +13,8 @@ from farandole.base.checkpoints.folder import CheckpointFolder, JobLock, begin_j
 from farandole.base.checkpoints.store import LocalStore
 from farandole.base.env import CheckpointEnv, environment_of
 from farandole.base.events.event import Event
-from farandole.base.events.generations import GenerationStarted
-from farandole.base.events.job import StateLost
+from farandole.base.events.generation_events import GenerationStarted
+from farandole.base.events.job_events import StateLost
 from farandole.base.membership import Origin
 from farandole.errors import ConfigError
 from farandole.job.launch.job_state import JobState

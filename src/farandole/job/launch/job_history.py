@@ -25,7 +25,7 @@ POINTS_KEPT = 720
 _RATE_S = 6.0  # seconds over which the rate of steps is taken: it is known up to half a second late
 
 PHASES = ("silent", "ready", "connected", "synced", "first_step")
-"""The phases of a recovery, in their order; the fields of Recovered (base/events/generations.py) without their unit."""
+"""The phases of a recovery, in their order; the fields of Recovered (generation_events.py) without their unit."""
 
 _JobEvent = dict[str, Any]
 

@@ -15,9 +15,9 @@ from typing import Any, cast
 from farandole.base.config import ForkServerUse
 from farandole.base.env import carried_environment, inherited_environment
 from farandole.base.events.event import Event
-from farandole.base.events.generations import GenerationStarted
-from farandole.base.events.hosts import AgentsAwaited, HostDrained, HostUndrained
-from farandole.base.events.job import JobNotAnnounced, StopAsked
+from farandole.base.events.generation_events import GenerationStarted
+from farandole.base.events.host_events import AgentsAwaited, HostDrained, HostUndrained
+from farandole.base.events.job_events import JobNotAnnounced, StopAsked
 from farandole.base.machine import wall_time_s
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import new_token

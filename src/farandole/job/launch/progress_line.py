@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from farandole.base.events.event import Event
-from farandole.base.events.generations import Recovered
+from farandole.base.events.generation_events import Recovered
 from farandole.job.coordinator.control_requests import JobSummary
 
 RATE_S = 10.0

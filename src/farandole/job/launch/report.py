@@ -11,9 +11,9 @@ from typing import Literal, TextIO, TypeAlias
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
-from farandole.base.events.generations import ChangePlanned, GenerationStarted, Recovered, TransportChosen
-from farandole.base.events.hosts import AgentJoined
-from farandole.base.events.job import (
+from farandole.base.events.generation_events import ChangePlanned, GenerationStarted, Recovered, TransportChosen
+from farandole.base.events.host_events import AgentJoined
+from farandole.base.events.job_events import (
     JobEnds,
     JobRemarked,
     TrainingCutShort,
@@ -21,7 +21,7 @@ from farandole.base.events.job import (
     WorkerMetOthers,
     WorkerTrainsAlone,
 )
-from farandole.base.events.workers import (
+from farandole.base.events.worker_events import (
     AllWorkersRestart,
     ForkServerReady,
     StatesDiverged,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from farandole.base.command_parser import USAGE_ERROR
-from farandole.base.events.workers import main_first
+from farandole.base.events.worker_events import main_first
 from farandole.base.wire.control import StacksOfWorker, Status, WorkerSummary
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.job.launch.control_client import (

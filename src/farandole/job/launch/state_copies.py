@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import StateUnwritten, StateWritten
+from farandole.base.events.host_events import StateUnwritten, StateWritten
 from farandole.base.machine import now_s
 from farandole.errors import FarandoleError
 from farandole.job.coordinator.journal import Journal, JournalFiles

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from farandole.base.events.event import Event
-from farandole.base.events.hosts import CoordinatorRestarted
+from farandole.base.events.host_events import CoordinatorRestarted
 from farandole.base.machine import now_s
 from farandole.base.membership import Address
 from farandole.base.wire.message_log import MessageLog

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from farandole.base.events.job import JobRemarked
+from farandole.base.events.job_events import JobRemarked
 from farandole.base.membership import GenerationId, Placement
 from farandole.errors import GenerationEnded, NotInitialized, StepError
 from farandole.training.collectives.transport import Transport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from farandole.base.events.job import TrainingCutShort
+from farandole.base.events.job_events import TrainingCutShort
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.membership import Phase, Shortfall
 from farandole.base.wire.link_messages import Finished
