@@ -43,4 +43,4 @@ def test_every_python_block_of_the_pages_and_docstrings_runs(workers: int) -> No
 @pytest.mark.timeout(600)
 def test_every_program_of_the_pages_is_the_script_of_a_job_of_three_workers() -> None:
     """Those of the pages; those of docstrings have run in a world of three."""
-    assert run_blocks("README.md", "docs/", "--jobs", "3", timeout_s=580) > 15
+    assert run_blocks("README.md", "docs/", "--jobs", "3", timeout_s=580) > 10

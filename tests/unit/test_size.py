@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "src" / "farandole"
 LINES = {
     "base": 7440,
     "job": 21340,
-    "training": 29530,
+    "training": 29540,
     "integrations": 27370,
     "testing": 2580,
     "doors": 590,

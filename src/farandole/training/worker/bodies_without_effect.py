@@ -80,7 +80,9 @@ class BodiesWithoutEffect:
     def __init__(self, state: StepState, is_in_job: bool, raise_if_interrupted: Callable[[str], None]) -> None:
         self._state, self._is_in_job, self._raise_if_interrupted = state, is_in_job, raise_if_interrupted
         self.is_untried = False
-        self.outside = factory("values of a loop")(state) if is_in_job and state.rehearse else ValuesOutside()
+        # Strict mode runs a shard twice to find what is not repeated: nothing is brought back in between.
+        is_brought_back = is_in_job and state.rehearse and not state.is_strict
+        self.outside = factory("values of a loop")(state) if is_brought_back else ValuesOutside()
         self._newcomers: tuple[int, ...] = ()  # ranks of those
         self._rehearsal: Rehearsal | None = None  # it is under way
         self._is_rehearsed = False  # it is over
