@@ -4,10 +4,11 @@ comes again begins as it began."""
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +49,12 @@ def make_state(width: int = 2) -> Any:
     return fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
 
 
-def train(orders: Any, state: Any, lost_in: int | None) -> dict[str, Any]:
-    """Train an epoch with values of every kind, and return them."""
+def counted(batches: Iterable[Any]) -> Iterator[Any]:
+    return enumerate(batches)
+
+
+def train(orders: Any, state: Any, lost_in: int | None, collects: int | None = None) -> dict[str, Any]:
+    """Train an epoch with values of every kind, and return them. `collects`: a step in which garbage is collected."""
     global of_module
     of_module = 0
     average, model = copy.deepcopy(state.model), state.model
@@ -61,7 +66,9 @@ def train(orders: Any, state: Any, lost_in: int | None) -> dict[str, Any]:
         count, mean, places, drawn, before = 0, 1.0, [], [], None
         schedule = iter(range(100))
         for _ in state.loader.epochs(1):
-            for place, (x,) in enumerate(state.loader):
+            for place, (x,) in counted(state.loader):  # nothing that is running names enumerate()
+                if state.step == collects:
+                    gc.collect()
                 state.optimizer.zero_grad()
                 loss = model(x).square().mean()
                 if state.step == lost_in and state.has_rehearsed and not has_lost.is_set():
@@ -99,6 +106,33 @@ def test_rehearsals_leave_no_trace(orders: Orders, wanted: dict[str, Any]) -> No
 @pytest.mark.parametrize("lost_in", range(1, STEPS))
 def test_a_loop_body_that_comes_again_begins_as_it_began(orders: Orders, wanted: dict[str, Any], lost_in: int) -> None:
     assert train(orders, make_state(), lost_in) == wanted
+
+
+@pytest.mark.parametrize("collects", [0, 1])
+def test_the_count_of_the_loop_may_be_among_the_oldest_objects(
+    orders: Orders, wanted: dict[str, Any], collects: int
+) -> None:
+    assert train(orders, make_state(), 2, collects) == wanted
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_an_iterator_may_be_made_before_the_epoch(orders: Orders, is_early: bool) -> None:
+    state = make_state()
+    early = enumerate(state.loader) if is_early else None
+    gc.collect()
+    epochs = state.loader.epochs(1)
+
+    def function() -> list[int]:
+        places = list[int]()
+        for _ in epochs:
+            for place, (x,) in early or counted(state.loader):
+                state.optimizer.zero_grad()
+                state.model(x).square().mean().backward()
+                state.optimizer.step()
+                places.append(place)
+        return places
+
+    assert StepLoop(orders, state).run(function) == list(range(STEPS))
 
 
 def test_large_tensors_that_stay_changed_are_named(orders: Orders) -> None:

@@ -35,6 +35,7 @@ class ElasticLoader(ABC):
             and handing out batches change nothing that is saved.
         batch: The current batch; None before the first and after the last one.
         indices: The samples of the data set in it, in order; none for a dummy batch.
+        elder: An object that is older than each iterator over the batches of this epoch; None: there is none.
         rows_on_trial: Digests of samples in the last rehearsal's batch.
         seed: Seed of random numbers.
         hooks: The run loop, which is called at each boundary.
@@ -51,12 +52,14 @@ class ElasticLoader(ABC):
         self.record = EpochRecord()
         self.batch: Batch | None = None
         self.indices: list[int] = []
+        self.elder: list[object] | None = None
         self.rows_on_trial: dict[str, int] = {}
         self.balance: Balance | None = None
         self.has_own_bodies = False
         self._rank, self._world = 0, 1
         self._padding = Padding(is_allowed=accumulates)
         self._is_ended = False  # the epoch is through, also where `break` has left samples
+        self._is_asked_early = False  # an iterator was asked for before epochs() has begun an epoch
         self._is_pending = False  # a batch was handed out whose global batch is not committed
         self._has_regrouped = False  # since a batch was handed out
         self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
@@ -113,6 +116,8 @@ class ElasticLoader(ABC):
         while not self.record.is_done(self.epoch):
             epoch = self.epoch
             self.record.enter(self.cursor)
+            if self.elder is None and not self._is_asked_early:
+                self.elder = []
             yield Epoch.of(self)
             step.end_body()  # after `break`
             if step.is_aborted():
@@ -123,6 +128,7 @@ class ElasticLoader(ABC):
                 continue
             if self.hooks.reach_epoch_end():
                 self._advance()
+                self.elder = None
                 self.hooks.begin_epoch()
 
     def __iter__(self) -> Self:
@@ -133,6 +139,7 @@ class ElasticLoader(ABC):
             StepError: The epoch is through already and epochs() has not advanced to the next one.
         """
         step.end_body()
+        self._is_asked_early |= self.elder is None
         self.record.refuse_second_pass(self.epoch)
         if self._is_pending and not step.is_aborted():  # the run loop has to see the aborted step
             step.close()

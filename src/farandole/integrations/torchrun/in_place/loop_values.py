@@ -84,9 +84,9 @@ class LoopValues:
     def roll_back(self) -> None:
         """Return to begin_trial(), or take(): the loop body comes again."""
         before, self._before = self._before, None
-        loaders = (self._state.loader,)
+        loader = self._state.loader
         if before is not None:
-            self._is_counted = are_counted(loaders) if not self._has_seen_body else self._is_counted
+            self._is_counted = are_counted([loader], loader.elder) if not self._has_seen_body else self._is_counted
             self._learn(before)
             before.bring_back()
         elif self._has_seen_body:
@@ -94,7 +94,7 @@ class LoopValues:
             _restore([*variables, *self._copies], self._tensors, self._states)
             self._name((name for name, each in self._changing.items() if each.nbytes > _SMALL_BYTES), _TWICE)
         if self._is_counted or _names_a_count():  # it takes time to find the counts
-            shift_counts(-1, loaders)
+            shift_counts(-1, [loader], loader.elder)
 
     def note_newcomer(self) -> None:
         """Say in the last line of the job what a newcomer has not."""
