@@ -67,6 +67,7 @@ class LoopValues:
         self._copies: Copies = []  # of the watched
         self._states: list[tuple[Any, Any]] = []  # of the drawn
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values
+        roots_of_script()  # the first search takes up to 10 ms: nobody waits for this worker yet
 
     def begin_trial(self) -> None:
         """Remember everything, before a loop body of a rehearsal."""

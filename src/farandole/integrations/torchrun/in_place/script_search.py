@@ -237,7 +237,7 @@ def digest(value: Any) -> int:
 def roots_of_script() -> list[Holder]:
     """Return the variables of the script: of its modules, and of its functions up to the loop over its batches."""
     frames = frames_of_script()
-    roots = [Holder(name, each.__dict__, "globals") for name, each in _own_modules(len(sys.modules)).items()]
+    roots = [Holder(name, each.__dict__, "globals") for name, each in _own_modules().items()]
     inner = [each for each in frames if each.f_code.co_name != "<module>"]
     roots.append(Holder("random numbers", generators_of_process(), "object"))
     return [*roots, *(Holder(f"{each.f_code.co_qualname}()", each, "frame") for each in inner)]
@@ -259,17 +259,18 @@ def hooks_of(modules: Iterable[torch.nn.Module], optimizers: Iterable[object]) -
     return [Holder("hooks", (*found,), "tuple")] if found else []
 
 
-@functools.lru_cache(maxsize=1)
-def _own_modules(_: int) -> dict[str, ModuleType]:
-    """Return the modules that belong to the script; its main one without a name. `_`: the number of all modules."""
-    found: dict[str, ModuleType] = {"": sys.modules["__main__"]}
-    for name, module in list(sys.modules.items()):
-        if type(module) is not ModuleType or module is found[""] or name == "__mp_main__":
-            continue
-        file = vars(module).get("__file__")  # an attribute of a module may run code
-        if isinstance(file, str) and _is_own(file):
-            found[name] = module
-    return found
+_known_modules: dict[str, bool] = {}  # by name: does it belong to the script? It takes 5 ms to look at all of torch's
+
+
+def _own_modules() -> dict[str, ModuleType]:
+    """Return the modules that belong to the script; its main one without a name."""
+    main = sys.modules["__main__"]
+    for name in [name for name in list(sys.modules) if name not in _known_modules]:
+        module = sys.modules.get(name)
+        file = vars(module).get("__file__") if type(module) is ModuleType else None  # an attribute may run code
+        _known_modules[name] = isinstance(file, str) and _is_own(file) and name not in ("__main__", "__mp_main__")
+    own = {name: sys.modules.get(name) for name, is_own in _known_modules.items() if is_own}
+    return {"": main} | {name: each for name, each in own.items() if type(each) is ModuleType and each is not main}
 
 
 _INSTALLED = (
