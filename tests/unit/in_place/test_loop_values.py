@@ -139,3 +139,70 @@ def test_large_tensors_that_stay_changed_are_named(orders: Orders) -> None:
     train(orders, make_state(width=20_000), 3)
     texts = [each.text for each in orders.link.sent if isinstance(each, Remark)]
     assert [each for each in texts if "the loop body changes average" in each] == texts[:1] != []
+
+
+@pytest.mark.parametrize("grows", [0, 1, 3])
+@pytest.mark.parametrize("kind", [list, deque, lambda items: deque(items, maxlen=5)])
+@pytest.mark.parametrize("at_first", [0, 2000])
+def test_items_that_a_body_adds_are_there_once(orders: Orders, kind: Any, at_first: int, grows: int) -> None:
+    def train_with(orders: Any, lost_in: int | None) -> list[int]:
+        state, items, has_lost = make_state(), kind(range(at_first)), threading.Event()
+
+        def function() -> None:
+            for _ in state.loader.epochs(1):
+                for (x,) in state.loader:
+                    state.optimizer.zero_grad()
+                    items.extend([state.step] * grows)
+                    if state.step == lost_in and state.has_rehearsed and not has_lost.is_set():
+                        has_lost.set()
+                        orders.lose_a_worker()
+                    state.model(x).square().mean().backward()
+                    state.optimizer.step()
+
+        StepLoop(orders, state).run(function)
+        return [*items]
+
+    assert train_with(orders, 3) == train_with(None, None)
+    assert not any(isinstance(each, Remark) for each in orders.link.sent)
+
+
+def change_in_the_middle(values: Any) -> None:
+    if isinstance(values, list):
+        values.append(values.pop(0))
+    elif isinstance(values, dict):
+        values[5] += 1
+    else:
+        values.add(len(values) + 1_000_000)
+
+
+def container(kind: Any, size: int) -> Any:
+    return dict.fromkeys(range(size), 0) if kind is dict else kind(range(size))
+
+
+@pytest.mark.parametrize("size", [20, 2000, 30_000])
+@pytest.mark.parametrize("kind", [list, dict, set])
+def test_containers_that_change_otherwise_are_brought_back_or_named(orders: Orders, kind: Any, size: int) -> None:
+    def train_with(orders: Any, lost_in: int | None) -> Any:
+        state, values, has_lost = make_state(), container(kind, size), threading.Event()
+
+        def function() -> None:
+            for _ in state.loader.epochs(1):
+                for (x,) in state.loader:
+                    state.optimizer.zero_grad()
+                    change_in_the_middle(values)
+                    if state.step == lost_in and state.has_rehearsed and not has_lost.is_set():
+                        has_lost.set()
+                        orders.lose_a_worker()
+                    state.model(x).square().mean().backward()
+                    state.optimizer.step()
+
+        StepLoop(orders, state).run(function)
+        return values
+
+    changed = container(kind, size)
+    for _ in range(STEPS):
+        change_in_the_middle(changed)
+    assert train_with(None, None) == changed
+    is_equal = train_with(orders, 3) == changed
+    is_named = any(isinstance(each, Remark) and "changes values" in each.text for each in orders.link.sent)
+    assert (is_equal, is_named) == (size <= 20_000, size > 20_000)

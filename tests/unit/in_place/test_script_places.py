@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.integrations.torchrun.in_place.script_search import Holder
+from farandole.integrations.torchrun.in_place.script_holder import Holder
 from farandole.integrations.torchrun.in_place.script_state import ScriptState
 
 MAKERS: dict[str, Callable[[], Any]] = {

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ import pytest
 import torch
 
 from farandole.integrations.torchrun.in_place.script_frames import frames_of_script, set_locals, shift_counts
-from farandole.integrations.torchrun.in_place.script_search import Holder, hooks_of
+from farandole.integrations.torchrun.in_place.script_holder import Holder
+from farandole.integrations.torchrun.in_place.script_search import hooks_of
 from farandole.integrations.torchrun.in_place.script_state import ScriptState
+from farandole.training.collectives import world
 
 
 class Trainer:
@@ -550,3 +553,39 @@ def test_sums_that_differ_between_workers_are_known_in_each_type() -> None:
     variables["rate"].mean = 5.0
     assert state.sums(torch.float64) == {variables["loss"].mean}
     assert state.sums(torch.float32) == {float(torch.tensor(variables["loss"].mean))}
+
+
+@pytest.mark.parametrize("size", [20, 2000, 30_000])
+@pytest.mark.parametrize("kind", ["numbers", "tensors", "dict", "set"])
+def test_containers_of_every_length_return_or_are_named(monkeypatch: Any, kind: str, size: int) -> None:
+    remarks = list[str]()
+    here = SimpleNamespace(on_remark=lambda _, text: remarks.append(text))
+    monkeypatch.setattr(world, "current", lambda: here)
+    value: Any = dict.fromkeys(range(size), 0)
+    if kind in ("numbers", "tensors"):
+        value = [torch.tensor(each) if kind == "tensors" else each for each in range(size)]
+    elif kind == "set":
+        value = set(range(size))
+    variables = {"value": value}
+    state = ScriptState(list, lambda: [Holder("", variables, "globals")])
+
+    def body(number: int) -> None:
+        if isinstance(value, list):
+            value.append(torch.tensor(number) if kind == "tensors" else number)
+        elif isinstance(value, dict):
+            value[7] += 1
+        else:
+            value.add(-number - 1 - 10 * len(value))
+
+    for number in range(5):
+        state.take(is_due=number in (1, 2, 4))
+        body(number)
+    state.roll_back()
+    assert remarks == []
+    state.take(is_due=False)
+    body(4)
+    body(4)
+    state.roll_back()
+    bodies = value[7] if isinstance(value, dict) else len(value) - size
+    is_exact = size <= 20_000 or kind in ("numbers", "tensors")
+    assert (bodies == 4, bool(remarks)) == (is_exact, not is_exact)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from farandole.integrations.torchrun.in_place.script_frames import are_counted, shift_counts
+from farandole.integrations.torchrun.in_place.script_holder import LARGE, Holder, Values
 from farandole.integrations.torchrun.in_place.script_places import (
     copied,
     generators_of_process,
@@ -33,9 +34,7 @@ from farandole.integrations.torchrun.in_place.script_places import (
 )
 from farandole.integrations.torchrun.in_place.script_search import (
     Found,
-    Holder,
     is_of_own_module,
-    kept_of,
     roots_of_script,
 )
 from farandole.training.collectives import world
@@ -44,13 +43,12 @@ from farandole.training.state.watched_tensors import are_equal
 
 logger = logging.getLogger("farandole")
 
-_MOST_ITEMS = 1000  # of a container that is copied at each boundary
 _SMALL_BYTES = 64 << 10  # of a tensor that is copied at each boundary
 _TWICE = "what a loop body did that came again is done twice in it"
 _OWN = "a newcomer has its own"
 _FARANDOLE, _TORCH = (f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("farandole", "torch"))
 
-Copies = list[tuple[Holder, dict[Any, Any]]]
+Copies = list[tuple[Holder, Values]]
 
 
 class LoopValues:
@@ -77,7 +75,7 @@ class LoopValues:
         """Remember, at a boundary, what changes."""
         if self._has_seen_body:
             self._variables = [(each, _variables_of(each)) for each in _frames_of_loop()]
-            self._copies = [(each, kept_of(each.read())) for each in self._watched if _is_short(each)]
+            self._copies = [(each, each.keep()) for each in self._watched if not _is_large(each)]
             self._states = [(each, state_of(each)) for each in self._drawn.values()]
             small = (each for each in self._changing.values() if each.nbytes <= _SMALL_BYTES)
             self._tensors = [(each, each.detach().clone()) for each in small]
@@ -92,8 +90,10 @@ class LoopValues:
             before.bring_back()
         elif self._has_seen_body:
             variables = [(Holder("", frame, "frame"), values) for frame, values in self._variables]
-            _restore([*variables, *self._copies], self._tensors, self._states)
-            self._name((name for name, each in self._changing.items() if each.nbytes > _SMALL_BYTES), _TWICE)
+            stay = _restore([*variables, *self._copies], self._tensors, self._states)
+            stay += [each.path for each in self._watched if _is_large(each)]
+            stay += [name for name, each in self._changing.items() if each.nbytes > _SMALL_BYTES]
+            self._name(stay, _TWICE)
         if self._is_counted or _names_a_count():  # it takes time to find the counts
             shift_counts(-1, [loader], loader.elder)
 
@@ -115,8 +115,7 @@ class LoopValues:
         self._has_seen_body = True
         known = {id(each.target) for each in self._watched}
         for holder, then in before.copies:
-            now = {} if holder.kind == "frame" or id(holder.target) in known else kept_of(holder.read())
-            if now and (now.keys() != then.keys() or any(now[key] is not each for key, each in then.items())):
+            if holder.kind != "frame" and id(holder.target) not in known and holder.has_changed(then):
                 self._watched.append(holder)
         self._changing.update(before.changed())
         self._drawn.update((id(each), each) for each in before.drawn())
@@ -134,9 +133,8 @@ class _Everything:
         found = Found([*roots, *frames], owned)
         foreign = tuple(each.path for each in found.holders.values() if _is_foreign(each))
         inside = tuple(f"{path}{mark}" for path in foreign for mark in (".", "["))
-        self.copies = [
-            each for each in found.copies if each[0].path not in foreign and not each[0].path.startswith(inside)
-        ]
+        copies = [*found.copies, *found.long]
+        self.copies = [each for each in copies if each[0].path not in foreign and not each[0].path.startswith(inside)]
         live = {name: each for name, each in found.memory().items() if not name.startswith(inside)}
         most = max(_SMALL_BYTES, 2 * sum(each.nbytes for module in state.modules() for each in module.parameters()))
         limit = most if sum(each.nbytes for each in live.values()) <= most else _SMALL_BYTES
@@ -209,20 +207,24 @@ def _is_foreign(holder: Holder) -> bool:
 @torch.no_grad()
 def _restore(
     copies: Copies, tensors: Iterable[tuple[torch.Tensor, torch.Tensor]], states: Iterable[tuple[Any, Any]]
-) -> None:
+) -> list[str]:
+    """Return the paths of what stays as it is."""
+    stay = list[str]()
     for holder, values in copies:
         try:
             holder.restore(values)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             logger.warning("%s has changed in a loop body that comes again, and stays so: %s", holder.path, error)
+            stay.append(holder.path)
     for live, value in tensors:
         live.detach().copy_(value)
     for generator, state in states:
         set_state(generator, state)
+    return stay
 
 
-def _is_short(holder: Holder) -> bool:
-    return not isinstance(holder.target, list | dict | set) or len(holder.target) <= _MOST_ITEMS
+def _is_large(holder: Holder) -> bool:
+    return isinstance(holder.target, dict | set) and len(holder.target) > LARGE
 
 
 def _is_of_no_module(name: str) -> bool:

@@ -98,7 +98,7 @@ def _objects_since(since: object, kinds: tuple[type, ...]) -> list[Any]:
     process with torch it takes 60 ms to find a few, but less than 1 ms if they have not come to its last generation; or
     in a worker that was forked, whose older objects it leaves out.
     """
-    found = {}
+    found = dict[int, Any]()
     for generation in range(3):
         objects = gc.get_objects(generation=generation)
         found.update((id(each), each) for each in objects if type(each) in kinds)

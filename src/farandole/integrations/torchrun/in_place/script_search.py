@@ -9,8 +9,8 @@ import hashlib
 import sys
 import sysconfig
 import threading
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Set
+from collections import deque
+from collections.abc import Iterable, Set
 from contextvars import ContextVar
 from pathlib import Path
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
@@ -21,17 +21,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
-from farandole.integrations.torchrun.in_place.script_frames import frames_of_script, set_locals
+from farandole.integrations.torchrun.in_place.script_frames import frames_of_script
+from farandole.integrations.torchrun.in_place.script_holder import PLAIN, Holder, Values, kept_by
 from farandole.integrations.torchrun.in_place.script_memory import (
     as_tensor,
     is_memory,
-    read_context,
-    read_memory,
     shared_data,
-    write_memory,
 )
 from farandole.integrations.torchrun.in_place.script_places import (
-    copied,
     generators_of_process,
     is_iterator,
     is_random,
@@ -39,14 +36,12 @@ from farandole.integrations.torchrun.in_place.script_places import (
 )
 from farandole.training.state.tensor_digest import digest_of
 
-PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_LONG = 1000  # a list with more items is looked at as a whole
+_LONG = 1000  # a container with more items is looked at as a whole
 MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
 _MOST_DEPTH = 12
 SAMPLED_BYTES = 64 << 20  # of a larger tensor, a sample is compared
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
-_MODULE_KEYS = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 _NOT_ENTERED = (torch.Tensor, np.ndarray, ModuleType, torch.distributed.ProcessGroup, Sampler, BatchSampler)
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),  # torch/nn/modules/module.py
@@ -54,142 +49,6 @@ _HOOKS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),  # torch/optim/optimizer.py
 )
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "farandole", "builtins"}
-
-
-class Holder:
-    """Something that holds values by key: variables of a function, or what it keeps from call to call; attributes of an
-    object, a dictionary, a list."""
-
-    def __init__(self, path: str, target: Any, kind: str) -> None:
-        self.path, self.target, self.kind = path, target, kind
-
-    def read(self) -> dict[Any, Any]:
-        """Return the values by key."""
-        target = self.target
-        if self.kind == "frame":
-            return dict(target.f_locals)
-        if self.kind == "object":
-            return _attributes(target)
-        if self.kind == "function":
-            return _kept_by(target)
-        if self.kind == "data":  # plain values, as the stage of a curriculum; the samples may be many
-            own = vars(target).items()
-            return {key: value for key, value in own if type(value) in PLAIN or isinstance(value, Dataset)}
-        if self.kind == "cell":
-            return {"": target.cell_contents} if _is_filled(target) else {}
-        if self.kind == "globals":
-            # A copy first: another thread may add to it.
-            return {key: value for key, value in dict(target).items() if not key.startswith("__")}
-        if self.kind == "set":
-            return {"": frozenset(target)}
-        if self.kind == "memory":
-            return {"": read_memory(target)}
-        if self.kind == "context":
-            return read_context(target)
-        # Not dict(target): a class may construct what it is asked for, as that of transformers' activations does.
-        return dict(dict.items(target)) if self.kind == "dict" else dict(enumerate(target))
-
-    def write(self, values: Mapping[Any, Any]) -> None:
-        """Set some of the values."""
-        target = self.target
-        if self.kind == "frame":
-            set_locals(target, values)
-        elif self.kind == "object":
-            for key, value in values.items():
-                _set_attribute(target, key, value)
-        elif self.kind in ("function", "data"):
-            vars(target).update(values)
-        elif self.kind == "cell":
-            target.cell_contents = values[""]
-        elif self.kind in ("dict", "globals"):
-            if isinstance(target, Counter):
-                dict.update(target, values)  # its own method adds
-            else:
-                target.update(values)
-        elif self.kind == "memory":
-            write_memory(target, values[""])
-        elif self.kind == "context":
-            target.set(values[""])
-        elif self.kind == "set":
-            target.clear()
-            target.update(values[""])
-        else:
-            for place, value in values.items():
-                if place < len(target):
-                    target[place] = value
-                else:
-                    target.append(value)
-
-    def restore(self, values: Mapping[Any, Any]) -> None:
-        """Return to the values of an earlier read()."""
-        now = self.read()
-        if self.kind in ("dict", "list"):
-            gone = [key for key in now if key not in values]
-            if self.kind == "dict":
-                for key in gone:
-                    if not _is_passing(now[key]):
-                        del self.target[key]
-            else:
-                for _ in gone:
-                    self.target.pop()
-        is_set = self.kind == "set"
-        changed = values if is_set else {key: each for key, each in values.items() if now.get(key, now) is not each}
-        if changed:
-            self.write({key: copied(each) if is_iterator(each) else each for key, each in changed.items()})
-
-    def is_object_of_values(self) -> bool:
-        """Return whether it is an object that holds values, and no other objects."""
-        is_object = self.kind == "object" and not isinstance(self.target, type | torch.nn.Module)
-        return is_object and all(map(_is_value, self.read().values()))
-
-    def name_of(self, key: Any) -> str:
-        if self.kind in ("frame", "object", "globals", "function", "data"):
-            return f"{self.path}.{key}" if self.path else str(key)
-        return self.path if self.kind in ("cell", "memory", "context") else f"{self.path}[{key!r}]"
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    if isinstance(value, type):
-        return {key: each for key, each in vars(value).items() if not key.startswith("__") and not callable(each)}
-    if isinstance(value, torch.nn.Module):
-        return {key: each for key, each in vars(value).items() if key not in _MODULE_KEYS}
-    found = dict(vars(value)) if hasattr(value, "__dict__") else {}
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
-
-
-def _kept_by(function: FunctionType) -> dict[str, Any]:
-    """Return what a function keeps from call to call: the variables around it, containers that are defaults of its
-    arguments, and its attributes."""
-    code, cells = function.__code__, function.__closure__ or ()
-    defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
-    arguments = code.co_varnames[: code.co_argcount]
-    by_name = {**dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)), **named}
-    containers = {name: each for name, each in by_name.items() if isinstance(each, dict | list | set | deque)}
-    return {**dict(zip(code.co_freevars, cells, strict=True)), **containers, **vars(function)}
-
-
-def _set_attribute(target: Any, key: str, value: Any) -> None:
-    if isinstance(target, type) or key not in getattr(target, "__dict__", ()):
-        object.__setattr__(target, key, value) if not isinstance(target, type) else setattr(target, key, value)
-    else:
-        vars(target)[key] = value
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
-def _is_passing(value: Any) -> bool:
-    """Return whether a value is a result with a graph: it is computed anew in each loop body, and may be large."""
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _is_plain(value: Any) -> bool:
@@ -207,6 +66,12 @@ def _is_value(value: Any) -> bool:
     if is_iterator(value) or is_random(value):
         return place_of(value) is not None
     return bool(value.dtype != object) if isinstance(value, np.ndarray) else _is_plain(value)
+
+
+def is_object_of_values(holder: Holder) -> bool:
+    """Return whether it is an object that holds values, and no other objects."""
+    is_object = holder.kind == "object" and not isinstance(holder.target, type | torch.nn.Module)
+    return is_object and all(map(_is_value, holder.read().values()))
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
@@ -316,7 +181,7 @@ def holder_of(path: str, value: Any) -> Holder | None:
         return Holder(path, value, "cell")
     if isinstance(value, FunctionType):
         is_own = _is_own(value.__code__.co_filename) or is_of_own_module(value)  # also where torch has decorated it
-        return Holder(path, value, "function") if is_own and _kept_by(value) else None
+        return Holder(path, value, "function") if is_own and kept_by(value) else None
     if isinstance(value, MethodType):
         return holder_of(path, value.__self__)
     if isinstance(value, ContextVar):
@@ -337,6 +202,7 @@ class Found:
     """The result of a search.
 
     copies   of each holder that can change: its values
+    long     the same of long dictionaries and sets of plain values
     entries  the values that are compared and carried, by their names
     randoms  generators of random numbers
     generators  Python's, by their names
@@ -347,7 +213,8 @@ class Found:
     """
 
     def __init__(self, roots: Iterable[Holder], skipped: Set[int]) -> None:
-        self.copies: list[tuple[Holder, dict[Any, Any]]] = []
+        self.copies: list[tuple[Holder, Values]] = []
+        self.long: list[tuple[Holder, Values]] = []
         self.entries: dict[str, tuple[Holder, Any, Any]] = {}
         self.holders: dict[str, Holder] = {}
         self.randoms: list[Any] = []
@@ -361,7 +228,7 @@ class Found:
         values = holder.read() if not isinstance(holder.target, list | deque) else self._items(holder)
         self.holders[holder.path] = holder
         if holder.kind != "tuple":
-            self.copies.append((holder, kept_of(values)))
+            self.copies.append((holder, holder.keep()))
         self._kept.append(holder.target)
         for key, value in values.items():
             if type(key) in PLAIN or type(key) is tuple:
@@ -394,11 +261,13 @@ class Found:
     def _visit_plain(self, holder: Holder, depth: int) -> None:
         """Look at containers in a value that is compared and carried as a whole."""
         self.holders[holder.path] = holder
-        if holder.kind not in ("dict", "set", "list", "tuple") or len(holder.target) > _LONG:
+        if holder.kind not in ("dict", "set", "list", "tuple"):
             return
-        values = holder.read()
+        is_long = len(holder.target) > _LONG
         if holder.kind != "tuple":
-            self.copies.append((holder, values))
+            copies = self.long if is_long and holder.kind != "list" else self.copies
+            copies.append((holder, holder.keep()))
+        values = {} if is_long else holder.read()
         for key, value in values.items():
             if type(value) in PLAIN or id(value) in self._seen or depth >= _MOST_DEPTH:
                 continue
@@ -417,10 +286,3 @@ class Found:
         arrays = {name: each for name, (_, _, each) in self.entries.items() if isinstance(each, np.ndarray)}
         as_tensors = ((name, as_tensor(each)) for name, each in arrays.items())
         return {**self.tensors(), **{name: each for name, each in as_tensors if each is not None}}
-
-
-def kept_of(values: dict[Any, Any]) -> dict[Any, Any]:
-    if PLAIN.issuperset(map(type, values.values())):  # as of most layers of a model
-        return values
-    kept = {key: each for key, each in values.items() if not _is_passing(each)}
-    return {key: copied(each) if is_iterator(each) else each for key, each in kept.items()}

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from farandole.integrations.torchrun.in_place.script_frames import shift_counts
+from farandole.integrations.torchrun.in_place.script_holder import LARGE, Holder, Values
 from farandole.integrations.torchrun.in_place.script_places import Place, mark_of, moved, place_of, set_state, state_of
 from farandole.integrations.torchrun.in_place.script_search import (
     MOST_HOLDERS,
     Found,
-    Holder,
     digest,
-    kept_of,
+    is_object_of_values,
     roots_of_script,
 )
 from farandole.integrations.torchrun.in_place.script_tensors import MadeObjects, ScriptTensors
@@ -62,9 +62,10 @@ class ScriptState:
         self._batches_then = 0
         self._of: list[object] = []  # where the search began
         self._lasting: set[str] = set()  # paths of functions that go on from one iteration over the batches to the next
-        self._copies: list[tuple[Holder, dict[Any, Any]]] = []
+        self._copies: list[tuple[Holder, Values]] = []
         self._watched: list[Holder] = []
-        self._learns_from: list[tuple[Holder, dict[Any, Any]]] = []  # all of many holders, for one loop body
+        self._large: list[tuple[Holder, int]] = []  # not watched, as they are long; with their number of values
+        self._learns_from: list[tuple[Holder, Values]] = []  # all of many holders, for one loop body
         self._changing: set[str] = set()  # paths of those that loop bodies have changed
         self._made = MadeObjects(frozenset())
         self._last: dict[str, int] | None = None  # digests of the last search
@@ -96,7 +97,8 @@ class ScriptState:
             self._watched += self._made.grown_up()
             self._watch_changed()
             before = {id(each): values for each, values in self._copies}
-            self._copies = [(each, kept_of(each.read())) for each in self._watched]
+            self._copies = [(each, each.keep()) for each in self._watched]
+            self._large = [(each, len(each.target)) for each, _ in self._large]
             self._copies += self._made.take(self._copies, before)
             self._tensors.take()
             self._take_places([each for each, _ in self._randoms], {n: g for n, (g, _) in self._generators.items()})
@@ -109,7 +111,11 @@ class ScriptState:
             try:
                 holder.restore(values)
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-                logger.warning("%s of the script has changed in an aborted step, and stays so: %s", holder.path, error)
+                _say_that_it_stays(holder, str(error))
+        kept = {id(each) for each, _ in self._copies}
+        for holder, count in () if has_left else self._large:
+            if len(holder.target) != count or (self._is_changing(holder) and id(holder) not in kept):
+                _say_that_it_stays(holder, f"it has {len(holder.target)} values, which are not kept for each step")
         self._tensors.put_back()
         self._made.put_back()
         for each, state in self._randoms:
@@ -129,6 +135,8 @@ class ScriptState:
             return
         self._copies = [
             (each, {key: value for key, value in values.items() if each.name_of(key) not in kept})
+            if each.kind != "list"
+            else (each, values)
             for each, values in self._copies
         ]
         self.roll_back()
@@ -165,7 +173,7 @@ class ScriptState:
         self._watch_changed()
         owned = set(map(id, self._owned()))
         found, self._made = Found(roots, owned), MadeObjects(owned)
-        self._copies = found.copies
+        self._copies = [*found.copies, *found.long]
         self._watched = [each for each, _ in found.copies]
         if len(found.copies) > MOST_HOLDERS:
             self._watched = [each for each in self._watched if self._is_watched(each)]
@@ -174,6 +182,10 @@ class ScriptState:
         if self._last is not None:
             self._changed |= {name for name, each in digests.items() if self._last.get(name) != each}
         self._last = digests
+        long = [each for each, _ in found.long]
+        kept = [each for each in long if self._is_changing(each) and len(each.target) <= LARGE]
+        self._watched += kept
+        self._large = [(each, len(each.target)) for each in long if each not in kept]
         self._tensors.learn(found.memory(), digests)
         self._take_places(found.randoms, found.generators)
         return found
@@ -183,16 +195,18 @@ class ScriptState:
         often_changes = holder.kind in ("frame", "globals") or not isinstance(holder.target, _SELDOM_CHANGING)
         return often_changes or holder.path in self._changing
 
+    def _is_changing(self, holder: Holder) -> bool:
+        """Return whether values of a long dictionary or set have changed since the start."""
+        return any(holder.path.startswith(name) for name in self._changed)
+
     def _watch_changed(self) -> None:
         """Watch, from now on, those of many holders that the loop body after the last search has changed."""
         learns_from, self._learns_from = self._learns_from, []
         watched = set(map(id, self._watched)) if learns_from else set()
         for holder, then in learns_from:
-            if id(holder) not in watched:
-                now = kept_of(holder.read())
-                if now.keys() != then.keys() or any(now[key] is not each for key, each in then.items()):
-                    self._changing.add(holder.path)
-                    self._watched.append(holder)
+            if id(holder) not in watched and holder.has_changed(then):
+                self._changing.add(holder.path)
+                self._watched.append(holder)
 
     # Between workers ----------------------------------------------------------------------------------------
 
@@ -222,7 +236,7 @@ class ScriptState:
 
     def sums(self, dtype: torch.dtype) -> set[float]:
         """Return the numbers in objects of values that differ between workers, as in a tensor of this type."""
-        objects = [each for each in self._watched if each.is_object_of_values()]
+        objects = [each for each in self._watched if is_object_of_values(each)]
         values = [
             value
             for each in objects
@@ -298,7 +312,7 @@ def _meters(roots: Sequence[Holder], found: Found, unequal: Set[str], lasting: S
     batches has made them, which is called for each epoch, as far as is known."""
     frames = [each.path for each in roots if each.kind == "frame"]
     inner = f"{frames[-1]}." if frames and frames[-1] not in lasting else None
-    leaves = [each for each in found.holders.values() if each.is_object_of_values()]
+    leaves = [each for each in found.holders.values() if is_object_of_values(each)]
     kinds = Counter(type(each.target) for each in leaves)
     return {
         id(each)
@@ -306,6 +320,11 @@ def _meters(roots: Sequence[Holder], found: Found, unequal: Set[str], lasting: S
         if (kinds[type(each.target)] > 1 or (inner is not None and each.path.startswith(inner)))
         and not unequal.isdisjoint(map(each.name_of, each.read()))
     }
+
+
+def _say_that_it_stays(holder: Holder, why: str) -> None:
+    text = f"{holder.path} of the script has changed in a loop body that came again, and stays so: {why}"
+    world.current().on_remark(f"value {holder.path}", text)
 
 
 def _is_of_module(name: str) -> bool:

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
+from farandole.integrations.torchrun.in_place.script_holder import PLAIN, Holder, Values
 from farandole.integrations.torchrun.in_place.script_memory import is_same
 from farandole.integrations.torchrun.in_place.script_search import (
     MOST_HOLDERS,
-    PLAIN,
     SAMPLED_BYTES,
     Found,
-    Holder,
     digest,
     holder_of,
 )
@@ -43,8 +42,8 @@ class MadeObjects:
 
     @torch.no_grad()
     def take(
-        self, copies: Sequence[tuple[Holder, dict[Any, Any]]], before: Mapping[int, Mapping[Any, Any]]
-    ) -> list[tuple[Holder, dict[Any, Any]]]:
+        self, copies: Sequence[tuple[Holder, Values]], before: Mapping[int, Mapping[Any, Any]]
+    ) -> list[tuple[Holder, Values]]:
         """Return the values of what is new in these holders, which had the values `before`, by id()."""
         self._tensors = [(each, each.detach().clone()) for each in self._staying]
         new = [
@@ -58,7 +57,7 @@ class MadeObjects:
         if not new or len(copies) + len(new) > MOST_HOLDERS:
             return []
         known = {id(holder.target) for holder, _ in copies} | self._owned
-        taken: list[tuple[Holder, dict[Any, Any]]] = []
+        taken: list[tuple[Holder, Values]] = []
         for holder, key, value in new:
             inner = None if id(value) in known else holder_of(holder.name_of(key), value)
             if inner is not None:
