@@ -37,7 +37,8 @@ from farandole.integrations.torchrun.in_place.script_places import (
 from farandole.training.state.tensor_digest import digest_of
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_LONG = 1000  # a container with more items is looked at as a whole
+_LONG = 1000  # a container with more items is looked at as a whole, or
+_ENDS = 32  # the first and the last of its items are looked at, if they are no plain values
 MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
 _MOST_DEPTH = 12
 SAMPLED_BYTES = 64 << 20  # of a larger tensor, a sample is compared
@@ -234,8 +235,10 @@ class Found:
             if type(key) in PLAIN or type(key) is tuple:
                 self._look_at(holder, key, value, depth)
 
-    def _items(self, holder: Holder) -> dict[Any, Any]:
-        return holder.read() if len(holder.target) <= _LONG else {}
+    def _items(self, holder: Holder) -> Values:
+        values = holder.read()
+        ends = () if len(values) <= _LONG else (*range(_ENDS), *range(len(values) - _ENDS, len(values)))
+        return {place: values[place] for place in ends} if ends else values
 
     def _look_at(self, holder: Holder, key: Any, value: Any, depth: int) -> None:
         is_new = type(value) in PLAIN or id(value) not in self._seen
