@@ -99,7 +99,7 @@ signal.pause()
 def test_a_hint_from_a_process_that_lives_is_found_out() -> None:
     """As far as the kernel goes a mutex is marked when its thread ends; a script may scribble over anything."""
     page = StatusPage()
-    scribble = "status_reporting._page.memory[64:68] = (1 << 30).to_bytes(4, 'little'); signal.pause()"
+    scribble = "status_reporting.OWN.page.memory[64:68] = (1 << 30).to_bytes(4, 'little'); signal.pause()"
     with watching(page) as marks, process(page, scribble) as running:
         assert exit_notice.is_main_thread_ending(running.pid) is False
         assert marks.get(timeout=DEADLINE_S) == "w0"  # at its slice at the latest

@@ -40,11 +40,11 @@ def end_the_main_thread_only() -> None:
 
 
 def scribble_over_the_page() -> None:
-    assert status_reporting._page is not None
-    word = status_reporting._page.memory[MUTEX_AT : MUTEX_AT + 4]
+    assert status_reporting.OWN.page is not None
+    word = status_reporting.OWN.page.memory[MUTEX_AT : MUTEX_AT + 4]
     died = int.from_bytes(word, "little") | 1 << 30
-    status_reporting._page.memory[MUTEX_AT : MUTEX_AT + 4] = died.to_bytes(4, "little")
-    exit_notice.wake(ctypes.addressof(ctypes.c_char.from_buffer(status_reporting._page.memory, MUTEX_AT)))
+    status_reporting.OWN.page.memory[MUTEX_AT : MUTEX_AT + 4] = died.to_bytes(4, "little")
+    exit_notice.wake(ctypes.addressof(ctypes.c_char.from_buffer(status_reporting.OWN.page.memory, MUTEX_AT)))
 
 
 GRIEF: dict[str, Callable[[], object]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
 LINES = {
-    "base": 7440,
-    "job": 21340,
+    "base": 7441,
+    "job": 21345,
     "training": 29540,
-    "integrations": 27370,
+    "integrations": 27478,
     "testing": 2580,
     "doors": 590,
 }
@@ -45,3 +46,9 @@ def test_no_file_becomes_long() -> None:
 def test_the_budget_has_no_room_to_grow() -> None:
     slack = {storey: most - lines_by_storey()[storey] for storey, most in LINES.items()}
     assert {storey: lines for storey, lines in slack.items() if lines > 200} == {}
+
+
+def test_what_a_process_has_once_is_an_object_and_no_global_statement() -> None:
+    """The rest: a flag of a forked server, what a patch of torch and Horovod's registry have once for good."""
+    trees = [ast.parse(path.read_text()) for path in ROOT.rglob("*.py")]
+    assert sum(isinstance(node, ast.Global) for tree in trees for node in ast.walk(tree)) <= 4

@@ -95,7 +95,7 @@ def test_a_process_that_has_ended_is_no_error() -> None:
 def test_share_and_speed_reach_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     page, meter = StatusPage(), TelemetryMeter()
     assert measure(meter, page).share == 0.0
-    monkeypatch.setattr(status_reporting, "_page", OwnStatusPage(page.path))
+    monkeypatch.setattr(status_reporting.OWN, "page", OwnStatusPage(page.path))
     status_reporting.set_balance(0.125, 321.5)
     measured = measure(meter, page)
     assert (measured.share, measured.speed) == (0.125, 321.5)
@@ -103,7 +103,7 @@ def test_share_and_speed_reach_the_agent(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_numbers_of_the_user_reach_the_agent(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     page, meter = StatusPage(), TelemetryMeter()
-    monkeypatch.setattr(status_reporting, "_page", OwnStatusPage(page.path))
+    monkeypatch.setattr(status_reporting.OWN, "page", OwnStatusPage(page.path))
     monkeypatch.setattr(status_reporting, "_numbers", LoggedNumbers())
     status_reporting.log_numbers({"loss": 0.5})
     assert measure(meter, page).values == {"loss": 0.5}

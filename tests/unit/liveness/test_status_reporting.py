@@ -149,11 +149,11 @@ try:
     with status_reporting.InPhase(Phase.REGROUPING):
         with status_reporting.WaitingForPeers():
             with status_reporting.WaitingForPeers():
-                print(status_reporting._phase.name)
-        print(status_reporting._phase.name)
+                print(status_reporting.OWN.phase.name)
+        print(status_reporting.OWN.phase.name)
         raise KeyError
 except KeyError:
-    print(status_reporting._phase.name)
+    print(status_reporting.OWN.phase.name)
 """
     assert run(page, code).split() == ["WAITING", "REGROUPING", "USER"]
     seen = page.look()
@@ -167,7 +167,7 @@ def test_what_other_threads_wait_for_is_not_where_the_worker_is() -> None:
 status_reporting.set_phase(Phase.USER)
 def wait():
     with status_reporting.WaitingForPeers():
-        print(status_reporting._phase.name)
+        print(status_reporting.OWN.phase.name)
 thread = threading.Thread(target=wait)
 thread.start()
 thread.join()

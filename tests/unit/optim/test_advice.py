@@ -19,7 +19,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(options, "_has_advised", False)
+    options._advise.cache_clear()
     world.enter(world.World(GenerationId(1, 1, 1, ""), Placement(0, 1, 0, 1, 0, 1), AloneTransport(1)))
     yield
     world.enter(None)

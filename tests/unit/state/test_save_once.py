@@ -12,7 +12,7 @@ import torch
 import farandole as fd
 from farandole.base.membership import Progress
 from farandole.integrations.horovod.object_state import ObjectState
-from farandole.training.state import save_once
+from farandole.training.state.session import SESSION
 from tests.support.thread_workers import run_workers
 
 pytestmark = pytest.mark.core
@@ -34,7 +34,7 @@ class Coordinator:
 def world_of_one() -> Iterator[None]:
     fd.init()
     yield
-    save_once.install_saver(None)
+    SESSION.may_save = None
     fd.shutdown()
 
 
@@ -51,7 +51,7 @@ def test_without_a_coordinator_rank_0_writes(tmp_path: Path) -> None:
 def test_a_worker_that_was_cut_off_leaves_the_file_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_text("what its replacement has written")
-    save_once.install_saver(Coordinator("this worker is not a member of the current generation"))
+    SESSION.may_save = Coordinator("this worker is not a member of the current generation")
     assert not state().save_once(lambda temporary: temporary.write_text("old"), path)
     assert path.read_text() == "what its replacement has written"
     assert list(tmp_path.iterdir()) == [path]
@@ -66,7 +66,7 @@ def test_the_coordinator_is_asked_when_the_file_is_whole_and_before_it_counts(tm
             return super().__call__(name, progress, file)
 
     coordinator = Looking()
-    save_once.install_saver(coordinator)
+    SESSION.may_save = coordinator
     model = torch.nn.Linear(1, 1)
     counting = fd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     counting.commit()
@@ -77,9 +77,9 @@ def test_the_coordinator_is_asked_when_the_file_is_whole_and_before_it_counts(tm
 
 def test_without_a_path_the_coordinator_is_asked_first() -> None:
     calls: list[str] = []
-    save_once.install_saver(Coordinator("no"))
+    SESSION.may_save = Coordinator("no")
     assert not state().save_once(lambda: calls.append("no"))
-    save_once.install_saver(Coordinator())
+    SESSION.may_save = Coordinator()
     assert state().save_once(lambda: calls.append("yes"))
     assert calls == ["yes"]
 

@@ -29,9 +29,18 @@ DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 signal: no other code uses it, while scripts use SIGUSR1 and SIGUSR2 for checkpoints."""
 
 _numbers = LoggedNumbers()
-_page: OwnStatusPage | None = None
-_phase = Phase.OUTSIDE
-_main = threading.main_thread().ident
+
+
+class OwnStatus:
+    """The status of this process, as far as it is known without a page; and its page, None until it is open."""
+
+    def __init__(self) -> None:
+        self.page: OwnStatusPage | None = None
+        self.phase = Phase.OUTSIDE
+        self.main = threading.main_thread().ident
+
+
+OWN = OwnStatus()
 
 
 def open_status_page(path: str, *, gives_exit_notice: bool) -> None:
@@ -40,28 +49,26 @@ def open_status_page(path: str, *, gives_exit_notice: bool) -> None:
     In another thread, or when the page cannot be opened, the status stays unreported, which does the worker no harm.
     With `gives_exit_notice` the agent may learn of this process's death before its memory is freed.
     """
-    global _page, _main
     if threading.current_thread() is not threading.main_thread():
         return
-    _main = threading.get_ident()
+    OWN.main = threading.get_ident()
     with contextlib.suppress(OSError):
         page = OwnStatusPage(path)
         faulthandler.register(DUMP_SIGNAL, page.descriptor, all_threads=True, chain=False)
         page.enable_dump()
-        page.set_phase(_phase)
-        _page = page
+        page.set_phase(OWN.phase)
+        OWN.page = page
         if gives_exit_notice and exit_notice.is_supported():
             exit_notice.lock(page.memory, MUTEX_AT)
 
 
 def set_phase(phase: Phase) -> Phase:
     """Set the phase of the main thread, and return the previous one. Calls of other threads have no effect."""
-    global _phase
-    before = _phase
-    if before != phase and (threading.get_ident() == _main or _is_of_autograd()):
-        _phase = phase
-        if _page is not None:
-            _page.set_phase(phase)
+    before = OWN.phase
+    if before != phase and (threading.get_ident() == OWN.main or _is_of_autograd()):
+        OWN.phase = phase
+        if OWN.page is not None:
+            OWN.page.set_phase(phase)
         else:
             _waiting.set_phase(phase)
     return before
@@ -69,37 +76,37 @@ def set_phase(phase: Phase) -> Phase:
 
 def waited_ns() -> int:
     """Return for how long the main thread has waited for other workers, in nanoseconds: for differences."""
-    return _waiting.waited_ns if _page is None else _page.waited_ns
+    return _waiting.waited_ns if OWN.page is None else OWN.page.waited_ns
 
 
 def set_step(generation: int, step: int, epoch: int = 0, trained: int = 0, samples: int = 0) -> None:
     """Set the number of decided steps, and the generation; with a loader also its epoch, and how many of the samples of
     this epoch were trained (`samples` 0: their number is unknown)."""
-    if _page is not None:
-        _page.set_step(generation, step, epoch, trained, samples)
+    if OWN.page is not None:
+        OWN.page.set_step(generation, step, epoch, trained, samples)
         if _numbers.is_due():
-            _page.write_values(_numbers.take())
+            OWN.page.write_values(_numbers.take())
 
 
 def log_numbers(numbers: Mapping[str, object]) -> None:
     """Set numbers of the user's, to be shown beside the status: see logged_numbers.py. They are written to the page at
     most twice a second: here, or with the next step. Raises TypeError for what is no number."""
     _numbers.log(numbers)
-    if _page is not None and _numbers.is_due():
-        _page.write_values(_numbers.take())
+    if OWN.page is not None and _numbers.is_due():
+        OWN.page.write_values(_numbers.take())
 
 
 def set_balance(share: float, speed: float) -> None:
     """Set this worker's part of a global batch, from 0 to 1, and its speed in samples per second, 0 if unknown, where
     local batches follow the speed of the workers."""
-    if _page is not None:
-        _page.set_balance(share, speed)
+    if OWN.page is not None:
+        OWN.page.set_balance(share, speed)
 
 
 def report_progress() -> None:
     """Report progress: a boundary was passed, a batch evaluated."""
-    if _page is not None:
-        _page.report_progress()
+    if OWN.page is not None:
+        OWN.page.report_progress()
 
 
 def report_meeting(path: str, has_met: bool) -> None:
@@ -167,8 +174,7 @@ def _is_of_autograd() -> bool:
 
 
 def _forget() -> None:
-    global _page
-    _page = None
+    OWN.page = None
 
 
 if hasattr(os, "register_at_fork"):  # a loader process must not report for its worker

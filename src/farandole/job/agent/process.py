@@ -399,32 +399,37 @@ _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h; man 
 _REAP_S = 2.0
 _LOOK_S = 0.01
 
-_lock = threading.Lock()
-_users = 0
-_was_on = False  # other code has enabled it, for the whole process
-
 
 def can_adopt_orphans() -> bool:
     """Return whether the system supports it."""
     return _is_on() is not None
 
 
-@contextlib.contextmanager
-def adopting_orphans() -> Iterator[None]:
-    """Adopt the orphans of all threads' children inside the block. May overlap with itself."""
-    global _users, _was_on
-    with _lock:
-        if _users == 0:
-            _was_on = bool(_is_on())
-            _control(_PR_SET_CHILD_SUBREAPER, 1)
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0 and not _was_on:
-                _control(_PR_SET_CHILD_SUBREAPER, 0)
+class _Adoption:
+    """The adoption of orphans, which several may need at once."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._was_on = False  # other code has enabled it, for the whole process
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Adopt the orphans of all threads' children inside the block. May overlap with itself."""
+        with self._lock:
+            if self._users == 0:
+                self._was_on = bool(_is_on())
+                _control(_PR_SET_CHILD_SUBREAPER, 1)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0 and not self._was_on:
+                    _control(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+adopting_orphans = _Adoption()
 
 
 async def reap_group(pgid: int) -> None:

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -154,14 +155,11 @@ def _check_groups(groups: Sequence[Sequence[torch.Tensor]]) -> None:
 
 _LARGE_MODEL = 10_000_000  # parameters: some tens of milliseconds in each step
 
-_has_advised = False
-
 
 def recommend_fused(optimizer: torch.optim.Optimizer) -> None:
     """Warn, once and on rank 0 only, when a large model on the CPU is stepped one parameter after the other although
     its optimizer has a faster implementation. No warning if the script has chosen (`fused=False`, `foreach=False`)."""
-    global _has_advised
-    if _has_advised or world.current().placement.rank != 0:
+    if world.current().placement.rank != 0:
         return
     option = next((each for each in ("fused", "foreach") if each in optimizer.defaults), None)
     groups = optimizer.param_groups
@@ -170,12 +168,15 @@ def recommend_fused(optimizer: torch.optim.Optimizer) -> None:
     count = sum(each.numel() for group in groups for each in group["params"] if each.device.type == "cpu")
     if count < _LARGE_MODEL:
         return
-    _has_advised = True
-    name = type(optimizer).__name__
+    _advise(type(optimizer).__name__, option, count)
+
+
+@functools.cache
+def _advise(name: str, option: str, count: int) -> None:
     warnings.warn(
         f"{name} steps through {count / 1e6:.0f} million parameters with many small operations, which takes several "
         f"times as long as with {option}=True on the CPU: write {name}(..., {option}=True), or {option}=False to keep "
         f"the current behaviour",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

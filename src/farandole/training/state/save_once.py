@@ -16,23 +16,11 @@ import msgspec
 
 from farandole.base.membership import Progress
 from farandole.training.collectives import world
+from farandole.training.state.session import SESSION
 
 logger = logging.getLogger("farandole")
 
-AskToSave = Callable[[str, Progress, str], str]
-"""Signature ask(name, progress, file): returns "" if this worker may save, else the reason. `name` identifies the
-request."""
-
 _UNNAMED = "the argument of save_once"
-
-_ask: AskToSave | None = None
-
-
-def install_saver(ask: AskToSave | None) -> None:
-    """Install the function that decides: it asks a job's coordinator. None without a coordinator, where rank 0 stays
-    the same worker."""
-    global _ask
-    _ask = ask
 
 
 def save_once(write: Callable[..., object], path: str | os.PathLike[str] | None, progress: Progress) -> bool:
@@ -68,10 +56,10 @@ def save_once(write: Callable[..., object], path: str | os.PathLike[str] | None,
 
 
 def _is_agreed(progress: Progress, file: str) -> bool:
-    if _ask is None:
+    if SESSION.may_save is None:
         return True
     progress = msgspec.structs.replace(progress, run_id=world.current().id.run_id)
-    refusal = _ask(f"save-once-{secrets.token_hex(8)}", progress, file)
+    refusal = SESSION.may_save(f"save-once-{secrets.token_hex(8)}", progress, file)
     if refusal:
         logger.warning("save_once: %s was not saved: %s", file, refusal)
     return not refusal

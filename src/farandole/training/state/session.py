@@ -7,7 +7,7 @@ Outside of an elastic function, and for what a job does not have, null objects a
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from farandole.base.membership import Progress
     from farandole.training.state.batch import Batch, GlobalBatch
 
 Samples = NDArray[np.int64]
@@ -172,9 +173,13 @@ class Session:
     """The parts that are installed.
 
     is_elastic  an elastic function runs, so that the size of the world may change
+    may_save  asks a job's coordinator: may_save(name, progress, file) returns "" if this worker may save, else the
+              reason; `name` identifies the request. None without a coordinator, where rank 0 stays the same worker.
+              It does not end with the elastic function
     """
 
     def __init__(self) -> None:
+        self.may_save: Callable[[str, Progress, str], str] | None = None
         self.close()
 
     def open(

@@ -17,7 +17,7 @@ from farandole.training.collectives.alone import AloneTransport
 from farandole.training.collectives.extension import extenders
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.world import World
-from farandole.training.state import save_once
+from farandole.training.state.session import SESSION
 from farandole.training.worker import process_setup
 from farandole.training.worker.fixed_job import FixedJob
 from farandole.training.worker.worker_job import WorkerJob
@@ -66,7 +66,7 @@ class WorkerProcess:
             atexit.register(self._end)
             _report_exceptions(self.job)
             process_setup.name_what_holds_the_exit(lambda: self.job is not None and not self.job.has_finished)
-            save_once.install_saver(self.job.may_publish)
+            SESSION.may_save = self.job.may_publish
             if not self.job.meet():
                 self._enter_alone()
         elif fixed_env is not None and fixed_env.size > 1:
@@ -106,7 +106,7 @@ class WorkerProcess:
             return
         if world.is_entered():
             self.leave()
-        save_once.install_saver(None)
+        SESSION.may_save = None
         for each in (self.job, self._fixed):
             if each is not None:
                 each.close()

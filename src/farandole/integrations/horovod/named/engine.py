@@ -84,6 +84,7 @@ class NamedCollectives:
         self.settings = settings or NamedSettings()
         self._rank, self._size = placement.rank, placement.size
         self._connect = connect
+        self.is_before_admission = False  # a newcomer, alone: the ranks of the job are not known yet
         self._rounds = Rounds(transport)
         self._negotiation = Negotiation(placement.size, self.settings.cache_capacity, self.settings.fusion_bytes)
         self._stalls = StallWatch(self.settings.stall_warning_s, self.settings.stall_abort_s)

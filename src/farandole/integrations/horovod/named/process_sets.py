@@ -109,7 +109,6 @@ def process_set_of(given: SomeRanks | None) -> ProcessSet:
 
 _added: list[ProcessSet] = []  # in the order in which they were added
 _unclaimed: set[tuple[int, ...]] = set()  # added again after a regroup, and not yet by the script
-_before_admission: NamedCollectives | None = None  # the world of one of a newcomer, which lacks the job's ranks
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -135,7 +134,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     named = engine()
     _require_dynamic(named)
     ranks = tuple(added.ranks or ())
-    if named is _before_admission:
+    if named.is_before_admission:
         _added.append(added)  # recreate() will give it an id
         return added
     if ranks in _unclaimed:
@@ -188,9 +187,8 @@ def register_static(process_sets: Sequence[ProcessSet], *, is_newcomer: bool = F
 
     Raises ValueError, on all ranks, when they differ, name a rank that does not exist, or contain one twice.
     """
-    global _before_admission
     named = engine()
-    _before_admission = named if is_newcomer else None
+    named.is_before_admission = is_newcomer
     if is_newcomer:
         _added.extend(process_sets)
         return

@@ -25,7 +25,7 @@ from farandole.integrations.torchrun.in_place.script_loader import ScriptLoader
 from farandole.integrations.torchrun.in_place.script_state import ScriptState
 from farandole.integrations.torchrun.in_place.script_trials import ScriptTrials
 from farandole.integrations.torchrun.in_place.scripted_state import ScriptedState
-from farandole.integrations.torchrun.process_group.works import set_placement_of_scripts
+from farandole.integrations.torchrun.process_group.works import OF_SCRIPTS
 from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
 from farandole.training.state import step
@@ -77,8 +77,8 @@ class InPlaceLoop(StepLoop):
     def install(self) -> None:
         """Receive requests. Raises ConfigError for objects that cannot be made elastic, with nothing changed."""
         self._stack.enter_context(self.installed())
-        set_placement_of_scripts(lambda: self._seen)
-        self._stack.callback(set_placement_of_scripts, None)
+        OF_SCRIPTS.placement = lambda: self._seen
+        self._stack.callback(setattr, OF_SCRIPTS, "placement", None)
         self._stack.enter_context(InPhase(Phase.USER))
 
     def enter(self) -> None:

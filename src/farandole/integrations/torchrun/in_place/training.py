@@ -47,7 +47,7 @@ from farandole.integrations.torchrun.in_place.script_step_loop import InPlaceLoo
 from farandole.integrations.torchrun.in_place.scripted_state import script_of, state_of
 from farandole.integrations.torchrun.in_place.torchs_loaders import torchs_iterator, torchs_length
 from farandole.integrations.torchrun.in_place.worker_shares import Shares
-from farandole.integrations.torchrun.process_group.works import set_transport_of_scripts
+from farandole.integrations.torchrun.process_group.works import OF_SCRIPTS
 from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
 from farandole.training.data.listed_batches import ListedBatches
@@ -104,7 +104,7 @@ class Training:
         self.shares.at_start = here.rank, here.size
         self._evaluations.begin()
         self.is_first_rank = not self.passing.has_to_join and world.current().placement.rank == 0
-        set_transport_of_scripts(self._transport)
+        OF_SCRIPTS.transport = self._transport
 
     def batches(self, theirs: TorchDataLoader[Any]) -> Iterator[Any] | None:
         """Return an iterator over the batches of a DataLoader of the script; None: torch's own iterator is right."""
@@ -153,7 +153,7 @@ class Training:
         if self._is_over or world.is_forked_child():
             return
         self._is_over = True
-        set_transport_of_scripts(None)
+        OF_SCRIPTS.transport = None
         if self.loop is None or self._loader is None:
             return
         job = context.job()
@@ -177,7 +177,7 @@ class Training:
     def abandon(self) -> None:
         """Handle that the script has failed."""
         self._is_over = True
-        set_transport_of_scripts(None)
+        OF_SCRIPTS.transport = None
 
     # Opening -----------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class Training:
 
     def _stay_static(self, reason: str) -> None:
         self._static_because = reason
-        set_transport_of_scripts(None)
+        OF_SCRIPTS.transport = None
         if world.current().placement.rank == 0:
             logger.warning(
                 "%s: this job is not elastic in place, since %s; when a worker is lost, the job ends, or starts again "
@@ -255,7 +255,7 @@ class Training:
 
     def _be_static(self, reason: str) -> None:
         self._static_because, self.loop = reason, None
-        set_transport_of_scripts(None)
+        OF_SCRIPTS.transport = None
         size = world.current().placement.size
         if size != self.workers:
             batches = f"a static job with {size} workers, not {self.workers}, and so with other global batches"

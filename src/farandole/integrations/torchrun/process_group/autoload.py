@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ import torch.distributed as dist
 BACKEND = "farandole"
 SYSTEMS = ("linux",)
 _DEVICES = ("cpu", "cuda")
-_is_known = False  # the backend, to torch
-_is_prepared = False  # this process, as a worker
-_lone: LoneTraining | None = None  # of a worker of several
 
 
 def load() -> None:
@@ -41,12 +38,9 @@ def load() -> None:
         _prepare_worker()
 
 
+@functools.cache
 def make_backend_known() -> None:
     """Register the backend, and a rendezvous that needs no environment variables for it. Idempotent."""
-    global _is_known
-    if _is_known:
-        return
-    _is_known = True
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=list(_DEVICES))
     # register_rendezvous_handler() refuses a scheme that is registered (torch 2.13, torch/distributed/rendezvous.py).
     handlers = _rendezvous()._rendezvous_handlers
@@ -101,17 +95,14 @@ def _arguments_of_init() -> Mapping[str, object]:
 # A worker of `farandole run` ------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _prepare_worker() -> None:
-    global _is_prepared, _lone
-    if _is_prepared:
-        return
-    _is_prepared = True
     rank, size = (os.environ.get(name, "") for name in ("HOROVOD_RANK", "HOROVOD_SIZE"))
     if store := os.environ.get("FARANDOLE_STORE", ""):
         _use_store(store, int(size) if size.isdecimal() else 0)
     if rank.isdecimal() and size.isdecimal() and int(size) > 1:
-        _lone = LoneTraining(int(rank), int(size))
-        _lone.watch()
+        LoneTraining.of_process = LoneTraining(int(rank), int(size))
+        LoneTraining.of_process.watch()
     _keep_groups()
     if os.environ.get("FARANDOLE_IN_PLACE"):
         # By its name: the package lies above this one, and installs itself in the script of the worker.
@@ -138,8 +129,8 @@ def _use_store(address: str, workers: int) -> None:
 
     def create(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
         nonlocal earlier
-        if world_size > 1 and _lone is not None:
-            _lone.end()
+        if world_size > 1 and LoneTraining.of_process is not None:
+            LoneTraining.of_process.end()
         args = (rank, world_size, *args)
         if f"{hostname}:{port}" != address:
             variable = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -190,8 +181,8 @@ def _keep_groups() -> None:
 def note_meeting() -> None:
     """Note that this worker has entered the world, and make the backend known where torch has not loaded this file."""
     make_backend_known()
-    if _lone is not None:
-        _lone.end()
+    if LoneTraining.of_process is not None:
+        LoneTraining.of_process.end()
 
 
 class LoneTraining:
@@ -200,6 +191,8 @@ class LoneTraining:
     It looks after each step of an optimizer until the worker has met them. A step before that is reported, on stderr
     and to the agent, which is withdrawn if the worker meets the others later.
     """
+
+    of_process: ClassVar[LoneTraining | None] = None
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size

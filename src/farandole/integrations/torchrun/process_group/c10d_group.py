@@ -268,7 +268,7 @@ class FarandoleGroup(ProcessGroup):
                 with self.members.worlds.limit("monitored_barrier", self._timeout):
                     monitored_barrier.follow(p2p, ranks, subject)
         except RecoverableError as error:
-            works.remember_failure(error)
+            works.LAST_FAILURE.remember(error)
             raise
 
     # Point to point ------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class FarandoleGroup(ProcessGroup):
             for tensor in tensors:
                 p2p.send(ranks[target], _subject(group, tag), byte_view(as_bytes(contiguous(tensor))))
         except RecoverableError as error:
-            works.remember_failure(error)
+            works.LAST_FAILURE.remember(error)
             raise
         return Done(tensors)
 
@@ -407,7 +407,7 @@ class FarandoleGroup(ProcessGroup):
             with torch.no_grad(), alone_in(transport, op, worlds), limit:
                 carry_out(transport)
         except RecoverableError as error:
-            works.remember_failure(error)
+            works.LAST_FAILURE.remember(error)
             raise
         return Done(written)
 

@@ -5,6 +5,7 @@ autoload.py, which makes the backend known to torch, imports this file when a sc
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +22,7 @@ from farandole.errors import ConfigError
 from farandole.integrations.torchrun.process_group.autoload import BACKEND
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.reconfigurable import NamedMembers, WorldsByHandles, meet_at
-from farandole.integrations.torchrun.process_group.works import JOB, Everybody, Some, forget_failure
+from farandole.integrations.torchrun.process_group.works import JOB, LAST_FAILURE, Everybody, Some
 from farandole.training.collectives import world
 from farandole.training.collectives.torch_versions import (
     clear_planner_cache,
@@ -72,10 +73,7 @@ def meet(url: str) -> Iterator[Any]:
 
 def create(opts: _DistributedBackendOptions, options: object) -> FarandoleGroup:
     """Create a group. c10d calls it for each."""
-    global _does_follow
-    if not _does_follow:
-        world.on_enter(_follow)
-        _does_follow = True
+    _follow_generations()
     if opts.global_ranks_in_group:
         return _subgroup(list(opts.global_ranks_in_group), opts.timeout)
     if getattr(opts, "enable_reconfigure", False):  # since torch 2.14
@@ -142,7 +140,10 @@ def let_whole_groups_follow() -> None:
     _do_whole_groups_follow = True
 
 
-_does_follow = False  # groups of this process follow the generations
+@functools.cache
+def _follow_generations() -> None:
+    """Let groups of this process follow the generations."""
+    world.on_enter(_follow)
 
 
 def _follow(entered: world.World | None) -> None:
@@ -154,7 +155,7 @@ def _follow(entered: world.World | None) -> None:
     _made.clear()
     if not isinstance(group, FarandoleGroup):
         return
-    forget_failure()
+    LAST_FAILURE.forget()
     if entered is None:
         _forget_subgroups()
     else:

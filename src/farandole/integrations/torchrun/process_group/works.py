@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Protocol
@@ -117,7 +118,7 @@ class Receiving(Work):
             with self._worlds.limit("recv", timeout):
                 message = self._p2p.wait_for(self._expected)
         except RecoverableError as error:
-            remember_failure(error)
+            LAST_FAILURE.remember(error)
             raise
         with in_place(self._tensor) as dense:
             memory = as_bytes(dense)
@@ -166,14 +167,30 @@ class Receiving(Work):
 #
 # It is kept for callers that lost it on the way through C++.
 
-_seen: tuple[world.World, RecoverableError] | None = None
+
+class LastFailure:
+    """The error that an operation of a group has raised in the current generation."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[world.World, RecoverableError] | None = None
+
+    def remember(self, error: RecoverableError) -> None:
+        """Store an error."""
+        if world.is_entered() and getattr(error, "generation", None) == world.current().id.number:
+            self._seen = world.current(), error
+
+    def get(self) -> RecoverableError | None:
+        """Return the error; None if there is none."""
+        if self._seen is None or not world.is_entered() or self._seen[0] is not world.current():
+            return None
+        return self._seen[1]
+
+    def forget(self) -> None:
+        """Release the error of the last generation: its traceback refers to the memory of the operation that failed."""
+        self._seen = None
 
 
-def remember_failure(error: RecoverableError) -> None:
-    """Store the error that an operation of a group has raised."""
-    global _seen
-    if world.is_entered() and getattr(error, "generation", None) == world.current().id.number:
-        _seen = world.current(), error
+LAST_FAILURE = LastFailure()
 
 
 def failure() -> RecoverableError | None:
@@ -186,15 +203,7 @@ def failure() -> RecoverableError | None:
         >>> from farandole import process_group
         >>> process_group.failure()  # nothing has failed
     """
-    if _seen is None or not world.is_entered() or _seen[0] is not world.current():
-        return None
-    return _seen[1]
-
-
-def forget_failure() -> None:
-    """Release the error of the last generation: its traceback refers to the memory of the operation that has failed."""
-    global _seen
-    _seen = None
+    return LAST_FAILURE.get()
 
 
 # The worlds of a group, one after the other ---------------------------------------------------------------------------
@@ -303,6 +312,25 @@ class GroupMembers(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class OfScripts:
+    """What in_place/ replaces for collectives that the script calls itself, so that they are completed after a loss.
+    Collectives of a DistributedDataParallel are handled with its step instead.
+
+    transport  returns the transport for a collective, by its name; None: it is the world's
+    placement  returns rank and size as scripts see them, in a loop body that has begun in another generation; None,
+               also as its result: they are those of the world
+    is_plain   the world's transport is used for now
+    """
+
+    transport: Callable[[str], Transport] | None = None
+    placement: Callable[[], Placement | None] | None = None
+    is_plain: bool = False
+
+
+OF_SCRIPTS = OfScripts()
+
+
 class Everybody:
     """All workers of the current generation, whichever it is."""
 
@@ -318,12 +346,13 @@ class Everybody:
 
     @property
     def _placement(self) -> Placement:
-        seen = _placement_of_scripts() if _placement_of_scripts is not None and self.worlds is JOB else None
+        placement = OF_SCRIPTS.placement
+        seen = placement() if placement is not None and self.worlds is JOB else None
         return seen or self.worlds.current().placement
 
     def transport(self, op: str) -> Transport:
-        if _of_scripts is not None and is_completed_after_a_loss(self):
-            return _of_scripts(op)
+        if OF_SCRIPTS.transport is not None and is_completed_after_a_loss(self):
+            return OF_SCRIPTS.transport(op)
         return self.worlds.begin(op).transport
 
     def p2p(self, op: str) -> tuple[PointToPoint, Sequence[int], bytes]:
@@ -336,44 +365,20 @@ class Everybody:
         """Do nothing: only fd.shutdown() leaves the world."""
 
 
-# The transport of collectives that the script calls itself: in_place/ replaces it, so that they are completed after a
-# loss. Collectives of a DistributedDataParallel are handled with its step instead.
-
-_of_scripts: Callable[[str], Transport] | None = None
-_is_plain = False
-
-
-def set_transport_of_scripts(transport: Callable[[str], Transport] | None) -> None:
-    """Set the function that returns the transport for a collective of the script, by its name; None: the world's."""
-    global _of_scripts
-    _of_scripts = transport
-
-
-_placement_of_scripts: Callable[[], Placement | None] | None = None
-
-
-def set_placement_of_scripts(placement: Callable[[], Placement | None] | None) -> None:
-    """Set the function that returns rank and size as scripts see them, in a loop body that has begun in another
-    generation; None, also as its result: those of the world."""
-    global _placement_of_scripts
-    _placement_of_scripts = placement
-
-
 def is_completed_after_a_loss(members: GroupMembers) -> bool:
     """Return whether the remaining workers complete a collective of this group when one of them is lost."""
-    is_replaced = _of_scripts is not None and not _is_plain
+    is_replaced = OF_SCRIPTS.transport is not None and not OF_SCRIPTS.is_plain
     return is_replaced and isinstance(members, Everybody) and members.worlds is JOB
 
 
 @contextmanager
 def plain_collectives() -> Iterator[None]:
     """Use the world's transport within this context."""
-    global _is_plain
-    before, _is_plain = _is_plain, True
+    before, OF_SCRIPTS.is_plain = OF_SCRIPTS.is_plain, True
     try:
         yield
     finally:
-        _is_plain = before
+        OF_SCRIPTS.is_plain = before
 
 
 class Some:

@@ -14,25 +14,29 @@ class Queue(Protocol):
     def put(self, item: Any) -> object: ...
 
 
-_queue: Queue | None = None
-_has_warned = False
+class RayLogger:
+    """What puts values into a queue, once there is one."""
+
+    def __init__(self) -> None:
+        self._queue: Queue | None = None
+        self._has_warned = False
+
+    def configure(self, queue: Queue | None) -> None:
+        """Let log() put its values into a queue."""
+        self._queue = queue
+
+    def log(self, info_dict: Mapping[str, Any]) -> None:
+        """Put values into the queue of configure()."""
+        if self._queue is not None:
+            self._queue.put(info_dict)
+        elif not self._has_warned:
+            self._has_warned = True
+            warn(
+                "ray_logger.log() has no effect: the executors have no callbacks; send values to the caller in the "
+                "result of the function, or write them to a file",
+                stacklevel=2,
+            )
 
 
-def configure(queue: Queue | None) -> None:
-    """Let log() put its values into a queue."""
-    global _queue
-    _queue = queue
-
-
-def log(info_dict: Mapping[str, Any]) -> None:
-    """Put values into the queue of configure()."""
-    global _has_warned
-    if _queue is not None:
-        _queue.put(info_dict)
-    elif not _has_warned:
-        _has_warned = True
-        warn(
-            "ray_logger.log() has no effect: the executors have no callbacks; send values to the caller in the result "
-            "of the function, or write them to a file",
-            stacklevel=2,
-        )
+_of_process = RayLogger()
+configure, log = _of_process.configure, _of_process.log
