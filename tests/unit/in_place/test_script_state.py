@@ -589,3 +589,26 @@ def test_containers_of_every_length_return_or_are_named(monkeypatch: Any, kind: 
     bodies = value[7] if isinstance(value, dict) else len(value) - size
     is_exact = size <= 20_000 or kind in ("numbers", "tensors")
     assert (bodies == 4, bool(remarks)) == (is_exact, not is_exact)
+
+
+@pytest.mark.parametrize("size", [3, 200])
+def test_results_with_a_graph_in_a_list_return_and_are_not_kept_alive(size: int) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    losses: list[Any] = [weight.sum() for _ in range(size)]
+    variables = {"losses": losses}
+    state = ScriptState(list, lambda: [Holder("", variables, "dict")])
+    state.take(is_due=True)
+    state.take(is_due=False)
+    before, added = [*losses], weight.sum()
+    losses.append(added)
+    state.roll_back()
+    assert list(map(id, losses)) == list(map(id, before))
+    before.clear()
+    state.take(is_due=False)
+    seen = weakref.ref(losses[0])
+    losses.clear()
+    gc.collect()
+    assert seen() is None
+    losses.append(added)
+    state.roll_back()
+    assert losses == []

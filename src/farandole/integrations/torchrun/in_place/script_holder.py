@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from types import CellType, FunctionType
 from typing import Any
@@ -27,15 +28,19 @@ Values = dict[Any, Any]
 """By key. Of a longer list: the last items by place."""
 
 
+class _Weakly(weakref.ref[Any]):
+    """Refers to a result with a graph."""
+
+
 class _Items(Values):
     """The last items of a list, with a copy of all; None: there are too many."""
 
     __slots__ = ("all",)
 
     def __init__(self, items: list[Any] | deque[Any]) -> None:
-        first = max(0, len(items) - _LAST)
-        super().__init__(enumerate(islice(items, first, None), first))
-        self.all = [*items] if len(items) <= LARGE or isinstance(items, deque) else None
+        first = len(items) - _LAST
+        super().__init__(enumerate(_kept_items([*islice(items, first, None)]), first))
+        self.all = _kept_items(items) if len(items) <= LARGE or isinstance(items, deque) else None
 
 
 class Holder:
@@ -108,7 +113,7 @@ class Holder:
             items = self.target
             if len(items) > _FEW:
                 return _Items(items)
-            return {place: copied(each) if is_iterator(each) else each for place, each in enumerate(items)}
+            return dict(enumerate(_kept_items(items)))
         values = self.read()
         if PLAIN.issuperset(map(type, values.values())):  # as of most layers of a model
             return values
@@ -142,18 +147,18 @@ class Holder:
             self.write({key: copied(each) if is_iterator(each) else each for key, each in changed.items()})
 
     def _restore_items(self, values: Values) -> None:
-        items, then = self.target, [copied(each) if is_iterator(each) else each for each in values.values()]
+        items, kept = self.target, [*values.values()]
         if isinstance(values, _Items):
             if values.all is None:
                 first = next(iter(values))
-                if not _are_same(items[first : first + len(then)], then):
+                if not _are_same(_kept_items(items[first : first + len(kept)]), kept):
                     raise ValueError(f"of more than {LARGE} items the last {_LAST} are kept, and others have changed")
-                del items[first + len(then) :]
+                del items[first + len(kept) :]
                 return
-            then = values.all
-        if not _are_same(items, then):
+            kept = values.all
+        if not _are_same(_kept_items(items), kept):
             items.clear()
-            items.extend(then)
+            items.extend(copied(each) if is_iterator(each) else each for each in _there(kept))
 
     def name_of(self, key: Any) -> str:
         if self.kind in ("frame", "object", "globals", "function", "data"):
@@ -191,6 +196,28 @@ def _set_attribute(target: Any, key: str, value: Any) -> None:
         object.__setattr__(target, key, value) if not isinstance(target, type) else setattr(target, key, value)
     else:
         vars(target)[key] = value
+
+
+def _kept_items(items: Collection[Any]) -> list[Any]:
+    """Return the items of a list without what they would keep alive: results with a graph are referred to weakly, as
+    the list is often emptied before the next ones are computed. In a long list the last ones show what it has."""
+    kept = [*items]
+    if any(_is_passing(each) or is_iterator(each) for each in (kept if len(kept) <= _FEW else kept[-_LAST:])):
+        for place, each in enumerate(kept):
+            if is_iterator(each):
+                kept[place] = copied(each)
+            elif _is_passing(each):
+                kept[place] = _Weakly(each)
+    return kept
+
+
+def _there(kept: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items that are there still."""
+    for each in kept:
+        if type(each) is not _Weakly:
+            yield each
+        elif (item := each()) is not None:
+            yield item
 
 
 def _is_filled(cell: CellType) -> bool:
