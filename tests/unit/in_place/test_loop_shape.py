@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from farandole.integrations.torchrun.in_place.loop_shape import line_that_counts, loop_variables
+from farandole.integrations.torchrun.in_place.loop_shape import line_that_collects, line_that_counts, loop_variables
 
 
 def batches(count: int = 3) -> Iterator[str]:
@@ -258,3 +259,52 @@ def test_the_variables_of_the_loops_around_the_batches_are_known() -> None:
         own = {name.removeprefix(f"{here}.") for name in names if name.startswith(f"{here}.")}
         assert own == {"_fold", "epoch", "_", "phase"}
         assert not any("train_one_epoch" in name for name in names)
+
+
+def lines_that_collect() -> Iterator[str]:
+    for _ in range(3):
+        yield line_that_collects()
+
+
+def by_generator() -> Iterator[str]:
+    yield from lines_that_collect()
+
+
+COLLECTING: list[Callable[[Any], Any]] = [
+    lambda lines: [each.strip() for each in lines],
+    lambda lines: {each.strip() for each in lines},
+    lambda lines: {each.strip(): 1 for each in lines},
+    lambda lines: list(lines),
+    lambda lines: list(map(str, lines)),
+    lambda lines: max(each for each in lines),
+    lambda lines: [*lines],
+    lambda lines: {*lines},
+    lambda lines: (lambda *some: some)(*lines),
+    lambda lines: [number for number, _ in enumerate(lines)] and list(by_generator()),
+]
+
+
+@pytest.mark.parametrize("batches", [lines_that_collect, by_generator])
+@pytest.mark.parametrize("collects", COLLECTING)
+def test_what_collects_of_each_batch_is_found(collects: Callable[[Any], Any], batches: Callable[[], Any]) -> None:
+    lines = collects(batches())
+    found = lines if isinstance(lines, str) else next(iter(lines))
+    assert found.startswith("test_loop_shape.py:")
+
+
+def test_loops_collect_nothing() -> None:
+    found = []
+    for line in lines_that_collect():
+        found.append(line)
+    for line in map(str, by_generator()):
+        found.append(line)
+    for _, line in enumerate(each for each in lines_that_collect()):
+        found.append(line)
+    lines = lines_that_collect()
+    while line := next(lines, "end"):
+        if line == "end":
+            break
+    numbers = [1, 2]
+    for _ in [*numbers]:
+        found.append(next(lines_that_collect()))
+    assert found == [""] * len(found)

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from itertools import cycle, islice
+from itertools import accumulate, chain, count, cycle, islice, pairwise, takewhile, tee, zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.integrations.torchrun.in_place.script_frames import frames_of_script, set_locals, shift_counts
+from farandole.integrations.torchrun.in_place.script_frames import frames_of_script, set_locals
 from farandole.integrations.torchrun.in_place.script_holder import Holder
+from farandole.integrations.torchrun.in_place.script_iterators import shift_counts
 from farandole.integrations.torchrun.in_place.script_search import hooks_of
 from farandole.integrations.torchrun.in_place.script_state import ScriptState
 from farandole.training.collectives import world
@@ -220,10 +221,60 @@ def test_what_a_zip_goes_through_beside_the_batches_is_moved(beside: Any) -> Non
     assert pairs[:4] == [(0, 1, "a"), (1, 2, "b"), (1, 3, "b"), (2, 4, "c")]
 
 
-def test_what_a_zip_has_taken_before_the_batch_cannot_be_moved() -> None:
+def first(number: int, values: Any) -> list[Any]:
+    found = []
+    for value in values:
+        found.append(value)
+        if len(found) == number:
+            break
+    return found
+
+
+TENSORS = [torch.full((2,), float(number)) for number in range(9)]
+
+
+@pytest.mark.parametrize("before", [list("abcd"), "abcd", range(5, 20), count(5), range(9, 0, -2), TENSORS, (8, 8, 9)])
+def test_what_a_zip_has_taken_before_the_batch_comes_again(before: Any) -> None:
     loader = Asking(-1)
-    assert [letter for letter, _ in zip("abcd", loader, strict=False)] == ["a", "b", "c", "d"]
+    one, two, three = first(3, before)
+    taken = []
+    for value, _ in zip(count(5) if isinstance(before, count) else before, loader, strict=False):
+        taken.append(value)
+        if len(taken) == 4:
+            break
+    assert [*map(str, taken)] == [*map(str, [one, two, two, three])]
+    assert loader.done == [True]
+
+
+@pytest.mark.parametrize("is_by_map", [False, True])
+def test_what_the_script_keeps_of_a_zip_cannot_be_replaced(is_by_map: bool) -> None:
+    loader = Asking(-1)
+    pairs = map(lambda *pair: pair, "abcd", loader) if is_by_map else zip("abcd", loader, strict=False)
+    assert list(pairs) == [("a", 1), ("b", 2), ("c", 3), ("d", 4)]
     assert loader.done == [False]
+
+
+@pytest.mark.parametrize(
+    "around", [chain, partial(map, str), partial(filter, None), partial(takewhile, bool), lambda each: islice(each, 9)]
+)
+def test_a_count_may_be_around_other_iterators(around: Any) -> None:
+    loader = Asking(-1)
+    numbers = [number for number, _ in first(4, enumerate(around(loader)))]
+    assert (numbers, loader.done) == ([0, 1, 1, 2], [True])
+
+
+@pytest.mark.parametrize("around", [accumulate, pairwise, lambda each: tee(each)[0], partial(zip_longest, "abcdefg")])
+def test_iterators_that_keep_something_of_a_batch_are_reported(around: Any) -> None:
+    loader = Asking(-1)
+    first(4, around(loader))
+    assert loader.done == [False]
+
+
+def test_a_batch_that_comes_again_does_not_count_for_islice() -> None:
+    loader = Asking(-1)
+    assert list(islice(loader, 4)) == [1, 2, 3, 4, 5]
+    assert loader.done == [True]
+    assert not list(islice(Asking(-1), 1, 8, 2))[4:]
 
 
 @pytest.mark.parametrize("beside", [cycle("abc"), (letter for letter in "abcdefg")])

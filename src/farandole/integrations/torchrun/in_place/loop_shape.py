@@ -16,6 +16,7 @@ one from the other.
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import linecache
 import sys
@@ -31,6 +32,15 @@ from farandole.training.state import step
 from farandole.training.state.step import StepStatus
 
 _FARANDOLE = f"{Path(sys.modules['farandole'].__file__ or '').parent}/"
+COLLECTS = (
+    "what takes the batches collects something of each, also of those that come again: write `for batch in loader`, "
+    "and append it to a list"
+)
+"""What is said of line_that_collects()."""
+
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")  # functions of their own, up to Python 3.11
+_UNPACKING = ("LIST_EXTEND", "SET_UPDATE", "UNPACK_SEQUENCE", "UNPACK_EX", "CALL_FUNCTION_EX")
+_COLLECTING = ast.ListComp | ast.SetComp | ast.DictComp
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
 
 Range = tuple[int, int, int, int]
@@ -67,6 +77,29 @@ def _line_that_counts(frame: FrameType | None) -> str:
     return line
 
 
+def line_that_collects() -> str:
+    """Return file and line of what takes the batches now, if it is no loop: a comprehension, or a function such as
+    list(), sum() or max(), which have what they have collected for themselves; else nothing. Farandole has to call
+    it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (_is_passed_over(frame) or frame.f_code.co_flags & inspect.CO_GENERATOR):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    nodes, operation = _nodes_at(frame), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    if operation == "FOR_ITER":
+        collects = frame.f_code.co_name in _COMPREHENSIONS or any(isinstance(each, _COLLECTING) for each in nodes[-3:])
+    elif operation == "CALL":
+        collects = bool(nodes) and not (isinstance(nodes[-1], ast.Call) and _is_next(nodes[-1]))
+    else:
+        collects = operation in _UNPACKING
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if collects else ""
+
+
+def _is_passed_over(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_FARANDOLE) or frame.f_code.co_name == "__next__"
+
+
 def loop_variables() -> set[str]:
     """Return the names, as script_search.py has them, of the variables of all `for` loops of the script that are around
     the one over its batches: of epochs, or of folds. As far as there is a source to tell it from."""
@@ -81,11 +114,15 @@ def loop_variables() -> set[str]:
 
 def _is_call_of_next(node: ast.AST) -> bool:
     """Return whether the expression raises StopIteration at the end of the batches: next(), without a default."""
-    if not isinstance(node, ast.Call):
-        return False
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr == "__next__"
-    return isinstance(node.func, ast.Name) and node.func.id == "next" and len(node.args) == 1
+    return (
+        isinstance(node, ast.Call) and _is_next(node) and (isinstance(node.func, ast.Attribute) or len(node.args) == 1)
+    )
+
+
+def _is_next(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr == "__next__"
+    return isinstance(call.func, ast.Name) and call.func.id == "next"
 
 
 def _handles_end(outer: ast.AST, inner: ast.AST) -> bool:

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
-from farandole.integrations.torchrun.in_place.script_frames import are_counted, shift_counts
+from farandole.integrations.torchrun.in_place.loop_shape import COLLECTS, line_that_collects
 from farandole.integrations.torchrun.in_place.script_holder import LARGE, Holder, Values
+from farandole.integrations.torchrun.in_place.script_iterators import NAMES, are_counted, shift_counts
 from farandole.integrations.torchrun.in_place.script_places import (
     copied,
     generators_of_process,
@@ -46,6 +47,10 @@ logger = logging.getLogger("farandole")
 _SMALL_BYTES = 64 << 10  # of a tensor that is copied at each boundary
 _TWICE = "what a loop body did that came again is done twice in it"
 _OWN = "a newcomer has its own"
+_COUNTS = (
+    "what the loop takes its batches with, as zip() or itertools, goes on where a batch comes again, and so do the "
+    "values beside the batches: write `for number, batch in enumerate(loader)`"
+)
 _FARANDOLE, _TORCH = (f"{Path(sys.modules[name].__file__ or '').parent}/" for name in ("farandole", "torch"))
 
 Copies = list[tuple[Holder, Values]]
@@ -94,8 +99,11 @@ class LoopValues:
             stay += [each.path for each in self._watched if _is_large(each)]
             stay += [name for name, each in self._changing.items() if each.nbytes > _SMALL_BYTES]
             self._name(stay, _TWICE)
-        if self._is_counted or _names_a_count():  # it takes time to find the counts
-            shift_counts(-1, [loader], loader.elder)
+        is_counted = self._is_counted or _names_a_count()  # it takes time to find the counts
+        if is_counted and not shift_counts(-1, [loader], loader.elder):
+            world.remark("count of batches", _COUNTS)
+        if line := line_that_collects():
+            world.remark("collected batches", f"{line}: {COLLECTS}")
 
     def note_newcomer(self) -> None:
         """Say in the last line of the job what a newcomer has not."""
@@ -174,8 +182,8 @@ def _frames_of_loop() -> list[FrameType]:
 
 
 def _names_a_count() -> bool:
-    """Return whether a running function of the loop names enumerate() or zip()."""
-    return any(name in ("enumerate", "zip") for frame in _frames_of_loop() for name in frame.f_code.co_names)
+    """Return whether a running function of the loop names enumerate(), or what counts as it does."""
+    return any(name in NAMES for frame in _frames_of_loop() for name in frame.f_code.co_names)
 
 
 def _variables_of(frame: FrameType) -> dict[str, Any]:

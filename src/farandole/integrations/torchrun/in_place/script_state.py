@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from farandole.integrations.torchrun.in_place.script_frames import shift_counts
+from farandole.integrations.torchrun.in_place.loop_shape import COLLECTS, line_that_collects
 from farandole.integrations.torchrun.in_place.script_holder import LARGE, Holder, Values
+from farandole.integrations.torchrun.in_place.script_iterators import shift_counts
 from farandole.integrations.torchrun.in_place.script_places import Place, mark_of, moved, place_of, set_state, state_of
 from farandole.integrations.torchrun.in_place.script_search import (
     MOST_HOLDERS,
@@ -124,6 +125,8 @@ class ScriptState:
             return
         self._has_gone_on |= {name for name, (each, mark) in self._generators.items() if _has_moved(each, mark)}
         self.set_batches(self._batches_then)
+        if line := line_that_collects():
+            world.current().on_remark("collected batches", f"{line}: {COLLECTS}")
 
     def begin_anew(self, kept: Set[str]) -> None:
         """Return to the first call: before each iteration that a newcomer passes over. What it computes there is not
@@ -163,8 +166,8 @@ class ScriptState:
         """Let enumerate() go on from another number of batches."""
         if batches != self.batches and not shift_counts(batches - self.batches):
             text = (
-                f"enumerate(), or a zip(), around the batches goes on from {self.batches} instead of {batches}, and "
-                f"what comes beside them is another one"
+                f"zip() or itertools around the batches goes on from {self.batches} instead of {batches}, and what "
+                f"comes beside them is another one"
             )
             world.current().on_remark("count of batches", text)
         self.batches = batches
