@@ -32,10 +32,10 @@ class _Items(Values):
 
     __slots__ = ("all",)
 
-    def __init__(self, items: list[Any] | deque[Any]) -> None:
+    def __init__(self, items: list[Any] | deque[Any], is_whole: bool) -> None:
         first = max(0, len(items) - _LAST)
         super().__init__(enumerate(islice(items, first, None), first))
-        self.all = [*items] if len(items) <= LARGE or isinstance(items, deque) else None
+        self.all = [*items] if is_whole or len(items) <= LARGE or isinstance(items, deque) else None
 
 
 class Holder:
@@ -102,12 +102,13 @@ class Holder:
                 else:
                     target.append(value)
 
-    def keep(self) -> Values:
-        """Return the values for restore(); without results that have a graph, which are computed anew in each body."""
+    def keep(self, is_whole: bool = False) -> Values:
+        """Return the values for restore(); without results that have a graph, which are computed anew in each body.
+        `is_whole`: also of a very long list all items."""
         if self.kind == "list":
             items = self.target
             if len(items) > _FEW:
-                return _Items(items)
+                return _Items(items, is_whole)
             return {place: copied(each) if is_iterator(each) else each for place, each in enumerate(items)}
         values = self.read()
         if PLAIN.issuperset(map(type, values.values())):  # as of most layers of a model
@@ -118,6 +119,8 @@ class Holder:
     def has_changed(self, then: Values) -> bool:
         """Return whether the values are others than in an earlier keep()."""
         now = self.keep()
+        if self.kind == "memory":
+            return now != then
         if isinstance(then, _Items) and isinstance(now, _Items) and then.all is not None and now.all is not None:
             return not _are_same(now.all, then.all)
         return now.keys() != then.keys() or any(now[key] is not each for key, each in then.items())
