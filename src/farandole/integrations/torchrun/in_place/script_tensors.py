@@ -178,7 +178,9 @@ class ScriptTensors:
 
     @torch.no_grad()
     def put_back(self) -> list[str]:
-        """Return the names of arrays of which there are no copies, and which are others than in the last search."""
+        """Return the names of what stays: tensors that were written without a copy, and arrays without one that are
+        others than in the last search."""
+        written = sorted(self._written() - self._copies.keys())
         for name, copy in self._copies.items():
             self._live[name].detach().copy_(copy)
         self._versions = {name: _version(each) for name, each in self._live.items()}
@@ -188,7 +190,7 @@ class ScriptTensors:
                 left -= each.nbytes
                 if left >= 0 and digest(each) != self._digests[name]:
                     others.append(name)
-        return others
+        return [*written, *others]
 
     @torch.no_grad()
     def _copy(self) -> None:
