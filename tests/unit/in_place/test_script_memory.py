@@ -66,7 +66,7 @@ def test_what_was_read_can_be_written_back(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [ctypes.c_char_p(b"a"), ctypes.pointer(ctypes.c_int(1)), b"abc", [1], bytearray(2 << 20), closed_file()]
+    "value", [ctypes.c_char_p(b"a"), ctypes.pointer(ctypes.c_int(1)), b"abc", [1], bytearray(65 << 20), closed_file()]
 )
 def test_pointers_what_cannot_change_and_large_ones_are_none_of_these(value: Any) -> None:
     assert not is_memory(value)

@@ -25,6 +25,7 @@ import torch
 from farandole.integrations.torchrun.in_place.loop_shape import COLLECTS, line_that_collects
 from farandole.integrations.torchrun.in_place.script_holder import LARGE, Holder, Values
 from farandole.integrations.torchrun.in_place.script_iterators import NAMES, are_counted, shift_counts
+from farandole.integrations.torchrun.in_place.script_many import Many, ManyContainers
 from farandole.integrations.torchrun.in_place.script_places import (
     copied,
     generators_of_process,
@@ -35,6 +36,7 @@ from farandole.integrations.torchrun.in_place.script_places import (
 )
 from farandole.integrations.torchrun.in_place.script_search import (
     Found,
+    digest,
     is_of_own_module,
     roots_of_script,
 )
@@ -45,6 +47,7 @@ from farandole.training.state.watched_tensors import are_equal
 logger = logging.getLogger("farandole")
 
 _SMALL_BYTES = 64 << 10  # of a tensor that is copied at each boundary
+_REHEARSED_BYTES = 16 << 20  # of all tensors that are copied before each loop body of a rehearsal, with a small model
 _TWICE = "what a loop body did that came again is done twice in it"
 _OWN = "a newcomer has its own"
 _COUNTS = (
@@ -68,6 +71,8 @@ class LoopValues:
         self._variables: list[tuple[FrameType, dict[str, Any]]] = []
         self._drawn: dict[int, Any] = {}  # generators of random numbers that go on in it, by id()
         self._copies: Copies = []  # of the watched
+        self._many = ManyContainers()  # in long ones: those that such a body has changed
+        self._groups: dict[str, Many] = {}  # what is watched in these
         self._states: list[tuple[Any, Any]] = []  # of the drawn
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values
         roots_of_script()  # the first search takes up to 10 ms: nobody waits for this worker yet
@@ -82,6 +87,7 @@ class LoopValues:
             self._variables = [(each, _variables_of(each)) for each in _frames_of_loop()]
             self._copies = [(each, each.keep()) for each in self._watched if not _is_large(each)]
             self._states = [(each, state_of(each)) for each in self._drawn.values()]
+            self._many.take()
             small = (each for each in self._changing.values() if each.nbytes <= _SMALL_BYTES)
             self._tensors = [(each, each.detach().clone()) for each in small]
 
@@ -92,10 +98,12 @@ class LoopValues:
         if before is not None:
             self._is_counted = are_counted([loader], loader.elder) if not self._has_seen_body else self._is_counted
             self._learn(before)
-            before.bring_back()
+            self._name(before.bring_back(), _TWICE)
+            self._many.watch(self._groups.values())
         elif self._has_seen_body:
             variables = [(Holder("", frame, "frame"), values) for frame, values in self._variables]
             stay = _restore([*variables, *self._copies], self._tensors, self._states)
+            stay += self._many.put_back(known=frozenset())
             stay += [each.path for each in self._watched if _is_large(each)]
             stay += [name for name, each in self._changing.items() if each.nbytes > _SMALL_BYTES]
             self._name(stay, _TWICE)
@@ -112,6 +120,7 @@ class LoopValues:
     def forget(self) -> None:
         """Keep nothing of the loop alive: it has ended."""
         self._before, self._variables, self._copies, self._tensors, self._states = None, [], [], [], []
+        self._many, self._groups = ManyContainers(), {}
 
     def _name(self, names: Iterable[str], so_that: str) -> None:
         if parts := list(dict.fromkeys(map(_first_part, sorted(names, key=_is_of_no_module)))):
@@ -125,6 +134,7 @@ class LoopValues:
         for holder, then in before.copies:
             if holder.kind != "frame" and id(holder.target) not in known and holder.has_changed(then):
                 self._watched.append(holder)
+        self._groups.update((each.path, each) for each in before.many.changed())
         self._changing.update(before.changed())
         self._drawn.update((id(each), each) for each in before.drawn())
 
@@ -143,12 +153,14 @@ class _Everything:
         inside = tuple(f"{path}{mark}" for path in foreign for mark in (".", "["))
         copies = [*found.copies, *found.long]
         self.copies = [each for each in copies if each[0].path not in foreign and not each[0].path.startswith(inside)]
+        self.many = ManyContainers()
+        self.many.watch(each for each in found.many if each.path not in foreign and not each.path.startswith(inside))
         live = {name: each for name, each in found.memory().items() if not name.startswith(inside)}
-        most = max(_SMALL_BYTES, 2 * sum(each.nbytes for module in state.modules() for each in module.parameters()))
+        most = max(_REHEARSED_BYTES, 2 * sum(each.nbytes for module in state.modules() for each in module.parameters()))
         limit = most if sum(each.nbytes for each in live.values()) <= most else _SMALL_BYTES
         small = {name: each for name, each in live.items() if each.nbytes <= limit}
         self._tensors = {name: (each, each.detach().clone()) for name, each in small.items()}
-        self._versions = {name: (each, each._version) for name, each in live.items() if name not in small}
+        self._versions = {name: (each, _mark_of(each)) for name, each in live.items() if name not in small}
         self._randoms = [(each, state_of(each), place_of(each)) for each in found.randoms]
 
     def changed(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -156,12 +168,16 @@ class _Everything:
         for name, (live, value) in self._tensors.items():
             if not are_equal(live, value):
                 yield name, live
-        for name, (live, version) in self._versions.items():
-            if live._version != version:
-                yield name, live
+        yield from self._large()
 
-    def bring_back(self) -> None:
-        _restore(self.copies, self._tensors.values(), [each[:2] for each in self._randoms])
+    def _large(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield those of them that are not copied."""
+        return ((name, live) for name, (live, mark) in self._versions.items() if _mark_of(live) != mark)
+
+    def bring_back(self) -> list[str]:
+        """Return the names of what stays as it is."""
+        stay = _restore(self.copies, self._tensors.values(), [each[:2] for each in self._randoms])
+        return [*stay, *self.many.put_back(known=frozenset()), *(name for name, _ in self._large())]
 
     def drawn(self) -> Iterator[Any]:
         """Yield the generators of random numbers that have gone on."""
@@ -237,6 +253,11 @@ def _is_large(holder: Holder) -> bool:
 
 def _is_of_no_module(name: str) -> bool:
     return "._parameters[" not in name and "._buffers[" not in name
+
+
+def _mark_of(tensor: torch.Tensor) -> int:
+    """Return a number that is another one when the tensor has been written; autograd counts no writes to an array."""
+    return digest(tensor) if hasattr(tensor, "_array") else tensor._version
 
 
 def _first_part(name: str) -> str:

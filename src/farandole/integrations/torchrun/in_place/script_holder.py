@@ -37,10 +37,11 @@ class _Items(Values):
 
     __slots__ = ("all",)
 
-    def __init__(self, items: list[Any] | deque[Any]) -> None:
+    def __init__(self, items: list[Any] | deque[Any], is_whole: bool) -> None:
         first = len(items) - _LAST
         super().__init__(enumerate(_kept_items([*islice(items, first, None)]), first))
-        self.all = _kept_items(items) if len(items) <= LARGE or isinstance(items, deque) else None
+        is_kept = is_whole or len(items) <= LARGE or isinstance(items, deque)
+        self.all = _kept_items(items) if is_kept else None
 
 
 class Holder:
@@ -107,12 +108,13 @@ class Holder:
                 else:
                     target.append(value)
 
-    def keep(self) -> Values:
-        """Return the values for restore(); without results that have a graph, which are computed anew in each body."""
+    def keep(self, is_whole: bool = False) -> Values:
+        """Return the values for restore(); without results that have a graph, which are computed anew in each body.
+        `is_whole`: also of a very long list all items."""
         if self.kind == "list":
             items = self.target
             if len(items) > _FEW:
-                return _Items(items)
+                return _Items(items, is_whole)
             return dict(enumerate(_kept_items(items)))
         values = self.read()
         if PLAIN.issuperset(map(type, values.values())):  # as of most layers of a model
@@ -123,6 +125,8 @@ class Holder:
     def has_changed(self, then: Values) -> bool:
         """Return whether the values are others than in an earlier keep()."""
         now = self.keep()
+        if self.kind == "memory":
+            return now != then
         if isinstance(then, _Items) and isinstance(now, _Items) and then.all is not None and now.all is not None:
             return not _are_same(now.all, then.all)
         return now.keys() != then.keys() or any(now[key] is not each for key, each in then.items())

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-_MOST_BYTES = 1 << 20  # of an array of Python that is brought back
+LARGE_BYTES = 1 << 20
+"""A larger array of Python, or file, is kept at each boundary only where it has been seen to change."""
+
+_MOST_BYTES = 64 << 20  # of one that is looked at
 _FILES: Any = (io.BytesIO, io.StringIO)
 _KINDS_OF_NUMBERS = "?bBhHiIlLqQfdg"  # codes of ctypes' types without pointers
 
@@ -25,10 +28,17 @@ _KINDS_OF_NUMBERS = "?bBhHiIlLqQfdg"  # codes of ctypes' types without pointers
 def is_memory(value: object) -> bool:
     """Return whether a value has bytes that read() and write() know."""
     if isinstance(value, bytearray | array.array):
-        return len(memoryview(value).cast("B")) <= _MOST_BYTES
+        return size_of(value) <= _MOST_BYTES
     if isinstance(value, _FILES):
-        return not value.closed and len(value.getvalue()) <= _MOST_BYTES
+        return not value.closed and size_of(value) <= _MOST_BYTES
     return isinstance(value, ctypes._SimpleCData | ctypes.Array) and _has_numbers(type(value))
+
+
+def size_of(value: Any) -> int:
+    """Return the number of bytes of such a value, or of characters of a file of text."""
+    if isinstance(value, _FILES):
+        return len(value.getvalue())
+    return len(memoryview(value).cast("B")) if isinstance(value, bytearray | array.array) else ctypes.sizeof(value)
 
 
 def shared_data(value: Any) -> Any:

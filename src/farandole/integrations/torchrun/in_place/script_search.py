@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from contextvars import ContextVar
 from pathlib import Path
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
@@ -23,10 +23,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from farandole.integrations.torchrun.in_place.script_frames import frames_of_script
 from farandole.integrations.torchrun.in_place.script_holder import PLAIN, Holder, Values, kept_by
+from farandole.integrations.torchrun.in_place.script_many import Many, bulk_of
 from farandole.integrations.torchrun.in_place.script_memory import (
+    LARGE_BYTES,
     as_tensor,
     is_memory,
     shared_data,
+    size_of,
 )
 from farandole.integrations.torchrun.in_place.script_places import (
     generators_of_process,
@@ -41,7 +44,8 @@ _LONG = 1000  # a container with more items is looked at as a whole, or
 _ENDS = 32  # the first and the last of its items are looked at, if they are no plain values
 MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
 _MOST_DEPTH = 12
-SAMPLED_BYTES = 64 << 20  # of a larger tensor, a sample is compared
+SAMPLED_BYTES = 64 << 20  # a larger tensor is compared where it may have changed; and only a sample of it, if it has
+MOST_WHOLE = 1 << 30  # more than these
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
 _NOT_ENTERED = (torch.Tensor, np.ndarray, ModuleType, torch.distributed.ProcessGroup, Sampler, BatchSampler)
 _HOOKS = (
@@ -95,6 +99,30 @@ def digest(value: Any) -> int:
     value = place_of(value) or value
     text = repr(sorted(map(repr, value)) if isinstance(value, set | frozenset) else value)
     return int.from_bytes(hashlib.blake2b(f"{type(value)}{text}".encode(), digest_size=7).digest(), "big")
+
+
+class Digests:
+    """Digests by name. Of a large tensor or array a sample would not show that a loop body changes a few of its rows:
+    all of it counts, and is read again only where it may have changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, int, int]] = {}
+
+    @torch.no_grad()
+    def of(self, name: str, value: Any, is_quick: bool) -> int:
+        """Return the digest of a value. `is_quick`: an array is the same as before; autograd does not tell."""
+        is_array = type(value) is np.ndarray
+        if not (is_array or isinstance(value, torch.Tensor)) or not SAMPLED_BYTES < value.nbytes <= MOST_WHOLE:
+            return digest(value)
+        whole = as_tensor(value) if is_array else value.detach()
+        if whole is None:
+            return digest(value)
+        then, version, known = self._known.get(name, (None, 0, 0))
+        now = 0 if is_array else value._version
+        if then is not value or version != now or (is_array and not is_quick):
+            known = digest_of([whole])
+            self._known[name] = (value, now, known)
+        return known
 
 
 # The search -----------------------------------------------------------------------------------------------------------
@@ -199,11 +227,16 @@ def holder_of(path: str, value: Any) -> Holder | None:
     return Holder(path, value, "object") if hasattr(value, "__dict__") or hasattr(kind, "__slots__") else None
 
 
+def _is_of_script(kind: type) -> bool:
+    return kind not in PLAIN and is_of_own_module(kind) and not issubclass(kind, enum.Enum)
+
+
 class Found:
     """The result of a search.
 
     copies   of each holder that can change: its values
     long     the same of long dictionaries and sets of plain values
+    many     what is in long containers, and is not looked at one by one
     entries  the values that are compared and carried, by their names
     randoms  generators of random numbers
     generators  Python's, by their names
@@ -216,6 +249,7 @@ class Found:
     def __init__(self, roots: Iterable[Holder], skipped: Set[int]) -> None:
         self.copies: list[tuple[Holder, Values]] = []
         self.long: list[tuple[Holder, Values]] = []
+        self.many: list[Many] = []
         self.entries: dict[str, tuple[Holder, Any, Any]] = {}
         self.holders: dict[str, Holder] = {}
         self.randoms: list[Any] = []
@@ -229,7 +263,8 @@ class Found:
         values = holder.read() if not isinstance(holder.target, list | deque) else self._items(holder)
         self.holders[holder.path] = holder
         if holder.kind != "tuple":
-            self.copies.append((holder, holder.keep()))
+            copies = self.long if holder.kind == "memory" and size_of(holder.target) > LARGE_BYTES else self.copies
+            copies.append((holder, holder.keep()))
         self._kept.append(holder.target)
         for key, value in values.items():
             if type(key) in PLAIN or type(key) is tuple:
@@ -237,8 +272,26 @@ class Found:
 
     def _items(self, holder: Holder) -> Values:
         values = holder.read()
-        ends = () if len(values) <= _LONG else (*range(_ENDS), *range(len(values) - _ENDS, len(values)))
-        return {place: values[place] for place in ends} if ends else values
+        if len(values) <= _LONG:
+            return values
+        items, between = [*values.values()], len(values) - _ENDS
+        self._add_many(holder.path, items[_ENDS:between], is_carried=False)
+        return {place: values[place] for place in (*range(_ENDS), *range(between, len(items)))}
+
+    def _add_many(self, path: str, values: Collection[Any], is_carried: bool) -> None:
+        """Note what is in a long container; what is in that, too."""
+        while values:
+            found = [each for each in bulk_of(values, _is_of_script) if id(each) not in self._seen]
+            self._seen.update(map(id, found))
+            if found:
+                self._kept.append(found)
+                self.many.append(Many(path, found, is_carried))
+            inner = (
+                [[*each.values()] if isinstance(each, dict) else each for each in found if len(each)]
+                if is_carried
+                else []
+            )
+            values = [value for each in inner for value in each if type(value) not in PLAIN]
 
     def _look_at(self, holder: Holder, key: Any, value: Any, depth: int) -> None:
         is_new = type(value) in PLAIN or id(value) not in self._seen
@@ -269,8 +322,10 @@ class Found:
         is_long = len(holder.target) > _LONG
         if holder.kind != "tuple":
             copies = self.long if is_long and holder.kind != "list" else self.copies
-            copies.append((holder, holder.keep()))
+            copies.append((holder, holder.keep(is_whole=True)))
         values = {} if is_long else holder.read()
+        if is_long and holder.kind != "set":
+            self._add_many(holder.path, [*holder.target.values()] if holder.kind == "dict" else holder.target, True)
         for key, value in values.items():
             if type(value) in PLAIN or id(value) in self._seen or depth >= _MOST_DEPTH:
                 continue

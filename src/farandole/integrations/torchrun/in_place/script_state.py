@@ -22,9 +22,13 @@ import torch
 from farandole.integrations.torchrun.in_place.loop_shape import COLLECTS, line_that_collects
 from farandole.integrations.torchrun.in_place.script_holder import LARGE, Holder, Values
 from farandole.integrations.torchrun.in_place.script_iterators import shift_counts
+from farandole.integrations.torchrun.in_place.script_many import KINDS, Many, ManyContainers
+from farandole.integrations.torchrun.in_place.script_memory import size_of
 from farandole.integrations.torchrun.in_place.script_places import Place, mark_of, moved, place_of, set_state, state_of
 from farandole.integrations.torchrun.in_place.script_search import (
     MOST_HOLDERS,
+    SAMPLED_BYTES,
+    Digests,
     Found,
     digest,
     is_object_of_values,
@@ -36,6 +40,7 @@ from farandole.training.state.packed_metadata import load_value
 
 logger = logging.getLogger("farandole")
 
+_OF_MODULE = ("._parameters", "._buffers", "._modules")  # dictionaries that torch changes
 _SELDOM_CHANGING = (torch.nn.Module, dict, list)
 
 
@@ -65,10 +70,14 @@ class ScriptState:
         self._lasting: set[str] = set()  # paths of functions that go on from one iteration over the batches to the next
         self._copies: list[tuple[Holder, Values]] = []
         self._watched: list[Holder] = []
-        self._large: list[tuple[Holder, int]] = []  # not watched, as they are long; with their number of values
+        self._large: list[tuple[Holder, int, Values]] = []  # not watched: long; with length, and values at a search
+        self._lists: list[tuple[Holder, int, int]] = []  # very long ones, with length and digest in the last search
+        self._whole: set[int] = set()  # id() of those that change, of which all items are copied
         self._learns_from: list[tuple[Holder, Values]] = []  # all of many holders, for one loop body
         self._changing: set[str] = set()  # paths of those that loop bodies have changed
         self._made = MadeObjects(frozenset())
+        self._digests = Digests()
+        self._many = ManyContainers()
         self._last: dict[str, int] | None = None  # digests of the last search
         self._changed: set[str] = set()  # names of what has changed since the start
         self._unequal: set[str] = set()  # of these, what has differed between workers
@@ -98,10 +107,11 @@ class ScriptState:
             self._watched += self._made.grown_up()
             self._watch_changed()
             before = {id(each): values for each, values in self._copies}
-            self._copies = [(each, each.keep()) for each in self._watched]
-            self._large = [(each, len(each.target)) for each, _ in self._large]
+            self._copies = [(each, each.keep(id(each) in self._whole)) for each in self._watched]
+            self._large = [(each, _length(each), then) for each, _, then in self._large]
             self._copies += self._made.take(self._copies, before)
             self._tensors.take()
+            self._many.take()
             self._take_places([each for each, _ in self._randoms], {n: g for n, (g, _) in self._generators.items()})
         self._batches_then = self.batches
 
@@ -112,13 +122,22 @@ class ScriptState:
             try:
                 holder.restore(values)
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-                _say_that_it_stays(holder, str(error))
+                _say_that_it_stays(holder.path, str(error))
         kept = {id(each) for each, _ in self._copies}
-        for holder, count in () if has_left else self._large:
-            if len(holder.target) != count or (self._is_changing(holder) and id(holder) not in kept):
-                _say_that_it_stays(holder, f"it has {len(holder.target)} values, which are not kept for each step")
-        self._tensors.put_back()
-        self._made.put_back()
+        for holder, count, then in () if has_left else self._large:
+            is_other = _length(holder) != count or self._is_changing(holder) or holder.has_changed(then)
+            if is_other and id(holder) not in kept:
+                _say_that_it_stays(holder.path, f"it has {_length(holder)} values, which are not kept for each step")
+        for holder, count, mark in () if has_left else self._lists:
+            if id(holder) not in self._whole and digest(holder.target[:count]) != mark:
+                _say_that_it_stays(holder.path, f"it has {len(holder.target)} values, which are not kept for each step")
+        known = {id(each.target) for each, _ in self._copies}
+        for path in () if has_left else self._many.put_back(known):
+            _say_that_it_stays(path, "of so many values not all are kept for each step")
+        for name in self._tensors.put_back():
+            _say_that_it_stays(name, "it was not known to change, and is not copied for each step")
+        for name in self._made.put_back():
+            _say_that_it_stays(name, "a loop body has made it, and it is too large to be copied for each step")
         for each, state in self._randoms:
             set_state(each, state)
         if has_left:
@@ -172,7 +191,8 @@ class ScriptState:
             world.current().on_remark("count of batches", text)
         self.batches = batches
 
-    def _search(self, roots: list[Holder]) -> Found:
+    def _search(self, roots: list[Holder], is_quick: bool = False) -> Found:
+        """`is_quick`: other workers wait for this one."""
         self._watch_changed()
         owned = set(map(id, self._owned()))
         found, self._made = Found(roots, owned), MadeObjects(owned)
@@ -181,15 +201,26 @@ class ScriptState:
         if len(found.copies) > MOST_HOLDERS:
             self._watched = [each for each in self._watched if self._is_watched(each)]
             self._learns_from = found.copies
-        digests = {name: digest(value) for name, (_, _, value) in found.entries.items()}
+        digests = {
+            name: self._digests.of(name, value, is_quick and name not in self._changed)
+            for name, (_, _, value) in found.entries.items()
+        }
         if self._last is not None:
             self._changed |= {name for name, each in digests.items() if self._last.get(name) != each}
         self._last = digests
         long = [each for each, _ in found.long]
-        kept = [each for each in long if self._is_changing(each) and len(each.target) <= LARGE]
+        kept = [each for each in long if self._is_changing(each) and (each.kind == "memory" or _length(each) <= LARGE)]
         self._watched += kept
-        self._large = [(each, len(each.target)) for each in long if each not in kept]
+        self._large = [(each, _length(each), then) for each, then in found.long if each not in kept]
+        lists = [(each.path, each) for each in self._watched if each.kind == "list" and len(each.target) > LARGE]
+        self._whole = {id(each) for path, each in lists if path in self._changed}
+        self._lists = [(each, len(each.target), digests[path]) for path, each in lists if path in digests]
         self._tensors.learn(found.memory(), digests)
+        watched = set(map(id, self._watched))
+        unwatched = [each for each, _ in found.copies if id(each) not in watched and each.kind in ("dict", "list")]
+        rest = [each.target for each in unwatched if type(each.target) in KINDS and not each.path.endswith(_OF_MODULE)]
+        rest += self._tensors.small_arrays()
+        self._many.watch([*found.many, Many("a container or an array, one of many,", rest, is_carried=True)])
         self._take_places(found.randoms, found.generators)
         return found
 
@@ -256,7 +287,7 @@ class ScriptState:
     def pack(self) -> dict[str, Any]:
         """Return what other workers need: the values themselves, not copies."""
         roots = self._roots()
-        found = self._search(roots)
+        found = self._search(roots, is_quick=True)
         meters = _meters(roots, found, self._unequal, self._lasting)
         # An average of weights whose start differed between workers is better than its start, which a newcomer has.
         carried = self._changed - {name for name in self._unequal if not _is_of_module(name)}
@@ -266,8 +297,8 @@ class ScriptState:
             holder, key, value = found.entries[name]
             sent = value.detach() if isinstance(value, torch.Tensor) else place_of(value) or value
             entries.append((name, holder.path, key, sent))
-        tensors = self._tensors.known()
-        counts = {"batches": self.batches, "iteration": self.iteration}
+        tensors, lacking = self._tensors.known(), self._many.lacking()
+        counts = {"lacking": lacking, "batches": self.batches, "iteration": self.iteration}
         return {"entries": entries, "unequal": sorted(self._unequal), "tensors": tensors, **counts}
 
     def other_place(self, packed: Mapping[str, Any], names: Set[str]) -> str:
@@ -290,7 +321,9 @@ class ScriptState:
                 missing.append(name)
                 continue
             live = found.entries[name][2] if name in found.entries else holder.read().get(key)
-            if isinstance(live, torch.Tensor) == isinstance(value, torch.Tensor) and digest(live) == digest(value):
+            is_sampled = getattr(value, "nbytes", 0) > SAMPLED_BYTES
+            is_alike = not is_sampled and isinstance(live, torch.Tensor) == isinstance(value, torch.Tensor)
+            if is_alike and digest(live) == digest(value):
                 continue
             try:
                 _load(holder, key, live, value)
@@ -298,13 +331,14 @@ class ScriptState:
                 missing.append(name)
             else:
                 loaded.append(name)
+        missing += packed["lacking"]
         self.set_batches(packed["batches"])
         self.iteration = packed["iteration"]
         self._unequal |= set(packed["unequal"])
         self._changed |= {name for name, *_ in packed["entries"]} | self._unequal
         self._copies, self._last = [], None
         self._tensors.know(packed["tensors"])
-        self._search(self._roots())
+        self._search(self._roots(), is_quick=True)
         return loaded, missing
 
 
@@ -325,9 +359,13 @@ def _meters(roots: Sequence[Holder], found: Found, unequal: Set[str], lasting: S
     }
 
 
-def _say_that_it_stays(holder: Holder, why: str) -> None:
-    text = f"{holder.path} of the script has changed in a loop body that came again, and stays so: {why}"
-    world.current().on_remark(f"value {holder.path}", text)
+def _say_that_it_stays(path: str, why: str) -> None:
+    text = f"{path} of the script has changed in a loop body that came again, and stays so: {why}"
+    world.current().on_remark(f"value {path}", text)
+
+
+def _length(holder: Holder) -> int:
+    return size_of(holder.target) if holder.kind == "memory" else len(holder.target)
 
 
 def _is_of_module(name: str) -> bool:

@@ -36,7 +36,7 @@ from farandole.training.worker.worker_job import WorkerJob
 logger = logging.getLogger("farandole")
 
 
-_MOST_SUMMED = 64  # values of a tensor in which sums of a meter are looked for
+_MOST_SUMMED = 4096  # values of a tensor in which sums of a meter are looked for
 
 
 class InPlaceLoop(StepLoop):

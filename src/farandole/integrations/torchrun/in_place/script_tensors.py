@@ -19,7 +19,11 @@ from farandole.integrations.torchrun.in_place.script_search import (
 )
 
 _EMPTY = PLAIN | {torch.Tensor, torch.nn.Parameter}  # types that hold nothing
-_MOST_ARRAYS = 200  # of NumPy, that are copied at each boundary; of more, those that have been seen to change
+_MOST_ARRAYS = 200  # of NumPy, that are copied at each boundary; of more, see small_arrays()
+_MOST_ARRAY = 256 << 20  # of one that is copied before the first loop body
+_MOST_SMALL = 4 << 20  # of arrays of which there are many
+_LOOKED_AT_BYTES = 16 << 20  # of an array that is looked at where a loop body comes again: some 5 ms
+_MOST_LOOKED_AT = 64 << 20  # of all of them
 _SMALL_BYTES = 64 << 10  # most of a tensor in an object that a loop body has made
 
 
@@ -32,12 +36,15 @@ class MadeObjects:
         self._made: list[tuple[Holder, Any, object, Found]] = []  # holder, key and value, what is in it
         self._staying: list[torch.Tensor] = []
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values
+        self._large_ones: list[tuple[str, torch.Tensor]] = []  # in what stays; these are not copied
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
 
     def grown_up(self) -> list[Holder]:
         """Return the holders of what is still where it was at the last boundary."""
         stay = [found for holder, key, value, found in self._made if holder.read().get(key) is value]
         self._made = []
         self._staying += [each for found in stay for each in _small(found)]
+        self._large_ones += [pair for found in stay for pair in _large(found)]
         return [holder for found in stay for holder, _ in found.copies]
 
     @torch.no_grad()
@@ -46,6 +53,7 @@ class MadeObjects:
     ) -> list[tuple[Holder, Values]]:
         """Return the values of what is new in these holders, which had the values `before`, by id()."""
         self._tensors = [(each, each.detach().clone()) for each in self._staying]
+        self._versions = [(name, each, _version(each)) for name, each in self._large_ones]
         new = [
             (holder, key, value)
             for holder, values in copies
@@ -66,12 +74,15 @@ class MadeObjects:
                 taken += found.copies
                 self._made.append((holder, key, value, found))
                 self._tensors += [(each, each.detach().clone()) for each in _small(found)]
+                self._versions += [(name, each, _version(each)) for name, each in _large(found)]
         return taken
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def put_back(self) -> list[str]:
+        """Return the names of what stays as the loop body has left it."""
         for live, value in self._tensors:
             live.detach().copy_(value)
+        return [name for name, each, version in self._versions if _version(each) != version]
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -81,6 +92,10 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _small(found: Found) -> list[torch.Tensor]:
     return [each for each in found.memory().values() if each.nbytes <= _SMALL_BYTES]
+
+
+def _large(found: Found) -> list[tuple[str, torch.Tensor]]:
+    return [(name, each) for name, each in found.memory().items() if each.nbytes > _SMALL_BYTES]
 
 
 class ScriptTensors:
@@ -117,13 +132,15 @@ class ScriptTensors:
         """Watch these tensors from now on, and find out what the next loop body changes."""
         self._has_learned |= bool(self._live)
         arrays = {name for name, each in tensors.items() if hasattr(each, "_array")}
-        digests = {**digests, **{name: digest(tensors[name]) for name in arrays}}
+        small = {name for name in arrays if tensors[name].nbytes <= SAMPLED_BYTES}
+        digests = {**digests, **{name: digest(tensors[name]) for name in small}}
         same = {name for name, each in tensors.items() if is_same(self._live.get(name), each)}
         # autograd counts no writes to an array: those that are cheap to copy may always be written.
         if len(arrays) <= _MOST_ARRAYS:
             self._early |= {name for name in arrays if tensors[name].nbytes <= _SMALL_BYTES}
         changed = {name for name in same if self._digests[name] != digests[name]}
         self._lasting |= {name for name in changed if tensors[name].numel() > 1}
+        self._early |= (changed & arrays) - small
         self._late |= changed - self._early
         self._live, self._digests = dict(tensors), {name: digests[name] for name in tensors}
         self._is_learning = True
@@ -138,7 +155,11 @@ class ScriptTensors:
     def look(self) -> None:
         self._early |= self._written()
         if self._is_learning:
-            self._early |= {name for name, each in self._live.items() if digest(each) != self._digests[name]}
+            self._early |= {
+                name
+                for name, each in self._live.items()
+                if each.nbytes <= SAMPLED_BYTES and digest(each) != self._digests[name]
+            }
 
     @torch.no_grad()
     def save(self) -> None:
@@ -147,11 +168,29 @@ class ScriptTensors:
             if name in self._live and name not in written:
                 self._copies[name] = self._live[name].detach().clone()
 
+    def small_arrays(self) -> list[Any]:
+        """Return arrays that are not copied here, as there are many of them."""
+        arrays = [
+            (name, array) for name, each in self._live.items() if (array := getattr(each, "_array", None)) is not None
+        ]
+        found = [each for name, each in arrays if name not in self._early and each.nbytes <= _SMALL_BYTES]
+        return found if sum(each.nbytes for each in found) <= _MOST_SMALL else []
+
     @torch.no_grad()
-    def put_back(self) -> None:
+    def put_back(self) -> list[str]:
+        """Return the names of what stays: tensors that were written without a copy, and arrays without one that are
+        others than in the last search."""
+        written = sorted(self._written() - self._copies.keys())
         for name, copy in self._copies.items():
             self._live[name].detach().copy_(copy)
         self._versions = {name: _version(each) for name, each in self._live.items()}
+        left, others, known = _MOST_LOOKED_AT, list[str](), self._copies.keys() | self._late
+        for name, each in self._live.items():
+            if name not in known and hasattr(each, "_array") and _SMALL_BYTES < each.nbytes <= _LOOKED_AT_BYTES:
+                left -= each.nbytes
+                if left >= 0 and digest(each) != self._digests[name]:
+                    others.append(name)
+        return [*written, *others]
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -159,7 +198,8 @@ class ScriptTensors:
         if self._has_learned:
             names = self._early & self._live.keys()
         else:  # the first loop body of the job may change any of them
-            names = {name for name, each in self._live.items() if each.nbytes <= SAMPLED_BYTES}
+            most = {True: _MOST_ARRAY, False: SAMPLED_BYTES}  # an array's writes are not counted
+            names = {name for name, each in self._live.items() if each.nbytes <= most[hasattr(each, "_array")]}
         self._copies = {name: self._live[name].detach().clone() for name in names}
 
     def _written(self) -> set[str]:
