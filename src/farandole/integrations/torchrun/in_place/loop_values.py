@@ -67,6 +67,7 @@ class LoopValues:
         self._before: _Everything | None = None  # at the beginning of a rehearsal's loop body
         self._has_seen_body = self._is_counted = False
         self._watched: list[Holder] = []  # what such a body has changed
+        self._whole: set[int] = set()  # id() of these, if they are long lists that have not only grown
         self._changing: dict[str, torch.Tensor] = {}  # tensors that it has changed, by name
         self._variables: list[tuple[FrameType, dict[str, Any]]] = []
         self._drawn: dict[int, Any] = {}  # generators of random numbers that go on in it, by id()
@@ -85,7 +86,7 @@ class LoopValues:
         """Remember, at a boundary, what changes."""
         if self._has_seen_body:
             self._variables = [(each, _variables_of(each)) for each in _frames_of_loop()]
-            self._copies = [(each, each.keep()) for each in self._watched if not _is_large(each)]
+            self._copies = [(each, each.keep(id(each) in self._whole)) for each in self._watched if not _is_large(each)]
             self._states = [(each, state_of(each)) for each in self._drawn.values()]
             self._many.take()
             small = (each for each in self._changing.values() if each.nbytes <= _SMALL_BYTES)
@@ -134,6 +135,8 @@ class LoopValues:
         for holder, then in before.copies:
             if holder.kind != "frame" and id(holder.target) not in known and holder.has_changed(then):
                 self._watched.append(holder)
+                if holder.kind == "list" and len(holder.target) <= LARGE and not holder.has_grown(then):
+                    self._whole.add(id(holder))
         self._groups.update((each.path, each) for each in before.many.changed())
         self._changing.update(before.changed())
         self._drawn.update((id(each), each) for each in before.drawn())

@@ -20,6 +20,8 @@ from farandole.integrations.torchrun.in_place.script_places import copied, is_it
 PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 LARGE = 20_000
 """A dictionary or a set with more values is not kept at each boundary."""
+LONG_LIST = 256
+"""Of a list with more items the last ones are kept, unless it is known that others change."""
 
 _FEW, _LAST = 64, 16  # of a list with more items the last ones stand for all, as it grows with most steps
 _MODULE_KEYS = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
@@ -39,9 +41,10 @@ class _Items(Values):
 
     def __init__(self, items: list[Any] | deque[Any], is_whole: bool) -> None:
         first = len(items) - _LAST
-        super().__init__(enumerate(_kept_items([*islice(items, first, None)]), first))
-        is_kept = is_whole or len(items) <= LARGE or isinstance(items, deque)
+        is_kept = is_whole or len(items) <= LONG_LIST or isinstance(items, deque)
         self.all = _kept_items(items) if is_kept else None
+        last = _kept_items(items[first:]) if self.all is None else self.all[first:]  # type: ignore[index]
+        super().__init__(enumerate(last, first))
 
 
 class Holder:
@@ -124,12 +127,20 @@ class Holder:
 
     def has_changed(self, then: Values) -> bool:
         """Return whether the values are others than in an earlier keep()."""
-        now = self.keep()
+        now = self.keep(is_whole=isinstance(then, _Items) and then.all is not None)
         if self.kind == "memory":
             return now != then
         if isinstance(then, _Items) and isinstance(now, _Items) and then.all is not None and now.all is not None:
             return not _are_same(now.all, then.all)
         return now.keys() != then.keys() or any(now[key] is not each for key, each in then.items())
+
+    def has_grown(self, then: Values) -> bool:
+        """Return whether a long list has become longer since an earlier keep(), and has not changed otherwise."""
+        if not isinstance(then, _Items):
+            return False
+        known = then.all or [*then.values()]
+        first = 0 if then.all else next(iter(then))
+        return _are_same(_kept_items([*islice(self.target, first, first + len(known))]), known)
 
     def restore(self, values: Values) -> None:
         """Return to the values of an earlier keep().
@@ -156,7 +167,9 @@ class Holder:
             if values.all is None:
                 first = next(iter(values))
                 if not _are_same(_kept_items(items[first : first + len(kept)]), kept):
-                    raise ValueError(f"of more than {LARGE} items the last {_LAST} are kept, and others have changed")
+                    raise ValueError(
+                        f"of more than {LONG_LIST} items the last {_LAST} are kept, and others have changed"
+                    )
                 del items[first + len(kept) :]
                 return
             kept = values.all
@@ -206,7 +219,8 @@ def _kept_items(items: Collection[Any]) -> list[Any]:
     """Return the items of a list without what they would keep alive: results with a graph are referred to weakly, as
     the list is often emptied before the next ones are computed. In a long list the last ones show what it has."""
     kept = [*items]
-    if any(_is_passing(each) or is_iterator(each) for each in (kept if len(kept) <= _FEW else kept[-_LAST:])):
+    last = kept if len(kept) <= _FEW else kept[-_LAST:]
+    if not PLAIN.issuperset(map(type, last)) and any(_is_passing(each) or is_iterator(each) for each in last):
         for place, each in enumerate(kept):
             if is_iterator(each):
                 kept[place] = copied(each)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from farandole.integrations.torchrun.in_place.loop_shape import COLLECTS, line_that_collects
-from farandole.integrations.torchrun.in_place.script_holder import LARGE, Holder, Values
+from farandole.integrations.torchrun.in_place.script_holder import LARGE, LONG_LIST, Holder, Values
 from farandole.integrations.torchrun.in_place.script_iterators import shift_counts
 from farandole.integrations.torchrun.in_place.script_many import KINDS, Many, ManyContainers
 from farandole.integrations.torchrun.in_place.script_memory import size_of
@@ -72,7 +72,8 @@ class ScriptState:
         self._watched: list[Holder] = []
         self._large: list[tuple[Holder, int, Values]] = []  # not watched: long; with length, and values at a search
         self._lists: list[tuple[Holder, int, int]] = []  # very long ones, with length and digest in the last search
-        self._whole: set[int] = set()  # id() of those that change, of which all items are copied
+        self._whole_lists: set[int] = set()  # id() of those that change otherwise, of which all items are copied
+        self._whole: set[int] = set()  # id() of their holders
         self._learns_from: list[tuple[Holder, Values]] = []  # all of many holders, for one loop body
         self._changing: set[str] = set()  # paths of those that loop bodies have changed
         self._made = MadeObjects(frozenset())
@@ -212,8 +213,11 @@ class ScriptState:
         kept = [each for each in long if self._is_changing(each) and (each.kind == "memory" or _length(each) <= LARGE)]
         self._watched += kept
         self._large = [(each, _length(each), then) for each, then in found.long if each not in kept]
-        lists = [(each.path, each) for each in self._watched if each.kind == "list" and len(each.target) > LARGE]
-        self._whole = {id(each) for path, each in lists if path in self._changed}
+        lists = [(each.path, each) for each in self._watched if each.kind == "list" and len(each.target) > LONG_LIST]
+        changed = [each for each in self._lists if each[0].path in self._changed]
+        others = {id(each.target) for each, count, mark in changed if digest(each.target[:count]) != mark}
+        self._whole_lists |= others  # they have not only grown since the last search
+        self._whole = {id(each) for _, each in lists if id(each.target) in self._whole_lists}
         self._lists = [(each, len(each.target), digests[path]) for path, each in lists if path in digests]
         self._tensors.learn(found.memory(), digests)
         watched = set(map(id, self._watched))
