@@ -179,8 +179,11 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
     parser.add_argument("--reduce", choices=("loss", "copy", "rows", "whole"), help="over all workers, in each batch")
     parser.add_argument("--weights", action="store_true", help="the loss is a mean over the weights of classes")
+    parser.add_argument("--late", type=float, default=0.0, help="seconds that a worker beyond the first three waits")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
+    if int(os.environ.get("FARANDOLE_WORKER", "w0").removeprefix("w")) > 2:
+        time.sleep(options.late)
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
