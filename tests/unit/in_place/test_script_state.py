@@ -663,3 +663,18 @@ def test_results_with_a_graph_in_a_list_return_and_are_not_kept_alive(size: int)
     losses.append(added)
     state.roll_back()
     assert losses == []
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_views_of_what_is_restored_in_another_way_are_not_named(monkeypatch: Any, is_view: bool) -> None:
+    remarks = list[str]()
+    here = SimpleNamespace(on_remark=lambda _, text: remarks.append(text))
+    monkeypatch.setattr(world, "current", lambda: here)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    variables = {"saved": {"weight": weight.detach() if is_view else torch.zeros(3)}}
+    state = ScriptState(lambda: [weight], lambda: [Holder("", variables, "globals")])
+    for number in range(3):
+        state.take(is_due=number == 1)
+    variables["saved"]["weight"].fill_(1)
+    state.roll_back()
+    assert bool(remarks) is not is_view

@@ -135,7 +135,7 @@ class ScriptState:
         known = {id(each.target) for each, _ in self._copies}
         for path in () if has_left else self._many.put_back(known):
             _say_that_it_stays(path, "of so many values not all are kept for each step")
-        for name in self._tensors.put_back():
+        for name in self._tensors.put_back(self._owned):
             _say_that_it_stays(name, "it was not known to change, and is not copied for each step")
         for name in self._made.put_back():
             _say_that_it_stays(name, "a loop body has made it, and it is too large to be copied for each step")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -83,6 +83,10 @@ class MadeObjects:
         for live, value in self._tensors:
             live.detach().copy_(value)
         return [name for name, each, version in self._versions if _version(each) != version]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -177,10 +181,14 @@ class ScriptTensors:
         return found if sum(each.nbytes for each in found) <= _MOST_SMALL else []
 
     @torch.no_grad()
-    def put_back(self) -> list[str]:
+    def put_back(self, owned: Callable[[], Iterable[object]]) -> list[str]:
         """Return the names of what stays: tensors that were written without a copy, and arrays without one that are
-        others than in the last search."""
+        others than in the last search. `owned`: what is restored in another way, as are views of it."""
         written = sorted(self._written() - self._copies.keys())
+        if written:
+            tensors = (each for each in owned() if isinstance(each, torch.Tensor) and each.layout is torch.strided)
+            restored = set(map(_memory, tensors))
+            written = [name for name in written if _memory(self._live[name]) not in restored]
         for name, copy in self._copies.items():
             self._live[name].detach().copy_(copy)
         self._versions = {name: _version(each) for name, each in self._live.items()}
