@@ -81,10 +81,11 @@ def line_that_collects() -> str:
     """Return file and line of what takes the batches now, if it is no loop: a comprehension, or a function such as
     list(), sum() or max(), which have what they have collected for themselves; else nothing. Farandole has to call
     it."""
-    frame: FrameType | None = sys._getframe()
+    inner = frame = sys._getframe()
     while frame is not None and (_is_passed_over(frame) or frame.f_code.co_flags & inspect.CO_GENERATOR):
-        frame = frame.f_back
-    if frame is None:
+        inner, frame = frame, frame.f_back  # type: ignore[assignment]
+    is_asked = inner.f_code.co_name == "__next__" or inner.f_code.co_flags & inspect.CO_GENERATOR
+    if frame is None or not is_asked:
         return ""
     nodes, operation = _nodes_at(frame), dis.opname[frame.f_code.co_code[frame.f_lasti]]
     if operation == "FOR_ITER":
