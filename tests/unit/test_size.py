@@ -14,7 +14,7 @@ LINES = {
     "base": 7441,
     "job": 21345,
     "training": 29540,
-    "integrations": 27991,
+    "integrations": 27992,
     "testing": 2580,
     "doors": 590,
 }
