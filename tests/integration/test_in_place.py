@@ -484,7 +484,7 @@ def test_once_static_a_loss_ends_the_job_or_starts_it_again(tmp_path: Path, flag
 @pytest.mark.long
 def test_a_newcomer_that_comes_too_late_for_the_step_loop_ends_and_no_other_is_started(tmp_path: Path) -> None:
     """The worker is killed in the first loader, and nobody starts within its batches."""
-    words = ("two_phases", "--epochs", "1", "--pause", "0.2", "--late", "7")
+    words = ("two_phases", "--epochs", "1", "--pause", "0.2", "--late")
     with in_place(tmp_path, 3, *words, flags="--no-fork-server", script=LOOPS) as job:
         logs = job.wait_until(lambda logs: sum(len(entries(log, "batch")) > 3 for log in logs.values()) == 3)
         killed = sorted(logs)[1]

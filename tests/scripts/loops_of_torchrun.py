@@ -171,6 +171,15 @@ def whole_rows(z: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def wait_for_second_loop(folder: Path) -> None:
+    """Wait until another worker has trained a batch of the second table. Raises TimeoutError."""
+    deadline = time.monotonic() + 60
+    while not any('"table": 1' in each.read_text() for each in folder.glob("log-*.jsonl")):
+        if time.monotonic() > deadline:
+            raise TimeoutError("no worker has reached the second loop")
+        time.sleep(0.02)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("loops", nargs="+", choices=LOOPS, metavar="LOOP", help="each trains a model of its own")
@@ -179,11 +188,11 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds for each batch")
     parser.add_argument("--reduce", choices=("loss", "copy", "rows", "whole"), help="over all workers, in each batch")
     parser.add_argument("--weights", action="store_true", help="the loss is a mean over the weights of classes")
-    parser.add_argument("--late", type=float, default=0.0, help="seconds that a worker beyond the first three waits")
+    parser.add_argument("--late", action="store_true", help="workers beyond three wait for the second loop")
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    if int(os.environ.get("FARANDOLE_WORKER", "w0").removeprefix("w")) > 2:
-        time.sleep(options.late)
+    if options.late and int(os.environ["FARANDOLE_WORKER"].removeprefix("w")) > 2:
+        wait_for_second_loop(options.folder)
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

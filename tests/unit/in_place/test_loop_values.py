@@ -8,7 +8,7 @@ import gc
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,32 +141,41 @@ def test_large_tensors_that_stay_changed_are_named(orders: Orders) -> None:
     assert [each for each in texts if "the loop body changes average" in each] == texts[:1] != []
 
 
+def train_around(orders: Any, lost_in: int | None, values: Any, change: Callable[[Any, int], None]) -> Any:
+    """Train an epoch whose loop body calls change(values, step), and return the values."""
+    state, has_lost = make_state(), threading.Event()
+
+    def function() -> None:
+        for _ in state.loader.epochs(1):
+            for (x,) in state.loader:
+                state.optimizer.zero_grad()
+                change(values, state.step)
+                if state.step == lost_in and state.has_rehearsed and not has_lost.is_set():
+                    has_lost.set()
+                    orders.lose_a_worker()
+                state.model(x).square().mean().backward()
+                state.optimizer.step()
+
+    StepLoop(orders, state).run(function)
+    return values
+
+
 @pytest.mark.parametrize("grows", [0, 1, 3])
 @pytest.mark.parametrize("kind", [list, deque, lambda items: deque(items, maxlen=5)])
 @pytest.mark.parametrize("at_first", [0, 2000])
 def test_items_that_a_body_adds_are_there_once(orders: Orders, kind: Any, at_first: int, grows: int) -> None:
-    def train_with(orders: Any, lost_in: int | None) -> list[int]:
-        state, items, has_lost = make_state(), kind(range(at_first)), threading.Event()
+    def add(items: Any, step: int) -> None:
+        items.extend([step] * grows)
 
-        def function() -> None:
-            for _ in state.loader.epochs(1):
-                for (x,) in state.loader:
-                    state.optimizer.zero_grad()
-                    items.extend([state.step] * grows)
-                    if state.step == lost_in and state.has_rehearsed and not has_lost.is_set():
-                        has_lost.set()
-                        orders.lose_a_worker()
-                    state.model(x).square().mean().backward()
-                    state.optimizer.step()
-
-        StepLoop(orders, state).run(function)
-        return [*items]
-
-    assert train_with(orders, 3) == train_with(None, None)
+    wanted = kind(range(at_first))
+    for number in range(STEPS):
+        add(wanted, number)
+    for lost_in, link in ((None, None), (3, orders)):
+        assert train_around(link, lost_in, kind(range(at_first)), add) == wanted
     assert not any(isinstance(each, Remark) for each in orders.link.sent)
 
 
-def change_in_the_middle(values: Any) -> None:
+def change_in_the_middle(values: Any, _: int) -> None:
     if isinstance(values, list):
         values.append(values.pop(0))
     elif isinstance(values, dict):
@@ -182,27 +191,10 @@ def container(kind: Any, size: int) -> Any:
 @pytest.mark.parametrize("size", [20, 2000, 30_000])
 @pytest.mark.parametrize("kind", [list, dict, set])
 def test_containers_that_change_otherwise_are_brought_back_or_named(orders: Orders, kind: Any, size: int) -> None:
-    def train_with(orders: Any, lost_in: int | None) -> Any:
-        state, values, has_lost = make_state(), container(kind, size), threading.Event()
-
-        def function() -> None:
-            for _ in state.loader.epochs(1):
-                for (x,) in state.loader:
-                    state.optimizer.zero_grad()
-                    change_in_the_middle(values)
-                    if state.step == lost_in and state.has_rehearsed and not has_lost.is_set():
-                        has_lost.set()
-                        orders.lose_a_worker()
-                    state.model(x).square().mean().backward()
-                    state.optimizer.step()
-
-        StepLoop(orders, state).run(function)
-        return values
-
     changed = container(kind, size)
-    for _ in range(STEPS):
-        change_in_the_middle(changed)
-    assert train_with(None, None) == changed
-    is_equal = train_with(orders, 3) == changed
+    for number in range(STEPS):
+        change_in_the_middle(changed, number)
+    assert train_around(None, None, container(kind, size), change_in_the_middle) == changed
+    is_equal = train_around(orders, 3, container(kind, size), change_in_the_middle) == changed
     is_named = any(isinstance(each, Remark) and "changes values" in each.text for each in orders.link.sent)
     assert (is_equal, is_named) == (size <= 20_000, size > 20_000)

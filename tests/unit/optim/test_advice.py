@@ -19,7 +19,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    options._advise.cache_clear()
+    options._ADVISED.clear()
     world.enter(world.World(GenerationId(1, 1, 1, ""), Placement(0, 1, 0, 1, 0, 1), AloneTransport(1)))
     yield
     world.enter(None)

@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -154,12 +153,13 @@ def _check_groups(groups: Sequence[Sequence[torch.Tensor]]) -> None:
 # Advice to a script about its optimizer, given once -------------------------------------------------------------------
 
 _LARGE_MODEL = 10_000_000  # parameters: some tens of milliseconds in each step
+_ADVISED = set[str]()  # the name of the class that the script was told of
 
 
 def recommend_fused(optimizer: torch.optim.Optimizer) -> None:
     """Warn, once and on rank 0 only, when a large model on the CPU is stepped one parameter after the other although
     its optimizer has a faster implementation. No warning if the script has chosen (`fused=False`, `foreach=False`)."""
-    if world.current().placement.rank != 0:
+    if _ADVISED or world.current().placement.rank != 0:
         return
     option = next((each for each in ("fused", "foreach") if each in optimizer.defaults), None)
     groups = optimizer.param_groups
@@ -168,15 +168,12 @@ def recommend_fused(optimizer: torch.optim.Optimizer) -> None:
     count = sum(each.numel() for group in groups for each in group["params"] if each.device.type == "cpu")
     if count < _LARGE_MODEL:
         return
-    _advise(type(optimizer).__name__, option, count)
-
-
-@functools.cache
-def _advise(name: str, option: str, count: int) -> None:
+    name = type(optimizer).__name__
+    _ADVISED.add(name)
     warnings.warn(
         f"{name} steps through {count / 1e6:.0f} million parameters with many small operations, which takes several "
         f"times as long as with {option}=True on the CPU: write {name}(..., {option}=True), or {option}=False to keep "
         f"the current behaviour",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=3,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from farandole.integrations.torchrun.in_place.loop_shape import loop_variables
 from farandole.integrations.torchrun.in_place.number_of_workers import NumberOfWorkers
 from farandole.integrations.torchrun.in_place.script_loader import ScriptLoader
 from farandole.integrations.torchrun.in_place.script_samplers import names_of
+from farandole.integrations.torchrun.in_place.script_search import some
 from farandole.integrations.torchrun.in_place.script_state import ScriptState
 from farandole.integrations.torchrun.in_place.script_trials import ScriptTrials
 from farandole.training.collectives import world
@@ -176,17 +177,9 @@ class ScriptExchanges:
         self._number.fix()
 
 
-_MOST_NAMES = 12
-
-
 def modules_as_a_whole(names: Iterable[str]) -> list[str]:
     """Return main().ema instead of main().ema._modules['0']._parameters['weight']."""
     return sorted({re.split(r"\._(?:modules|parameters|buffers)\[", each)[0] for each in names})
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first of these names, and how many more there are, for people."""
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
 
 
 class _Listed(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,7 @@
 """The iterators of Python between a loop and its batches: enumerate(), zip(), itertools.
 
-Where a batch comes again, what they have counted goes back, by way of CPython's own structures (3.11 to 3.14), which
-are compared with what Python itself says of the object.
+Where a batch comes again, what they have counted goes back, by way of CPython's own structures (3.11 to 3.14). Nothing
+is written where they do not look as expected.
 """
 
 from __future__ import annotations
@@ -129,10 +129,13 @@ def _shift_islice(counting: Any, by: int) -> bool:
     when the batch has come (Modules/itertoolsmodule.c, isliceobject)."""
     fields = _fields(counting, 1, 4)
     following, stop, step, count = fields
-    if step != 1 or following != count or count + by < 0 or (stop != -1 and count > stop):
+    if not _KNOWS_ISLICE or step != 1 or following != count or count + by < 0 or (stop != -1 and count > stop):
         return False
     fields[0], fields[3] = following + by, count + by
     return True
+
+
+_KNOWS_ISLICE = [*_fields(itertools.islice((), 3, 8, 2), 1, 4)] == [3, 8, 2, 0]
 
 
 def _shift_beside(counting: Any, by: int, asking: set[int]) -> bool:

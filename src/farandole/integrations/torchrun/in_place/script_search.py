@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from contextvars import ContextVar
 from pathlib import Path
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
@@ -42,6 +42,7 @@ from farandole.training.state.tensor_digest import digest_of
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LONG = 1000  # a container with more items is looked at as a whole, or
 _ENDS = 32  # the first and the last of its items are looked at, if they are no plain values
+_MOST_NAMES = 12
 MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which something has changed
 _MOST_DEPTH = 12
 SAMPLED_BYTES = 64 << 20  # a larger tensor is compared where it may have changed; and only a sample of it, if it has
@@ -77,6 +78,11 @@ def is_object_of_values(holder: Holder) -> bool:
     """Return whether it is an object that holds values, and no other objects."""
     is_object = holder.kind == "object" and not isinstance(holder.target, type | torch.nn.Module)
     return is_object and all(map(_is_value, holder.read().values()))
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first of these names, and how many more there are, for people."""
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:

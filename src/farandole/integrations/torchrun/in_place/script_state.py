@@ -33,6 +33,7 @@ from farandole.integrations.torchrun.in_place.script_search import (
     digest,
     is_object_of_values,
     roots_of_script,
+    some,
 )
 from farandole.integrations.torchrun.in_place.script_tensors import MadeObjects, ScriptTensors
 from farandole.training.collectives import world
@@ -40,6 +41,7 @@ from farandole.training.state.packed_metadata import load_value
 
 logger = logging.getLogger("farandole")
 
+_TOO_MANY = "of so many values not all are kept for each step"
 _OF_MODULE = ("._parameters", "._buffers", "._modules")  # dictionaries that torch changes
 _SELDOM_CHANGING = (torch.nn.Module, dict, list)
 
@@ -79,6 +81,7 @@ class ScriptState:
         self._made = MadeObjects(frozenset())
         self._digests = Digests()
         self._many = ManyContainers()
+        self._staying: dict[str, list[str]] = {}  # names of what was not brought back, by the reason
         self._last: dict[str, int] | None = None  # digests of the last search
         self._changed: set[str] = set()  # names of what has changed since the start
         self._unequal: set[str] = set()  # of these, what has differed between workers
@@ -123,22 +126,19 @@ class ScriptState:
             try:
                 holder.restore(values)
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-                _say_that_it_stays(holder.path, str(error))
+                self._name(str(error), [holder.path])
         kept = {id(each) for each, _ in self._copies}
         for holder, count, then in () if has_left else self._large:
             is_other = _length(holder) != count or self._is_changing(holder) or holder.has_changed(then)
             if is_other and id(holder) not in kept:
-                _say_that_it_stays(holder.path, f"it has {_length(holder)} values, which are not kept for each step")
+                self._name(_TOO_MANY, [holder.path])
         for holder, count, mark in () if has_left else self._lists:
             if id(holder) not in self._whole and digest(holder.target[:count]) != mark:
-                _say_that_it_stays(holder.path, f"it has {len(holder.target)} values, which are not kept for each step")
+                self._name(_TOO_MANY, [holder.path])
         known = {id(each.target) for each, _ in self._copies}
-        for path in () if has_left else self._many.put_back(known):
-            _say_that_it_stays(path, "of so many values not all are kept for each step")
-        for name in self._tensors.put_back(self._owned):
-            _say_that_it_stays(name, "it was not known to change, and is not copied for each step")
-        for name in self._made.put_back():
-            _say_that_it_stays(name, "a loop body has made it, and it is too large to be copied for each step")
+        self._name(_TOO_MANY, () if has_left else self._many.put_back(known))
+        self._name("tensors that are not known to change are not copied", self._tensors.put_back(self._owned))
+        self._name("a loop body has made it, and it is too large to be copied", self._made.put_back())
         for each, state in self._randoms:
             set_state(each, state)
         if has_left:
@@ -147,6 +147,14 @@ class ScriptState:
         self.set_batches(self._batches_then)
         if line := line_that_collects():
             world.current().on_remark("collected batches", f"{line}: {COLLECTS}")
+
+    def _name(self, why: str, paths: Iterable[str]) -> None:
+        """Say in the last line of the job what has changed in a loop body that comes again, and stays so."""
+        if paths := [*paths]:
+            names = self._staying.setdefault(why, [])
+            names += [each for each in paths if each not in names]
+            text = f"what a loop body that came again has changed in the script stays so in {some(names)}: {why}"
+            world.current().on_remark(f"values: {why}", text)
 
     def begin_anew(self, kept: Set[str]) -> None:
         """Return to the first call: before each iteration that a newcomer passes over. What it computes there is not
@@ -361,11 +369,6 @@ def _meters(roots: Sequence[Holder], found: Found, unequal: Set[str], lasting: S
         if (kinds[type(each.target)] > 1 or (inner is not None and each.path.startswith(inner)))
         and not unequal.isdisjoint(map(each.name_of, each.read()))
     }
-
-
-def _say_that_it_stays(path: str, why: str) -> None:
-    text = f"{path} of the script has changed in a loop body that came again, and stays so: {why}"
-    world.current().on_remark(f"value {path}", text)
 
 
 def _length(holder: Holder) -> int:

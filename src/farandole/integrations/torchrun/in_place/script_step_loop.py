@@ -19,9 +19,9 @@ from farandole.integrations.torchrun.in_place.script_exchanges import (
     ScriptExchanges,
     modules_as_a_whole,
     reason_of,
-    some,
 )
 from farandole.integrations.torchrun.in_place.script_loader import ScriptLoader
+from farandole.integrations.torchrun.in_place.script_search import some
 from farandole.integrations.torchrun.in_place.script_state import ScriptState
 from farandole.integrations.torchrun.in_place.script_trials import ScriptTrials
 from farandole.integrations.torchrun.in_place.scripted_state import ScriptedState
