@@ -277,6 +277,7 @@ COLLECTING: list[Callable[[Any], Any]] = [
     lambda lines: list(lines),
     lambda lines: list(map(str, lines)),
     lambda lines: max(each for each in lines),
+    lambda lines: max(lines, key=len),
     lambda lines: [*lines],
     lambda lines: {*lines},
     lambda lines: (lambda *some: some)(*lines),

@@ -90,7 +90,7 @@ def line_that_collects() -> str:
     nodes, operation = _nodes_at(frame), dis.opname[frame.f_code.co_code[frame.f_lasti]]
     if operation == "FOR_ITER":
         collects = frame.f_code.co_name in _COMPREHENSIONS or any(isinstance(each, _COLLECTING) for each in nodes[-3:])
-    elif operation == "CALL":
+    elif operation in ("CALL", "CALL_KW"):
         collects = bool(nodes) and not (isinstance(nodes[-1], ast.Call) and _is_next(nodes[-1]))
     else:
         collects = operation in _UNPACKING
