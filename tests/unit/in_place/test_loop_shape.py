@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -309,3 +310,20 @@ def test_loops_collect_nothing() -> None:
     for _ in [*numbers]:
         found.append(next(lines_that_collect()))
     assert found == [""] * len(found)
+
+
+def test_a_context_manager_that_is_left_collects_nothing() -> None:
+    found = []
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            found.append(line_that_collects())
+
+    with context():
+        pass
+    with suppress(SystemExit), context():
+        sys.exit(0)
+    assert found == ["", ""]

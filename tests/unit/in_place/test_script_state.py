@@ -678,3 +678,19 @@ def test_views_of_what_is_restored_in_another_way_are_not_named(monkeypatch: Any
     variables["saved"]["weight"].fill_(1)
     state.roll_back()
     assert bool(remarks) is not is_view
+
+
+def test_a_generator_of_torch_goes_to_a_newcomer_as_one_that_all_have_drawn_from_alike() -> None:
+    workers = [SimpleNamespace(chance=torch.Generator().manual_seed(3)) for _ in range(2)]
+    states = [ScriptState(list, lambda each=each: [Holder("", each, "object")]) for each in workers]  # type: ignore[misc]
+    for state in states:
+        state.take(is_due=True)
+    for each in workers:
+        torch.rand(5, generator=each.chance)
+    for state in states:
+        state.take(is_due=True)
+    tables = [state.changed() for state in states]
+    states[0].compare(tables)
+    newcomer = SimpleNamespace(chance=torch.Generator().manual_seed(3))
+    ScriptState(list, lambda: [Holder("", newcomer, "object")]).apply(states[0].pack())
+    assert torch.equal(torch.rand(3, generator=newcomer.chance), torch.rand(3, generator=workers[0].chance))

@@ -6,10 +6,19 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from farandole.training.worker.newcomer_trial import GradientNote, Trial, Tried, Verdict, judge, judge_twice
+from farandole.training.worker.newcomer_trial import (
+    GradientNote,
+    Trial,
+    Tried,
+    Verdict,
+    judge,
+    judge_twice,
+    own_values,
+)
 
 
 def tried(scale: float = 1.0, lr: float = 0.1, *, is_newcomer: bool = False, tied: bool = False) -> Tried:
@@ -89,3 +98,16 @@ def test_a_gradient_of_other_signs_is_not_one_of_rounding() -> None:
 
 def test_a_parameter_that_is_used_twice_has_one_gradient() -> None:
     assert tried(tied=True).gradients.keys() == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_workers_that_have_become_different_are_found_if_each_does_the_same_twice() -> None:
+    first = [tried(), tried(1.1), tried()]
+    assert "the gradient of 0.bias is another one" in own_values(first, [tried(), tried(1.1), tried()])
+    assert own_values(first, [tried(), tried(1.2), tried()]) == ""
+    assert own_values([tried()] * 3, [tried()] * 3) == ""
+
+
+@pytest.mark.parametrize("chance", [{"draws": True}, {"samples": 7}])
+def test_other_samples_or_random_numbers_of_its_own_are_no_other_worker(chance: dict[str, Any]) -> None:
+    results = [tried(), msgspec.structs.replace(tried(1.1), **chance)]
+    assert own_values(results, results) == ""

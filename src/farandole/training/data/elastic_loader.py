@@ -64,6 +64,8 @@ class ElasticLoader(ABC):
         self._has_regrouped = False  # since a batch was handed out
         self._has_to_leave = False  # a batch of the epoch was handed out, and the loop over them has not ended
 
+    is_stream = False  # samples cannot be read by index
+
     # What depends on the samples ---------------------------------------------------------------------------
 
     @property

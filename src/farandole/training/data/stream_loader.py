@@ -118,6 +118,8 @@ class StreamLoader(ElasticLoader):
         ```
     """
 
+    is_stream = True
+
     def __init__(
         self,
         dataset: Iterable[Any],

@@ -4,6 +4,8 @@
                          can be put back (state/rehearsal.py)
     trial of the loss    behind it: whether the gradient of a batch is the mean of those of its samples (loss_trial.py)
     trial of newcomers   behind each of their admissions: whether they train as the others do (newcomer_trial.py)
+    later trials         before some steps, and in some epochs: whether the workers have become different, and the loss
+                         again, with other samples
 
 Each begins with `begin`, when a batch is handed out, and ends with `end`, at the next boundary. A regroup drops it.
 """
@@ -22,7 +24,7 @@ from farandole.training.data.elastic_loader import has_compiled
 from farandole.training.state.rehearsal import Rehearsal
 from farandole.training.state.step_state import StepState
 from farandole.training.worker.loss_trial import LossTrial
-from farandole.training.worker.newcomer_trial import Trial, Tried, judge, judge_twice
+from farandole.training.worker.newcomer_trial import Trial, Tried, judge, judge_twice, own_values
 from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.warm_up import is_plain
 
@@ -37,6 +39,15 @@ _NO_MEAN = (
     "the gradient of a batch is not the mean of those of its samples, so that each number of workers trains something "
     "else"
 )
+_OWN_VALUES = (
+    "with equal samples {}: the loop has values outside its TorchState{}, which each worker has of its own samples, so "
+    "that each number of workers trains something else"
+)
+LATER_STEPS = frozenset({13, *(10**exponent + 13 for exponent in range(2, 10))})
+"""The numbers of decided steps before which trials come again: few, and none at which loops log something. So do they
+at the beginning of epochs 1, 2, 4, 8 and so on: what is kept of a sample is another thing when it comes again. In the
+middle of a long stream they would cost too much: it is read from its last mark for them, and again behind them."""
+
 _OTHER_DATA = (
     "sample {} of the data set is not the same on all workers, as where random numbers without a seed have made it: "
     "workers train samples of their own"
@@ -58,6 +69,14 @@ class ValuesOutside:
 
     def note_newcomer(self) -> None:
         """Say in the last line of the job what a newcomer has not."""
+
+    def changing(self) -> str:
+        """Return the names of the tensors that a loop body changes; empty: none is known."""
+        return ""
+
+    def draws(self) -> bool:
+        """Return whether generators of the loop have gone on since begin_trial()."""
+        return False
 
     def forget(self) -> None:
         """Keep nothing of the loop alive: it has ended."""
@@ -87,9 +106,11 @@ class BodiesWithoutEffect:
         self._rehearsal: Rehearsal | None = None  # it is under way
         self._is_rehearsed = False  # it is over
         self._loss_trial: LossTrial | None = None
-        self._newcomer_trial: Trial | None = None
+        self._trial: Trial | None = None  # of the workers
         self._first_tried = list[Tried]()  # the results of the first of two trials
-        self._size_of_trial = 0  # number of workers with which each step is another one than with others; 0: none
+        self._boundary = (0, 0, 0)  # generation, step and epoch of the last one
+        self._due = list[str]()  # the later trials that are due at this boundary
+        self._found = dict[str, tuple[int, str]]()  # why another number of workers than this trains something else
 
     def begin(self) -> bool:
         """Begin a run that is due. Returns whether the batch that is handed out now is one without effect: on all
@@ -97,16 +118,18 @@ class BodiesWithoutEffect:
         would not be seen. A worker alone needs it in strict mode, in which it may run the loop body several times for a
         step."""
         state, here = self._state, world.current()
-        if self._newcomers and state.has_rehearsed and _may_try_newcomers(state):
+        self._note_boundary(here.id.number, here.transport.size)
+        if (self._newcomers or self._due[:1] == ["workers"]) and state.has_rehearsed and _may_try(state):
             self.outside.begin_trial()
-            self._newcomer_trial = Trial(state)
-            state.on_step = self._newcomer_trial.look
+            self._trial = Trial(state)
+            state.on_step = self._trial.look
             reseed(state.loader.seed, state.step, 0)
             return True
-        if state.has_rehearsed or state.step == 0 or not (self._is_in_job or state.is_strict):
+        is_rehearsed = state.has_rehearsed and not self._due
+        if is_rehearsed or state.step == 0 or not (self._is_in_job or state.is_strict):
             return False
         self.outside.begin_trial()
-        if self._loss_trial is None and not self._is_rehearsed:
+        if self._loss_trial is None and not (self._is_rehearsed or state.has_rehearsed):
             self._rehearsal = Rehearsal(state)
             state.on_step = self._rehearsal.look
             if getattr(state.loader, "divides_local_batches", False):
@@ -119,9 +142,20 @@ class BodiesWithoutEffect:
             reseed(state.loader.seed, state.step, self._loss_trial.seed)
         return True
 
+    def _note_boundary(self, generation: int, size: int) -> None:
+        """Find out whether later trials are due. Not in a step before which the workers have regrouped: all have to
+        know what is due, also newcomers, and those that have lost a worker in a trial."""
+        state, epoch = self._state, self._state.loader.epoch
+        before, self._boundary = self._boundary, (generation, state.step, epoch)
+        if before[:2] == (generation, state.step - 1):
+            is_new_epoch = epoch != before[2] and epoch & (epoch - 1) == 0
+            is_possible = self._is_in_job and state.has_rehearsed and size > 1 and _may_try(state)
+            is_later = state.step in LATER_STEPS and not (state.step > 100 and state.loader.is_stream)
+            self._due = ["workers", "loss"] if is_possible and (is_new_epoch or is_later) else []
+
     def part(self) -> tuple[int, int] | None:
         """Return the part of a batch that the run has; None: the worker's own local batch."""
-        if self._newcomer_trial is not None:
+        if self._trial is not None:
             return 0, 1
         return self._loss_trial.part if self._loss_trial is not None else None
 
@@ -136,8 +170,8 @@ class BodiesWithoutEffect:
 
     def end(self) -> bool:
         """Return whether no further run follows, after agreement with the other workers. Raises RecoverableError."""
-        if self._newcomer_trial is not None:
-            return self._compare_newcomers(self._newcomer_trial)
+        if self._trial is not None:
+            return self._compare_workers(self._trial)
         if self._loss_trial is None:
             self._is_rehearsed = self._rehearsal is not None
             return self._is_rehearsed and self._state.is_strict
@@ -150,28 +184,47 @@ class BodiesWithoutEffect:
         trial.take(here.transport, getattr(self._state.loader, "rows_on_trial", {}))
         if not trial.is_over():
             return False
-        self._loss_trial = None
+        self._loss_trial, self._due = None, []
         if sample := trial.differing_sample():
             world.remark("data", _OTHER_DATA.format(sample))
         if found := trial.judge():
-            self._size_of_trial = here.placement.size
-            if here.placement.rank == 0:
-                logger.warning("%s; %s. See docs/your-loop.md", _NO_MEAN, found)
-            is_divided_anew = getattr(self._state.loader, "balance", None) is not None or here.id.number > 1
-            if is_divided_anew:  # in an earlier generation, other workers may have trained
-                world.remark("loss", _NO_MEAN)
+            self._find("loss", _NO_MEAN, f"{found}. See docs/your-loop.md")
         return True
 
-    def _compare_newcomers(self, trial: Trial) -> bool:
-        """Say in the last line of the job if newcomers do not train as the others do. What differs is tried twice,
-        since the loop body may have random numbers of its own."""
-        self._raise_if_interrupted("the trial of a newcomer")
+    def _find(self, topic: str, text: str, advice: str) -> None:
+        """Say why another number of workers trains something else: where it is another one already, or will be, in the
+        last line of the job."""
+        here = world.current()
+        is_known, self._found[topic] = topic in self._found, (here.placement.size, text)
+        if here.placement.rank == 0 and not is_known:
+            logger.warning("%s; %s", text, advice)
+        is_divided_anew = getattr(self._state.loader, "balance", None) is not None or here.id.number > 1
+        if is_divided_anew:  # in an earlier generation, other workers may have trained
+            world.remark(topic, text)
+
+    def _compare_workers(self, trial: Trial) -> bool:
+        """Say in the last line of the job if newcomers do not train as the others do, or these have become different.
+        What differs is tried twice, since the loop body may have random numbers of its own."""
+        self._raise_if_interrupted("the trial of the workers")
         here = world.current()
         tried = trial.end(here.placement.rank in self._newcomers, "")
-        self._newcomer_trial, self._state.on_step = None, None
+        samples = sum(getattr(self._state.loader, "rows_on_trial", {}).values()) % 2**64
+        tried = msgspec.structs.replace(tried, samples=samples, draws=self.outside.draws())
+        self._trial, self._state.on_step = None, None
         by_rank = here.transport.all_gather(msgspec.msgpack.encode(tried))
         results = [msgspec.msgpack.decode(each, type=Tried) for each in by_rank]
         first, self._first_tried = self._first_tried or results, []
+        if not self._newcomers:
+            found = own_values(first, results)
+            if found and first is results:
+                self._first_tried = results
+                return False
+            self._due = self._due[1:]
+            if found:
+                changing = self.outside.changing()
+                text = _OWN_VALUES.format(found, f", as {changing}" if changing else "")
+                self._find("own values", text, "put them there, or compute them from the samples of all workers")
+            return True
         verdict = judge(first) if first is results else judge_twice(first, results)
         if verdict.refused and first is results:
             self._first_tried = results
@@ -198,10 +251,10 @@ class BodiesWithoutEffect:
 
     def drop(self) -> None:
         """Drop a trial that is under way, since the workers regroup or the function is left."""
-        self._first_tried = []
-        if self._newcomer_trial is not None:
-            self._newcomer_trial.end(False, "")
-            self._newcomer_trial, self._state.on_step = None, None
+        self._first_tried, self._due = [], []
+        if self._trial is not None:
+            self._trial.end(False, "")
+            self._trial, self._state.on_step = None, None
         self._is_rehearsed = False
         if self._loss_trial is not None:
             self._loss_trial.drop()
@@ -220,10 +273,11 @@ class BodiesWithoutEffect:
             self.outside.note_newcomer()
 
     def regrouped(self, size: int) -> None:
-        """Say in the last line of the job what the trial of the loss has found, where the number of workers is another
-        one now."""
-        if self._size_of_trial not in (0, size):
-            world.remark("loss", _NO_MEAN)
+        """Say in the last line of the job what the trials have found, where the number of workers is another one
+        now."""
+        for topic, (size_of_trial, text) in self._found.items():
+            if size_of_trial != size:
+                world.remark(topic, text)
 
     def annotate(self, error: Exception) -> None:
         """Say of an error of the loop body that it came in a trial of the loss, if it did."""
@@ -231,7 +285,7 @@ class BodiesWithoutEffect:
             error.add_note(_REHEARSED)
 
 
-def _may_try_newcomers(state: StepState) -> bool:
+def _may_try(state: StepState) -> bool:
     """Return whether all workers may run a loop body with the same batch, which has another size than their own: not
     where it would be compiled for that."""
     return state.rehearse and not state.is_strict and is_plain(state) and not has_compiled()

@@ -1,9 +1,12 @@
-"""The trial of a newcomer: a loop body that all workers run with the same samples and random numbers, and without
-effect, before the newcomer trains.
+"""The trial of the workers: a loop body that all of them run with the same samples and random numbers, and without
+effect.
 
-A newcomer receives the TorchState, and in place what only the script knows, as far as it can be found. The trial shows
-whether something is missing: then the newcomer's gradients, or the options of its optimizers, are others. In place it
-is not admitted then; an elastic function says so. docs/decisions/trials-in-place.md.
+A newcomer receives the TorchState, and in place what only the script knows, as far as it can be found. The trial before
+it trains shows whether something is missing: then the newcomer's gradients, or the options of its optimizers, are
+others. In place it is not admitted then; an elastic function says so. docs/decisions/trials-in-place.md.
+
+Later trials of an elastic function show whether its workers have become different: a loop may keep centers, or a memory
+of features, which each worker has of its own samples.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ class Tried(msgspec.Struct, frozen=True):
     gradients    by the name of the parameter
     options      by the name of the optimizer, its group and the option
     other_place  where its script stands that is not where those of the others do: a clause; empty: nowhere
+    samples      digest of those that it had; 0: not known
+    draws        the loop has random numbers from a generator of its own
     """
 
     is_newcomer: bool
@@ -52,6 +57,8 @@ class Tried(msgspec.Struct, frozen=True):
     gradients: dict[str, GradientNote]
     options: dict[str, str]
     other_place: str = ""
+    samples: int = 0
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,15 @@ def judge_twice(first: Sequence[Tried], again: Sequence[Tried]) -> Verdict:
     pairs = zip(first, again, strict=True)
     changed = next((found for one, two in pairs if not one.is_newcomer and (found := _difference(one, two))), "")
     return Verdict(difference=changed, is_open=True) if changed else judge(first)
+
+
+def own_values(first: Sequence[Tried], again: Sequence[Tried]) -> str:
+    """Return what differs between workers that have done the same twice: a clause; empty: nothing, or they have other
+    samples, or random numbers of their own. Pure."""
+    is_chance = any(each.draws for each in first) or len({each.samples for each in first}) > 1
+    if is_chance or any(_difference(one, two) for one, two in zip(first, again, strict=True)):
+        return ""
+    return next((found for each in first if (found := _difference(first[0], each))), "")
 
 
 def _difference(one: Tried, other: Tried) -> str:

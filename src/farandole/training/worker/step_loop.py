@@ -465,6 +465,8 @@ class StepLoop(RunLoop):
     # The job ends unfinished -----------------------------------------------------------------------------
 
     def _save_in_emergency(self) -> None:
+        if world.is_forked_child():  # the worker itself goes on
+            return
         with self._signals.waiting:
             if step.is_undecided() or self._place is BEHIND:
                 self._put_back()

@@ -16,6 +16,7 @@ one from the other.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import inspect
 import linecache
@@ -98,7 +99,9 @@ def line_that_collects() -> str:
 
 
 def _is_passed_over(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_FARANDOLE) or frame.f_code.co_name == "__next__"
+    file = frame.f_code.co_filename
+    # contextlib runs a generator, too, and takes no batches.
+    return file.startswith(_FARANDOLE) or frame.f_code.co_name == "__next__" or file == contextlib.__file__
 
 
 def loop_variables() -> set[str]:

@@ -39,10 +39,10 @@ from farandole.integrations.torchrun.in_place.script_search import (
     digest,
     is_of_own_module,
     roots_of_script,
+    some,
 )
 from farandole.training.collectives import world
 from farandole.training.state.step_state import StepState
-from farandole.training.state.watched_tensors import are_equal
 
 logger = logging.getLogger("farandole")
 
@@ -118,6 +118,14 @@ class LoopValues:
         """Say in the last line of the job what a newcomer has not."""
         self._name((name for name, each in self._changing.items() if each.numel() > 1), _OWN)
 
+    def changing(self) -> str:
+        """Return the names of the tensors that a loop body changes; empty: none is known."""
+        return some(list(dict.fromkeys(map(_first_part, sorted(self._changing, key=_is_of_no_module)))))
+
+    def draws(self) -> bool:
+        """Return whether generators of the loop have gone on since begin_trial()."""
+        return self._before is not None and any(True for _ in self._before.drawn())
+
     def forget(self) -> None:
         """Keep nothing of the loop alive: it has ended."""
         self._before, self._variables, self._copies, self._tensors, self._states = None, [], [], [], []
@@ -163,24 +171,18 @@ class _Everything:
         limit = most if sum(each.nbytes for each in live.values()) <= most else _SMALL_BYTES
         small = {name: each for name, each in live.items() if each.nbytes <= limit}
         self._tensors = {name: (each, each.detach().clone()) for name, each in small.items()}
-        self._versions = {name: (each, _mark_of(each)) for name, each in live.items() if name not in small}
+        self._versions = {name: (each, _mark_of(each)) for name, each in live.items()}
         self._randoms = [(each, state_of(each), place_of(each)) for each in found.randoms]
 
     def changed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that have other values now."""
-        for name, (live, value) in self._tensors.items():
-            if not are_equal(live, value):
-                yield name, live
-        yield from self._large()
-
-    def _large(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield those of them that are not copied."""
+        """Yield the tensors that were written. Their values may be the same: an average of equal weights."""
         return ((name, live) for name, (live, mark) in self._versions.items() if _mark_of(live) != mark)
 
     def bring_back(self) -> list[str]:
         """Return the names of what stays as it is."""
         stay = _restore(self.copies, self._tensors.values(), [each[:2] for each in self._randoms])
-        return [*stay, *self.many.put_back(known=frozenset()), *(name for name, _ in self._large())]
+        large = [name for name, _ in self.changed() if name not in self._tensors]
+        return [*stay, *self.many.put_back(known=frozenset()), *large]
 
     def drawn(self) -> Iterator[Any]:
         """Yield the generators of random numbers that have gone on."""
@@ -259,8 +261,9 @@ def _is_of_no_module(name: str) -> bool:
 
 
 def _mark_of(tensor: torch.Tensor) -> int:
-    """Return a number that is another one when the tensor has been written; autograd counts no writes to an array."""
-    return digest(tensor) if hasattr(tensor, "_array") else tensor._version
+    """Return a number that is another one when the tensor has been written; autograd counts no writes to an array, and
+    none in inference mode."""
+    return digest(tensor) if hasattr(tensor, "_array") or tensor.is_inference() else tensor._version
 
 
 def _first_part(name: str) -> str:

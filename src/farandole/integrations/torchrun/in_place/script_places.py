@@ -58,6 +58,8 @@ def is_random(value: object) -> bool:
 def place_of(value: Any) -> Place | None:
     """Return where an object stands; None: it is none of these, or an iterator that has ended."""
     kind = type(value).__name__
+    if isinstance(value, torch.Generator):  # a pickled tensor has other bytes each time
+        return Place(kind, value.get_state().numpy().tobytes())
     if is_random(value):
         return Place(kind, pickle.dumps(state_of(value)))
     if type(value) in _OVER_SEQUENCES:
@@ -72,6 +74,9 @@ def moved(live: Any, place: Place) -> Any:
     """Return this object at another place: itself, or another one. Raises TypeError where it cannot be."""
     if type(live).__name__ != place.kind:
         raise TypeError(f"{type(live).__name__} instead of {place.kind}")
+    if isinstance(live, torch.Generator):
+        live.set_state(torch.frombuffer(bytearray(place.at), dtype=torch.uint8))  # type: ignore[arg-type]
+        return live
     if is_random(live):
         set_state(live, pickle.loads(place.at))  # type: ignore[arg-type]  # from a member of the job
         return live
