@@ -53,7 +53,7 @@ USED: dict[str, set[str]] = {
         "horovod.runner.launch._run_static",
     },
     "integrations/horovod/launcher_options.py": {"_ArgumentGroup"},
-    "integrations/horovod/named/sparse.py": {"_indices"},
+    "integrations/horovod/named/asynchronous.py": {"_indices"},
     "integrations/horovod/named_buckets.py": {"_C", "_cdata", "_storage_Use_Count"},
     "integrations/horovod/named_path.py": {"_C", "_current_graph_task_id"},
     "integrations/horovod/sampler.py": {"_getframe", "torch.utils.data.dataloader._BaseDataLoaderIter"},

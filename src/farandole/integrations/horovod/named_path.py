@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from farandole.errors import HorovodInternalError
-from farandole.integrations.horovod.named.asynchronous import allreduce_async_
+from farandole.integrations.horovod.named.asynchronous import allreduce_async_, sparse_allreduce_async
 from farandole.integrations.horovod.named.calls import Reduced, allreduce_together_
 from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.named.negotiation import Average, Sum
 from farandole.integrations.horovod.named.process_sets import process_set_of
-from farandole.integrations.horovod.named.sparse import sparse_allreduce_async
 from farandole.integrations.horovod.named.tensor_queue import Handle, synchronize
 from farandole.integrations.horovod.named.timeline import process_timeline
 from farandole.integrations.horovod.named_buckets import NamedBuckets, fits, may_use_buckets
