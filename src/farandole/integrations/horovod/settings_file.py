@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farandole.errors import ConfigError
-from farandole.integrations.horovod.horovod_settings import Given, Setting, Value, by_key, check
+from farandole.integrations.horovod.horovod_settings import SETTINGS, Given, Setting, Value, check
 
 # Settings that a file expresses the other way around: key in the file -> (the setting's key, whether to invert it).
 _INVERSE_KEYS = {
@@ -36,7 +36,7 @@ def read_config_file(path: Path) -> ConfigFile:
     settings: dict[str, Given] = {}
     unknown: list[str] = []
     controller = ""
-    known = by_key()
+    known = {setting.key: setting for setting in SETTINGS}
     for section, content in _sections(path).items():
         if section == "controller":
             controller = _controller(path, content)
