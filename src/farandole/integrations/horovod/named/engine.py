@@ -19,12 +19,12 @@ from types import MappingProxyType
 import msgspec
 import torch
 
+from farandole.base.env import HorovodSettings
 from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
 from farandole.base.membership import Placement
 from farandole.errors import CollectiveMismatch
 from farandole.integrations.horovod.named.execution import Executor
-from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.integrations.horovod.named.negotiation import Negotiation
 from farandole.integrations.horovod.named.pending import StallWatch
 from farandole.integrations.horovod.named.stages import (
@@ -78,16 +78,17 @@ class NamedCollectives:
         *,
         placement: Placement,
         connect: Connect,
-        settings: NamedSettings | None = None,
+        settings: HorovodSettings | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        self.settings = settings or NamedSettings()
+        self.settings = settings = settings or HorovodSettings()
         self._rank, self._size = placement.rank, placement.size
         self._connect = connect
         self.is_before_admission = False  # a newcomer, alone: the ranks of the job are not known yet
         self._rounds = Rounds(transport)
-        self._negotiation = Negotiation(placement.size, self.settings.cache_capacity, self.settings.fusion_bytes)
-        self._stalls = StallWatch(self.settings.stall_warning_s, self.settings.stall_abort_s)
+        self._negotiation = Negotiation(placement.size, settings.cache_capacity, settings.fusion_bytes)
+        warning_s = 0.0 if settings.stall_check_is_off else settings.stall_warning_s
+        self._stalls = StallWatch(warning_s, settings.stall_shutdown_s)
         self._next_check_s = 0.0
         self._expired: Sequence[Key] = ()
         self._timeline = timeline or process_timeline
