@@ -18,7 +18,7 @@ from farandole.integrations.horovod.named import adasum
 from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
 from farandole.integrations.horovod.named.stages import CPU, GLOBAL_SET, Key, Kind, Request
-from farandole.integrations.horovod.named.tensor_queue import AlltoallHandle, Handle, Submission
+from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
 from farandole.training.collectives.transport import Reduction
 
 REDUCIBLE = (
@@ -71,11 +71,8 @@ class Call:
         if group is not None and not isinstance(group, Sized):
             raise ValueError(f"{self.name}: expected a list of tensors, got {type(group).__name__}")
         self._tensors = None if group is None else len(group)
-        if kind is Kind.ALLTOALL:
-            self.handle: Handle = AlltoallHandle(run_until_done=self.named.run_until_done)
-        else:
-            parts = 1 if self._tensors is None else self._tensors
-            self.handle = Handle(parts, is_group=group is not None, run_until_done=self.named.run_until_done)
+        parts = 1 if self._tensors is None else self._tensors
+        self.handle = Handle(parts, is_group=group is not None, run_until_done=self.named.run_until_done)
         self.submissions: list[Submission] = []
 
     def add(
@@ -150,17 +147,23 @@ def submit_reduction(
     in_place: bool = False,
 ) -> Handle:
     """Submit an allreduce or reducescatter of these tensors as `call`."""
+    _add_reductions(call, tensors, op, (prescale, postscale), in_place)
+    return call.submit()
+
+
+def _add_reductions(
+    call: Call, tensors: Sequence[torch.Tensor], op: Reduction, scales: tuple[float, float], in_place: bool
+) -> None:
     scatters = call.kind is Kind.REDUCESCATTER
     if scatters and op not in (Reduction.SUM, Reduction.AVERAGE):
         # Horovod's error for this case, which scripts may catch; all ranks are concerned, not one rank's tensor.
         raise HorovodInternalError(f"{call.name}: a reducescatter takes op=Sum or op=Average, got {op.name}")
     for tensor in tensors:
         check_tensor(call, tensor, at_least_1d=scatters)
-        check_reduction(call, tensor, op, (prescale, postscale))
+        check_reduction(call, tensor, op, scales)
     check_same_device(call, tensors)
     for tensor in tensors:
-        call.add(tensor, in_place=in_place, op=op, prescale=prescale, postscale=postscale)
-    return call.submit()
+        call.add(tensor, in_place=in_place, op=op, prescale=scales[0], postscale=scales[1])
 
 
 def submit_gathering(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
@@ -185,8 +188,7 @@ def submit_exchange(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Seq
     """Submit an alltoall of this tensor as `call`."""
     check_tensor(call, tensor, at_least_1d=True)
     call.add(tensor, splits=splits_of(call, tensor, splits))
-    if isinstance(splits, torch.Tensor) and isinstance(call.handle, AlltoallHandle):
-        call.handle.device = splits.device
+    call.handle.counts_on = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
     return call.submit()
 
 
@@ -223,11 +225,7 @@ def allreduce_together_(
     submissions: list[Submission] = []
     for each in all_reduced:
         call = Call(Kind.ALLREDUCE, each.name, process_set, each.tensors if each.is_group else None)
-        check_same_device(call, each.tensors)
-        for tensor in each.tensors:
-            check_tensor(call, tensor)
-            check_reduction(call, tensor, Reduction(op), (prescale_factor, postscale_factor))
-            call.add(tensor, in_place=True, op=Reduction(op), prescale=prescale_factor, postscale=postscale_factor)
+        _add_reductions(call, each.tensors, Reduction(op), (prescale_factor, postscale_factor), in_place=True)
         submissions += call.submissions
     handle = Handle(len(submissions), is_group=True, run_until_done=engine().run_until_done)
     for part, submission in enumerate(submissions):

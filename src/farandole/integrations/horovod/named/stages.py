@@ -287,23 +287,32 @@ def why_invalid(key: Key, ranks: tuple[int, ...], requests: Sequence[Request | N
     return None if problem is None else f"{operation_in_words(key)}: {problem}"
 
 
-def _dtypes(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the dtype", lambda request: request.dtype)
+Check: TypeAlias = Callable[[RankedRequests, tuple[int, ...]], str | None]
 
 
-def _devices(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the device", lambda request: "CPU" if request.device == CPU else "CUDA")
+def _equal(what: str, value: Callable[[Request], object], text: Callable[[object], str] = str) -> Check:
+    """Return the check that all ranks have the same value."""
+
+    def check(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+        first = value(requests[0][1])
+        if all(value(request) == first for _, request in requests):
+            return None
+        values = values_by_rank((rank, text(value(request))) for rank, request in requests)
+        return None if values is None else f"ranks disagree on {what}: {values}"  # None where all values are nan
+
+    return check
 
 
-def _shapes(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the shape", lambda request: request.shape, _list)
+def _list(numbers: object) -> str:
+    assert isinstance(numbers, tuple)
+    return str(list(numbers))
 
 
-def _rows(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    """Check the first dimension, which every tensor must have and which may differ; the others may not."""
-    return _scalars(requests, _) or _difference(
-        requests, "the shape of one row (all dimensions but the first)", lambda request: request.shape[1:], _list
-    )
+def _op(number: object) -> str:
+    return next((each.name.capitalize() for each in Reduction if each == number), str(number))
+
+
+_equal_roots = _equal("the root rank", lambda request: request.root)
 
 
 def _scalars(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
@@ -313,18 +322,8 @@ def _scalars(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
     return f"the tensor of {ranks_in_words(scalars)} is a scalar; it needs at least one dimension"
 
 
-def _ops(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the reduction", lambda request: request.op, _op)
-
-
-def _scales(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the prescale factor", lambda request: request.prescale) or _difference(
-        requests, "the postscale factor", lambda request: request.postscale
-    )
-
-
 def _roots(requests: RankedRequests, ranks: tuple[int, ...]) -> str | None:
-    found = _difference(requests, "the root rank", lambda request: request.root)
+    found = _equal_roots(requests, ranks)
     if found is None and requests[0][1].root not in ranks:
         return f"root rank {requests[0][1].root} is not in the process set, which has {ranks_in_words(ranks)}"
     return found
@@ -343,43 +342,29 @@ def _splits(requests: RankedRequests, ranks: tuple[int, ...]) -> str | None:
     return None
 
 
-def _sets(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the ranks of the process set", lambda request: request.ranks, _list)
-
-
-Check: TypeAlias = Callable[[RankedRequests, tuple[int, ...]], str | None]
+_dtypes = _equal("the dtype", lambda request: request.dtype)
+_devices = _equal("the device", lambda request: "CPU" if request.device == CPU else "CUDA")
+_shapes = _equal("the shape", lambda request: request.shape, _list)
+_rows = _equal("the shape of one row (all dimensions but the first)", lambda request: request.shape[1:], _list)
+_reductions = (
+    _equal("the reduction", lambda request: request.op, _op),
+    _equal("the prescale factor", lambda request: request.prescale),
+    _equal("the postscale factor", lambda request: request.postscale),
+)
+_sets = _equal("the ranks of the process set", lambda request: request.ranks, _list)
 
 _CHECKS: dict[Kind, tuple[Check, ...]] = {
-    Kind.ALLREDUCE: (_dtypes, _shapes, _ops, _scales, _devices),
-    Kind.ALLGATHER: (_dtypes, _rows, _devices),
+    Kind.ALLREDUCE: (_dtypes, _shapes, *_reductions, _devices),
+    Kind.ALLGATHER: (_dtypes, _scalars, _rows, _devices),
     Kind.BROADCAST: (_roots, _dtypes, _shapes, _devices),
-    Kind.ALLTOALL: (_dtypes, _rows, _splits, _devices),
+    Kind.ALLTOALL: (_dtypes, _scalars, _rows, _splits, _devices),
     # Summed before it is scattered: the first dimension is compared too.
-    Kind.REDUCESCATTER: (_dtypes, _scalars, _shapes, _ops, _scales, _devices),
+    Kind.REDUCESCATTER: (_dtypes, _scalars, _shapes, *_reductions, _devices),
     Kind.BARRIER: (),
     Kind.END: (),
     Kind.ADD_PROCESS_SET: (_sets,),
     Kind.REMOVE_PROCESS_SET: (_sets,),
 }
-
-
-def _difference(
-    requests: RankedRequests, what: str, value: Callable[[Request], object], text: Callable[[object], str] = str
-) -> str | None:
-    first = value(requests[0][1])
-    if all(value(request) == first for _, request in requests):
-        return None
-    values = values_by_rank((rank, text(value(request))) for rank, request in requests)
-    return None if values is None else f"ranks disagree on {what}: {values}"  # None where all values are nan
-
-
-def _list(numbers: object) -> str:
-    assert isinstance(numbers, tuple)
-    return str(list(numbers))
-
-
-def _op(number: object) -> str:
-    return next((each.name.capitalize() for each in Reduction if each == number), str(number))
 
 
 # Errors of operations that depend on each other, for each rank that submitted one of them -----------------------------
