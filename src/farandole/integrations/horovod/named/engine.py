@@ -13,8 +13,7 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -24,7 +23,7 @@ from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
 from farandole.base.membership import Placement
 from farandole.errors import CollectiveMismatch
-from farandole.integrations.horovod.named.execution import Executor
+from farandole.integrations.horovod.named.execution import FusionBuffers, execute
 from farandole.integrations.horovod.named.negotiation import Negotiation
 from farandole.integrations.horovod.named.pending import StallWatch
 from farandole.integrations.horovod.named.stages import (
@@ -82,7 +81,7 @@ class NamedCollectives:
         timeline: Timeline | None = None,
     ) -> None:
         self.settings = settings = settings or HorovodSettings()
-        self._rank, self._size = placement.rank, placement.size
+        self.rank = placement.rank
         self._connect = connect
         self.is_before_admission = False  # a newcomer, alone: the ranks of the job are not known yet
         self._rounds = Rounds(transport)
@@ -92,9 +91,10 @@ class NamedCollectives:
         self._next_check_s = 0.0
         self._expired: Sequence[Key] = ()
         self._timeline = timeline or process_timeline
-        self._executor = Executor(self._timeline)
+        self._buffers = FusionBuffers()
         self._transports: dict[int, Transport] = {GLOBAL_SET: transport}
-        self._sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(placement.size))}
+        self.process_sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(placement.size))}
+        """The global ranks of each process set, by its id; 0 is the set of all ranks. Read only."""
         self._numbers: defaultdict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
         self._wake = Wake() if placement.size > 1 else None
         self._queue = TensorQueue(self._wake)
@@ -108,16 +108,6 @@ class NamedCollectives:
                 target=self._run, args=(self._wake,), name="farandole-collectives", daemon=True
             )
             self._thread.start()
-
-    @property
-    def rank(self) -> int:
-        """The global rank of this worker."""
-        return self._rank
-
-    @property
-    def process_sets(self) -> Mapping[int, tuple[int, ...]]:
-        """The global ranks of each process set, by its id; 0 is the set of all ranks."""
-        return MappingProxyType(self._sets)
 
     def next_number(self, kind: Kind, process_set: int) -> int:
         """Return the number for an unnamed operation: the same on all members, as long as all submit the same."""
@@ -232,7 +222,7 @@ class NamedCollectives:
 
     def _leave_to_callers(self, wake: Wake) -> None:
         """Sleep while the next caller may run the next round."""
-        while len(self._sets) == 1 and self._queue.is_empty and not (wake.is_set or self._is_closing):
+        while len(self.process_sets) == 1 and self._queue.is_empty and not (wake.is_set or self._is_closing):
             left_s = self._left_to_callers_until_s - now_s()
             if left_s <= 0 or wake.wait(left_s):
                 return
@@ -274,7 +264,7 @@ class NamedCollectives:
             self._next_check_s = now_s() + _CHECK_EVERY_S
             report = self._stalls.check(now_s(), self._negotiation.waiting())
             self._expired = report.expired
-            if self._rank == 0:  # the warnings are equal on all ranks
+            if self.rank == 0:  # the warnings are equal on all ranks
                 for warning in report.warnings:
                     logger.warning(warning)
         return bool(self._expired)
@@ -283,7 +273,7 @@ class NamedCollectives:
         """Exchange requests with all ranks, and carry out the responses. Raises the errors of the transport."""
         has_requests = self._queue.has_unsent
         requests = [submission.request for submission in self._queue.take_unsent()]
-        request_list = self._negotiation.request_list(self._rank, requests, self._expired)
+        request_list = self._negotiation.request_list(self.rank, requests, self._expired)
         self._expired = ()
         request_lists = self._rounds.exchange(request_list)
         if self._timeline.is_on:
@@ -304,7 +294,7 @@ class NamedCollectives:
 
     def _end(self, error: BaseException) -> None:
         """End this rank's part in all rounds; every other rank, whose next round needs it, ends too."""
-        self.abort(f"rank {self._rank} has ended its named collectives: {error}")
+        self.abort(f"rank {self.rank} has ended its named collectives: {error}")
         self._queue.end(error)
 
     def _end_by_transport(self) -> None:
@@ -338,7 +328,7 @@ class NamedCollectives:
             return
         if self._timeline.is_on:
             for operation in operations:
-                self._timeline.negotiate_end(operation.key.name)
+                self._timeline.end(operation.key.name)
         transport = self._transports.get(operations[0].key.process_set)
         if transport is None:
             return  # an operation of a process set without this rank
@@ -346,12 +336,21 @@ class NamedCollectives:
             None if operation.requests[transport.rank] is None else self._queue.find(operation.key)
             for operation in operations
         ]
-        self._executor.execute(operations, submissions, transport)
+        is_recorded = self._timeline.is_on
+        if is_recorded:
+            for operation in operations:
+                self._timeline.begin(operation.key.name, operation.key.kind.name)
+        try:
+            execute(operations, submissions, transport, self._buffers)
+        finally:
+            if is_recorded:
+                for operation in operations:
+                    self._timeline.end(operation.key.name)
         self._queue.forget(submissions)
 
     def _finish(self, response: Fail | SetAdded | SetRemoved, result: object) -> None:
         """End this rank's part, if it has one, with a result or with an error."""
-        self._timeline.negotiate_end(response.key.name)
+        self._timeline.end(response.key.name)
         submission = self._queue.find(response.key)
         if submission is not None:
             if isinstance(result, BaseException):
@@ -374,8 +373,8 @@ class NamedCollectives:
     def _add_set(self, response: SetAdded) -> None:
         """Open the connections of a new process set. Its members do so at the same point of the same round."""
         ranks = response.ranks
-        self._sets[response.process_set] = ranks
-        if self._rank in ranks:
+        self.process_sets[response.process_set] = ranks
+        if self.rank in ranks:
             alone = len(ranks) == 1
             transport = AloneTransport() if alone else self._connect(ranks, response.process_set)
             self._transports[response.process_set] = transport
@@ -383,7 +382,7 @@ class NamedCollectives:
 
     def _remove_set(self, response: SetRemoved) -> None:
         """Close the connections of a process set. Operations that waited in it have failed before."""
-        self._sets.pop(response.process_set, None)
+        self.process_sets.pop(response.process_set, None)
         transport = self._transports.pop(response.process_set, None)
         if transport is not None:
             transport.close()

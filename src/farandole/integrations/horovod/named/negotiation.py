@@ -118,7 +118,6 @@ class Negotiation:
     def _decide(self, request_lists: Sequence[RequestList]) -> list[Response]:
         fails = self._receive(request_lists)
         matched: list[MatchedOperation] = []
-        executes: list[Execute] = []
         set_changes: list[PendingOperation] = []
         for pending in self._pending.take_complete():
             match = self._match(pending)
@@ -128,7 +127,7 @@ class Negotiation:
                 set_changes.append(pending)
             else:
                 matched.append(match)
-        executes += fuse(matched, self._fusion_bytes)
+        executes = fuse(matched, self._fusion_bytes)
         for group in self._pending.take_complete_groups():
             matches = [self._match(pending) for pending in group]
             bad = [match for match in matches if isinstance(match, Fail)]
@@ -231,17 +230,14 @@ class Negotiation:
         responses: list[Response] = []
         for pending in changes:
             ranks = next(request for request in pending.requests if request is not None).ranks
-            responses += (
-                self._add(pending.key, ranks)
-                if pending.key.kind is Kind.ADD_PROCESS_SET
-                else self._remove(pending.key, ranks)
-            )
+            change = self._add if pending.key.kind is Kind.ADD_PROCESS_SET else self._remove
+            responses += change(pending.key, ranks)
         return responses
 
     def _add(self, key: Key, ranks: tuple[int, ...]) -> list[Response]:
         if problem := self._sets.why_impossible(ranks):
             return [Fail(key, problem)]
-        return [SetAdded(key, self._sets.add(ranks).number, ranks)]
+        return [SetAdded(key, self._sets.add(ranks), ranks)]
 
     def _remove(self, key: Key, ranks: tuple[int, ...]) -> list[Response]:
         number = self._sets.number_of(ranks)
@@ -344,15 +340,11 @@ class ProcessSets:
         number = self.number_of(ranks)
         return None if number is None else f"there is a process set of ranks {list(ranks)} already, with id {number}"
 
-    def add(self, ranks: Iterable[int]) -> Members:
-        """Add and return a new set. Raises ValueError for ranks that it cannot have."""
-        wanted = tuple(ranks)
-        if problem := self.why_impossible(wanted):
-            raise ValueError(problem)
-        members = Members(self._next, wanted)
-        self._by_number[self._next] = members
-        self._next += 1
-        return members
+    def add(self, ranks: tuple[int, ...]) -> int:
+        """Add a set that is possible, and return its id."""
+        number, self._next = self._next, self._next + 1
+        self._by_number[number] = Members(number, ranks)
+        return number
 
     def remove(self, number: int) -> None:
         del self._by_number[number]

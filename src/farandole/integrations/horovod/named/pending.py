@@ -359,7 +359,7 @@ class StallWatch:
 
     @property
     def is_on(self) -> bool:
-        """True when check() has to be called at all."""
+        """Whether check() has to be called at all."""
         return self._warning_s > 0 or self._abort_s > 0
 
     def check(self, now_s: float, waiting: Sequence[Stall]) -> StallReport:

@@ -87,23 +87,19 @@ class Timeline:
             self._stop()
 
     def negotiate_start(self, name: str, kind: Kind) -> None:
-        """Record that the first rank has submitted an operation; more calls until negotiate_end() change nothing."""
+        """Record that the first rank has submitted an operation; more calls until end() change nothing."""
         self._record(BEGIN, name, f"NEGOTIATE_{kind.name}")
 
     def rank_ready(self, name: str, rank: int) -> None:
         """Record that a rank has submitted it."""
         self._record(INSTANT, name, str(rank))
 
-    def negotiate_end(self, name: str) -> None:
-        """Record that it is decided."""
-        self._record(END, name, "")
-
     def begin(self, name: str, activity: str) -> None:
         """Record that it, or a part of it, is executed; activities may be nested."""
         self._record(BEGIN, name, activity)
 
     def end(self, name: str) -> None:
-        """Record the end of the last activity that began."""
+        """Record the end of the last activity that began, or that it is decided."""
         self._record(END, name, "")
 
     def cycle(self) -> None:
