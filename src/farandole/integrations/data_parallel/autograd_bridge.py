@@ -8,6 +8,7 @@ returns the sum of their gradients. The parameters get one gradient in each pass
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ def _foreign(variable: torch.Tensor) -> ConfigError:
     )
 
 
+@dataclass(eq=False)
 class _Node:
     """The data of the node in the caller's graph.
 
@@ -91,11 +93,11 @@ class _Node:
         is_shared: The graphs are also part of those of another node, whose backward pass must find them whole.
     """
 
-    def __init__(
-        self, pool: ThreadPool, graphs: Sequence[Graph], places: list[list[int]], masters: Tensors, is_shared: bool
-    ) -> None:
-        self.pool, self.places, self.masters, self.is_shared = pool, places, masters, is_shared
-        self.graphs: Sequence[Graph] | None = graphs
+    pool: ThreadPool
+    graphs: Sequence[Graph] | None
+    places: list[list[int]]
+    masters: Tensors
+    is_shared: bool
 
 
 class _Replicas(torch.autograd.Function):

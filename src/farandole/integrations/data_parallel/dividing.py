@@ -136,13 +136,11 @@ def _keys(value: Any) -> object:
 def _sequence(like: Any, items: list[Any]) -> Any:
     if hasattr(like, "_make"):
         return like._make(items)
-    if type(like) in (list, tuple):
-        return type(like)(items)
     if isinstance(like, list):
         new = copy.copy(like)
         new[:] = items
         return new
-    return type(like)(items)  # e.g. the result of torch.max()
+    return type(like)(items)  # a tuple, or the result of torch.max()
 
 
 def _alike(values: Sequence[Any], what: Callable[[Any], object], name: str, path: str) -> None:
