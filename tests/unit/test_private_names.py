@@ -54,7 +54,6 @@ USED: dict[str, set[str]] = {
     },
     "integrations/horovod/launcher_options.py": {"_ArgumentGroup"},
     "integrations/horovod/named/asynchronous.py": {"_indices"},
-    "integrations/horovod/named_buckets.py": {"_C", "_cdata", "_storage_Use_Count"},
     "integrations/horovod/named_path.py": {"_C", "_current_graph_task_id"},
     "integrations/horovod/sampler.py": {"_getframe", "torch.utils.data.dataloader._BaseDataLoaderIter"},
     "integrations/horovod/sync_batch_norm.py": {"torch.nn.modules.batchnorm._BatchNorm"},

@@ -134,6 +134,11 @@ class Buckets:
         counts = map(sys.getrefcount, self._view.values())  # the fast way, in which `.grad` itself may count
         return max(counts, default=0) > self._known_references[0] and self._most_apart() > self._known_references[1]
 
+    def is_kept_after_publish(self) -> bool:
+        """Return the same about gradients that publish() has shown."""
+        shown = sum(is_same_memory(parameter.grad, self._view[id(parameter)]) for parameter in self._order)
+        return self._uses() > self._known_uses + shown
+
     def _most_apart(self) -> int:
         """Return the most references to a view that is not `.grad`."""
         most = 0
