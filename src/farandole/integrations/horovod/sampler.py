@@ -92,6 +92,22 @@ class ElasticSampler(Sampler[int]):
         self._begin(0)
         self.reset()
 
+    def _begin(self, epoch: int, carried: Intervals = ()) -> None:
+        order = self._order_of(epoch)
+        self._order = self._with_earlier(order, epoch) if carried else order
+        self.epoch = epoch
+        self._carried = carried  # positions of earlier epochs that begin this one: -1 is the newest
+        self._forget()
+
+    def _forget(self) -> None:
+        self._before: Intervals = ()  # positions that were trained when the rest was divided
+        self._counted = 0  # number of the divided samples that are trained by now, on all ranks
+        self._place = 0  # position of record_batch() in this rank's samples
+        self._news: list[int] = []  # positions recorded here one by one, unknown to other ranks
+        self._in_this_loop: set[int] = set()  # positions recorded in the current loop over the loader
+        self._recorded: set[int] = set()  # positions that this rank has also recorded since
+        self._is_by_index = False  # samples of this epoch were recorded one by one
+
     # Samples ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[int]:
@@ -335,22 +351,6 @@ class ElasticSampler(Sampler[int]):
         return merged | self._identity()
 
     # Private ------------------------------------------------------------------------------------------------------
-
-    def _begin(self, epoch: int, carried: Intervals = ()) -> None:
-        order = self._order_of(epoch)
-        self._order = self._with_earlier(order, epoch) if carried else order
-        self.epoch = epoch
-        self._carried = carried  # positions of earlier epochs that begin this one: -1 is the newest
-        self._forget()
-
-    def _forget(self) -> None:
-        self._before: Intervals = ()  # positions that were trained when the rest was divided
-        self._counted = 0  # number of the divided samples that are trained by now, on all ranks
-        self._place = 0  # position of record_batch() in this rank's samples
-        self._news: list[int] = []  # positions recorded here one by one, unknown to other ranks
-        self._in_this_loop: set[int] = set()  # positions recorded in the current loop over the loader
-        self._recorded: set[int] = set()  # positions that this rank has also recorded since
-        self._is_by_index = False  # samples of this epoch were recorded one by one
 
     def _behind(self) -> Intervals:
         """Return all positions that were trained in this epoch."""
