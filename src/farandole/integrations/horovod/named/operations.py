@@ -7,6 +7,7 @@ synchronize(). A grouped function takes several tensors: all of them are reduced
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -20,13 +21,11 @@ from farandole.integrations.horovod.named.calls import (
     submit_reduction,
 )
 from farandole.integrations.horovod.named.differentiable import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    ReduceScatter,
     differentiable,
+    own_rows_gradient,
     reduce,
+    returned_gradient,
+    root_gradient,
 )
 from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
 from farandole.integrations.horovod.named.stages import Kind
@@ -74,7 +73,7 @@ def allreduce(
     """
     call = Call(Kind.ALLREDUCE, name, process_set, is_awaited=True)
     scales = prescale_factor, postscale_factor
-    return reduce(AllReduce, call, [tensor], compression, reduction(op, average), scales)[0]
+    return reduce(call, [tensor], compression, reduction(op, average), scales)[0]
 
 
 def allreduce_(
@@ -123,7 +122,7 @@ def grouped_allreduce(
     """
     call = Call(Kind.ALLREDUCE, name, process_set, tensors, is_awaited=True)
     scales = prescale_factor, postscale_factor
-    return reduce(AllReduce, call, tensors, compression, reduction(op, average), scales)
+    return reduce(call, tensors, compression, reduction(op, average), scales)
 
 
 def grouped_allreduce_(
@@ -163,7 +162,7 @@ def allgather(
         tensor([[1, 2]])
     """
     call = Call(Kind.ALLGATHER, name, process_set, is_awaited=True)
-    return differentiable(AllGather, lambda inputs: submit_gathering(call, inputs), [tensor], process_set)[0]
+    return differentiable(partial(submit_gathering, call), [tensor], own_rows_gradient(process_set))[0]
 
 
 def grouped_allgather(
@@ -177,7 +176,7 @@ def grouped_allgather(
         tensors: The tensors of this rank, all on one device; only the numbers of their rows may differ among ranks.
     """
     call = Call(Kind.ALLGATHER, name, process_set, tensors, is_awaited=True)
-    return differentiable(AllGather, lambda inputs: submit_gathering(call, inputs), tensors, process_set)
+    return differentiable(partial(submit_gathering, call), tensors, own_rows_gradient(process_set))
 
 
 def broadcast(
@@ -199,9 +198,8 @@ def broadcast(
         tensor([7])
     """
     call = Call(Kind.BROADCAST, name, process_set, is_awaited=True)
-    return differentiable(
-        Broadcast, lambda inputs: submit_broadcast(call, inputs[0], root_rank), [tensor], root_rank, process_set
-    )[0]
+    gradient = root_gradient(root_rank, process_set)
+    return differentiable(lambda inputs: submit_broadcast(call, inputs[0], root_rank), [tensor], gradient)[0]
 
 
 def broadcast_(
@@ -240,7 +238,7 @@ def alltoall(
     """
     call = Call(Kind.ALLTOALL, name, process_set, is_awaited=True)
     output, received = differentiable(
-        AllToAll, lambda inputs: submit_exchange(call, inputs[0], splits), [tensor], process_set
+        lambda inputs: submit_exchange(call, inputs[0], splits), [tensor], returned_gradient(process_set)
     )
     return output if splits is None else (output, received)
 
@@ -271,7 +269,7 @@ def reducescatter(
     """
     call = Call(Kind.REDUCESCATTER, name, process_set, is_awaited=True)
     scales = prescale_factor, postscale_factor
-    return reduce(ReduceScatter, call, [tensor], compression, reduction(op), scales)[0]
+    return reduce(call, [tensor], compression, reduction(op), scales)[0]
 
 
 def grouped_reducescatter(
@@ -292,7 +290,7 @@ def grouped_reducescatter(
     """
     call = Call(Kind.REDUCESCATTER, name, process_set, tensors, is_awaited=True)
     scales = prescale_factor, postscale_factor
-    return reduce(ReduceScatter, call, tensors, compression, reduction(op), scales)
+    return reduce(call, tensors, compression, reduction(op), scales)
 
 
 def join(device: int = -1) -> int:

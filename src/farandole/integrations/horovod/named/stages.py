@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -155,19 +156,13 @@ class PendingOperation:
 
 # Matched: requested by all members, and their requests agree ----------------------------------------------------------
 
-# Only for comparing a buffer with its limit; an estimate is good enough for a dtype that is not listed.
-_ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "complex128": 16,
-}
-_OTHER_ITEM_BYTES = 8
+_BITS = re.compile(r"\d+")
+
+
+def _item_bytes(dtype: str) -> int:
+    """Return the size of a number, by the bits that its dtype has in its name; a bool has 1 byte."""
+    bits = _BITS.search(dtype)
+    return int(bits[0]) // 8 if bits else 1
 
 
 @dataclass(slots=True)
@@ -191,7 +186,7 @@ class MatchedOperation:
 
     def __post_init__(self) -> None:
         request = self.any_request = next(each for each in self.requests if each is not None)
-        self.nbytes = math.prod(request.shape) * _ITEM_BYTES.get(request.dtype, _OTHER_ITEM_BYTES)
+        self.nbytes = math.prod(request.shape) * _item_bytes(request.dtype)
         self.fusion_key = _fusion_key(self.key, request, self.requests)
 
     @property
