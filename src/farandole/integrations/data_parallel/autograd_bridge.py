@@ -50,11 +50,9 @@ def bridge(pool: ThreadPool, graphs: Sequence[Graph], is_shared: bool = False) -
 
 
 def traced(masters: Tensors, leaves: Tensors, outs: Tensors) -> Graph:
-    """Return the graph of one replica, with only the leaves that it has used.
-
-    torch calls the hooks of a parameter for each node that could give it a gradient. Raises ConfigError when the
-    replica has used a tensor that needs a gradient and is not one of its leaves: that gradient would be lost.
-    """
+    """Return the graph of one replica, with only the leaves that it has used. torch calls the hooks of a parameter for
+    each node that could give it a gradient. Raises ConfigError when the replica has used a tensor that needs a gradient
+    and is not one of its leaves: that gradient would be lost."""
     ours = {id(leaf) for leaf in leaves}
     used = {id(out) for out in outs if out.is_leaf}
     waiting = [out.grad_fn for out in outs if out.grad_fn is not None]

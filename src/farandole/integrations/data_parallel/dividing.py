@@ -96,9 +96,7 @@ Leaf = Callable[[list[Any], str], Any]
 
 def map_together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:
     """Return a value of the common form of all `values`, with new leaves. Containers are new, of the first one's type.
-
-    Raises ConfigError when the values differ in form.
-    """
+    Raises ConfigError when the values differ in form."""
     first = values[0]
     if isinstance(first, MutableMapping):
         return _mapping(values, leaf, path)

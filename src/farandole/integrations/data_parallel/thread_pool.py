@@ -21,12 +21,9 @@ T = TypeVar("T")
 
 
 class ThreadPool:
-    """A pool of `size` threads, including the calling one.
-
-    The others start when they are first needed, and end with this object. Tasks see the caller's grad mode, inference
-    mode, autocast and context variables. While several run, the threads that torch uses within one operation are
-    divided among them.
-    """
+    """A pool of `size` threads, including the calling one. The others start when they are first needed, and end with
+    this object. Tasks see the caller's grad mode, inference mode, autocast and context variables. While several run,
+    the threads that torch uses within one operation are divided among them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,11 +35,8 @@ class ThreadPool:
         return ThreadPool, (self.size,)  # a copy has threads of its own
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the result of each task. At most `size` tasks; the first one runs in the calling thread.
-
-        Returns when all have ended. If some raised, the first one's exception is raised, with a note that names the
-        task.
-        """
+        """Return the result of each task. At most `size` tasks; the first one runs in the calling thread. Returns when
+        all have ended. If some raised, the first one's exception is raised, with a note that names the task."""
         if len(tasks) == 1:
             return [tasks[0]()]
         before = torch.get_num_threads()

@@ -272,11 +272,9 @@ def _bucket_mb(ddp: DistributedDataParallel, names: Iterable[torch.Tensor]) -> f
 
 
 def refuse_configuration(ddp: DistributedDataParallel) -> None:
-    """Raise ConfigError, with the reason, for a configuration that would be wrong in an elastic function.
-
-    The private attributes are those of torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel; none of
-    these arguments has a public one.
-    """
+    """Raise ConfigError, with the reason, for a configuration that would be wrong in an elastic function. The private
+    attributes are those of torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel; none of these
+    arguments has a public one."""
     group = ddp.process_group
     if not isinstance(group, FarandoleGroup) or group.size() != world.current().placement.size:
         raise ConfigError(

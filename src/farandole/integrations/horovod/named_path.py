@@ -90,10 +90,8 @@ class NamedPath:
     # In step() and synchronize() -------------------------------------------------------------------------
 
     def reduce_rest(self) -> bool:
-        """Reduce the remaining gradients, with zeros where there is no gradient. Returns whether there were any.
-
-        Raises HorovodInternalError when a collective failed; then nothing of this step is left.
-        """
+        """Reduce the remaining gradients, with zeros where there is no gradient. Returns whether there were any. Raises
+        HorovodInternalError when a collective failed; then nothing of this step is left."""
         if not self._is_active():
             return False
         reduction = self._begin(self._participants())

@@ -121,10 +121,8 @@ class Call:
 
 
 def reduction(op: int | None, average: bool | None = None) -> Reduction:
-    """Return the operator that `op` and the deprecated `average` select.
-
-    Raises ValueError if both are given, or for another op.
-    """
+    """Return the operator that `op` and the deprecated `average` select. Raises ValueError if both are given, or for
+    another op."""
     if average is None:
         try:
             return Reduction.AVERAGE if op is None else Reduction(op)
@@ -197,10 +195,8 @@ def submit_exchange(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Seq
 
 @dataclass(frozen=True)
 class Reduced:
-    """Tensors to be reduced in place under one name.
-
-    With `is_group` as by grouped_allreduce_async_(); else there is one tensor, as by allreduce_async_().
-    """
+    """Tensors to be reduced in place under one name. With `is_group` as by grouped_allreduce_async_(); else there is
+    one tensor, as by allreduce_async_()."""
 
     name: str
     tensors: Sequence[torch.Tensor]
@@ -260,10 +256,8 @@ def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> No
 
 
 def check_same_device(call: Call, tensors: Sequence[torch.Tensor]) -> None:
-    """Check that the tensors of a group lie on one device, since they travel together.
-
-    Raises HorovodInternalError, as Horovod does.
-    """
+    """Check that the tensors of a group lie on one device, since they travel together. Raises HorovodInternalError, as
+    Horovod does."""
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
         raise HorovodInternalError(f"{call.name}: all tensors of a group must be on one device, got {devices}")
@@ -314,10 +308,8 @@ def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the thread that runs the rounds can read the tensor.
-
-    An error in that thread would come too late: the other ranks rely on this one then, and it would end the generation.
-    """
+    """Return whether the thread that runs the rounds can read the tensor. An error in that thread would come too late:
+    the other ranks rely on this one then, and it would end the generation."""
     try:
         return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:

@@ -191,9 +191,7 @@ class NamedCollectives:
 
     def close(self) -> None:
         """Take part in a round that has begun, then leave. Operations that still wait end with GenerationEnded.
-
-        Idempotent; returns at once after abort().
-        """
+        Idempotent; returns at once after abort()."""
         self._is_closing = True
         if self._thread is not None and self._thread.is_alive():
             self._queue.wake()
@@ -249,11 +247,9 @@ class NamedCollectives:
         return True
 
     def _is_over_for_all(self) -> bool:
-        """Return whether this rank must find out why a neighbour has gone, without which no round can end.
-
-        If no operation waits here, the neighbour may have finished normally. But the ranks beyond, which cannot see it,
-        must not wait for it.
-        """
+        """Return whether this rank must find out why a neighbour has gone, without which no round can end. If no
+        operation waits here, the neighbour may have finished normally. But the ranks beyond, which cannot see it, must
+        not wait for it."""
         if self._queue.is_empty:
             self.abort("a neighbouring rank has left")
         return not self._queue.is_empty

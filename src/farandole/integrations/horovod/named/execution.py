@@ -77,10 +77,8 @@ def broadcast(operation: MatchedOperation, own: Submission, transport: Transport
 
 
 def all_to_all(operation: MatchedOperation, own: Submission, transport: Transport) -> None:
-    """Receive from each rank the rows that it split off for this one. The handle also gets their number by rank.
-
-    Every rank sees all bytes: a ring passes most of them through every rank anyway.
-    """
+    """Receive from each rank the rows that it split off for this one. The handle also gets their number by rank. Every
+    rank sees all bytes: a ring passes most of them through every rank anyway."""
     requests, place = _all_requests(operation), transport.rank
     dtype, row_shape = dtype_named(requests[0].dtype), requests[0].shape[1:]
     received = [request.splits[place] for request in requests]
@@ -259,10 +257,8 @@ def prescale(flat: torch.Tensor, factor: float) -> None:
 
 
 def postscale(flat: torch.Tensor, op: Reduction, size: int, factor: float) -> None:
-    """Turn the sum over `size` ranks into the requested result: divide it for an AVERAGE, then multiply it.
-
-    Integers are truncated toward zero, once.
-    """
+    """Turn the sum over `size` ranks into the requested result: divide it for an AVERAGE, then multiply it. Integers
+    are truncated toward zero, once."""
     if op is not Reduction.AVERAGE:
         prescale(flat, factor)
     elif flat.dtype in _HALVES:

@@ -65,10 +65,8 @@ class Negotiation:
         self._joined = 0  # ranks that wait in a join(), over all process sets
 
     def request_list(self, rank: int, requests: Iterable[Request], expired: Iterable[Key] = ()) -> RequestList:
-        """Return a rank's request list for the next round. It must be used in that round.
-
-        `expired` are the keys of operations to give up: all ranks that have submitted them get an error.
-        """
+        """Return a rank's request list for the next round. It must be used in that round. `expired` are the keys of
+        operations to give up: all ranks that have submitted them get an error."""
         place_of = self._cache.place_of
         new: list[Request] = []
         repeated: list[int] = []
@@ -82,9 +80,7 @@ class Negotiation:
 
     def round(self, request_lists: Sequence[RequestList]) -> list[Response]:
         """Decide from the request lists of all ranks, by rank. All ranks must carry out the responses in this order.
-
-        Raises ProtocolError, on all ranks, for an invalid request list; the negotiation is over then.
-        """
+        Raises ProtocolError, on all ranks, for an invalid request list; the negotiation is over then."""
         is_plain = (
             not self._joined and not self._pending and not any(each.requests or each.expired for each in request_lists)
         )
@@ -144,10 +140,8 @@ class Negotiation:
         return [*fails, *executes, *self._all_joined(), *self._change_sets(set_changes)]
 
     def _receive(self, request_lists: Sequence[RequestList]) -> list[Response]:
-        """Receive all requests, then all joins.
-
-        Returns the failures of operations that were submitted to unknown process sets.
-        """
+        """Receive all requests, then all joins. Returns the failures of operations that were submitted to unknown
+        process sets."""
         if len(request_lists) != self._size:
             raise ProtocolError(f"a round has the request lists of {self._size} ranks, got {len(request_lists)}")
         add, cache, get = self._pending.add, self._cache, self._sets.get
@@ -289,10 +283,8 @@ def _at(cache: ResponseCache, place: int, rank: int) -> MatchedOperation:
 
 
 def fuse(matched: Iterable[MatchedOperation], fusion_bytes: float) -> list[Execute]:
-    """Fuse operations: allreduces of one kind share a flat buffer up to a size.
-
-    Return each operation once, in the order of the first of each buffer.
-    """
+    """Fuse operations: allreduces of one kind share a flat buffer up to a size. Return each operation once, in the
+    order of the first of each buffer."""
     buffers: list[list[MatchedOperation]] = []
     last: dict[tuple[object, ...], tuple[list[MatchedOperation], float]] = {}
     for operation in matched:
@@ -310,9 +302,7 @@ def fuse(matched: Iterable[MatchedOperation], fusion_bytes: float) -> list[Execu
 
 class ProcessSets:
     """All process sets, by their ids: 0 has all ranks, the others are numbered from 1 in the order of their creation.
-
-    An id is never used for another set, so that two sets cannot be confused.
-    """
+    An id is never used for another set, so that two sets cannot be confused."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -165,10 +165,8 @@ class PendingTable:
         return taken
 
     def awaited(self, pending: PendingOperation) -> list[int]:
-        """Return the members that have not requested this operation.
-
-        If all have, return those that lack a part of the cluster.
-        """
+        """Return the members that have not requested this operation. If all have, return those that lack a part of the
+        cluster."""
         return self.all_awaited([pending])[0]
 
     def all_awaited(self, operations: Sequence[PendingOperation]) -> list[list[int]]:
@@ -216,10 +214,8 @@ class PendingTable:
         return [group for name in names if (group := self._groups.get((number, name))) is not None]
 
     def _names_with_several_meanings(self) -> list[list[PendingOperation]]:
-        """Return operations of several kinds to which the user gave one name.
-
-        An operation counts from the end of its first round on: most are decided by then, and cost nothing.
-        """
+        """Return operations of several kinds to which the user gave one name. An operation counts from the end of its
+        first round on: most are decided by then, and cost nothing."""
         for pending in self._new:
             if self._by_key.get(pending.key) is pending and (bare := _bare(pending.key, pending.key.name)):
                 self._by_name.setdefault(bare, []).append(pending)
@@ -245,10 +241,8 @@ class PendingTable:
 
 
 def _bare(key: Key, name: str) -> Label | None:
-    """Return the user's name for an operation of this key, or for its group, without the kind of operation.
-
-    Ranks that mean the same use the same name. None where the user gave no name.
-    """
+    """Return the user's name for an operation of this key, or for its group, without the kind of operation. Ranks that
+    mean the same use the same name. None where the user gave no name."""
     prefixes = _PREFIXES.get(key.kind)
     if prefixes is None:
         return None

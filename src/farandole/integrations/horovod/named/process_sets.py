@@ -181,12 +181,9 @@ def process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def register_static(process_sets: Sequence[ProcessSet], *, is_newcomer: bool = False) -> None:
-    """Add the process sets of init(process_sets=...). All ranks call it, also with an empty list.
-
-    With `is_newcomer` this worker is alone until it is admitted: recreate() adds the process sets then.
-
-    Raises ValueError, on all ranks, when they differ, name a rank that does not exist, or contain one twice.
-    """
+    """Add the process sets of init(process_sets=...). All ranks call it, also with an empty list. With `is_newcomer`
+    this worker is alone until it is admitted: recreate() adds the process sets then. Raises ValueError, on all ranks,
+    when they differ, name a rank that does not exist, or contain one twice."""
     named = engine()
     named.is_before_admission = is_newcomer
     if is_newcomer:

@@ -268,10 +268,8 @@ _JOINABLE = {Kind.ALLREDUCE, Kind.BARRIER}  # a rank without data can only add z
 
 def why_invalid(key: Key, ranks: tuple[int, ...], requests: Sequence[Request | None]) -> str | None:
     """Return an error message with ranks and values, equal on all members; None if the operation can be executed.
-
     `ranks` are the members of the process set; `requests` are theirs, in the same order; None for a member that has
-    joined.
-    """
+    joined."""
     present = [(rank, request) for rank, request in zip(ranks, requests, strict=True) if request is not None]
     if key.kind not in _JOINABLE and len(present) < len(ranks):
         missing = [rank for rank, request in zip(ranks, requests, strict=True) if request is None]
@@ -438,10 +436,8 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def values_by_rank(values: Iterable[tuple[int, str]], verb: str | None = None) -> str | None:
-    """Return "ranks 0 and 2 have float32, rank 1 has int64", or None where all values are equal.
-
-    `values` are those of each rank, in the order of the ranks; `verb` replaces "has" and "have".
-    """
+    """Return "ranks 0 and 2 have float32, rank 1 has int64", or None where all values are equal. `values` are those of
+    each rank, in the order of the ranks; `verb` replaces "has" and "have"."""
     by_value: dict[str, list[int]] = {}
     for rank, value in values:
         by_value.setdefault(value, []).append(rank)

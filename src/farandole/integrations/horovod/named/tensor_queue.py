@@ -204,10 +204,8 @@ class Submission:
         return here.clone() if is_own and not self.in_place else here
 
     def deliver(self, result: torch.Tensor, received: Sequence[int] = ()) -> None:
-        """Complete the operation with a CPU tensor: copy it into the user's tensor, or onto its device.
-
-        `received` are the numbers of its rows from each member, where they may differ.
-        """
+        """Complete the operation with a CPU tensor: copy it into the user's tensor, or onto its device. `received` are
+        the numbers of its rows from each member, where they may differ."""
         assert self.tensor is not None
         self.handle.received[self.part] = list(received)
         try:
@@ -240,11 +238,9 @@ class Submission:
 
 
 class TensorQueue:
-    """The submissions of this rank that have not ended yet. Thread-safe. After end() it accepts no more.
-
-    Callers add them, the thread that runs the rounds takes them. `wake` is set to wake a thread for submissions whose
-    requests were not sent yet; None where no thread waits for it.
-    """
+    """The submissions of this rank that have not ended yet. Thread-safe. After end() it accepts no more. Callers add
+    them, the thread that runs the rounds takes them. `wake` is set to wake a thread for submissions whose requests were
+    not sent yet; None where no thread waits for it."""
 
     def __init__(self, wake: Wake | None) -> None:
         self._wake = wake
@@ -263,11 +259,9 @@ class TensorQueue:
         return not self._in_flight
 
     def add(self, submissions: Sequence[Submission], *, wakes: bool = True) -> None:
-        """Add all of the submissions or none. Unless it `wakes` the thread, the caller runs the next round.
-
-        Raises ValueError for a name that is in flight, the error of end() if it was called, and RuntimeError in a
-        forked child.
-        """
+        """Add all of the submissions or none. Unless it `wakes` the thread, the caller runs the next round. Raises
+        ValueError for a name that is in flight, the error of end() if it was called, and RuntimeError in a forked
+        child."""
         with self._lock:
             if self._error is not None:
                 raise copy.copy(self._error) from self._error.__cause__

@@ -51,10 +51,8 @@ class Timeline:
 
     def start(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Record into a new file from now on, in place of the one before. Nothing changes if it is that file.
-
         `mark_cycles` shows each round of negotiation too. Raises OSError when the file cannot be written; the timeline
-        is off then.
-        """
+        is off then."""
         with self._lock:
             self._was_started = True
             wanted = os.path.abspath(path)

@@ -57,10 +57,8 @@ def run(
     max_np: int | None = None,
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in every worker of a job, and return the results of those that completed it, by
-    rank. See farandole.run(), which has the same parameters.
-
-    Raises RuntimeError when a worker fails, ValueError for arguments that exclude each other.
-    """
+    rank. See farandole.run(), which has the same parameters. Raises RuntimeError when a worker fails, ValueError for
+    arguments that exclude each other."""
     from horovod.runner.launch import _run
 
     if hosts is not None and hostfile is not None:
