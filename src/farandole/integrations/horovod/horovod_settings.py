@@ -1,5 +1,5 @@
 """The settings that Horovod reads from HOROVOD_ variables: flag, key in a configuration file, variable, and whether
-they have an effect here. Pure; launcher_options.py makes flags of them, settings_file.py reads them from a file.
+they have an effect here. Pure; launcher_options.py makes flags of them, and reads them from a file.
 """
 
 from __future__ import annotations

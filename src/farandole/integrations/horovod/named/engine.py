@@ -307,7 +307,7 @@ class NamedCollectives:
             case Execute():
                 self._execute(response)
             case Fail():
-                self._finish(response, CollectiveMismatch(response.message))
+                self._finish(response.key, CollectiveMismatch(response.message))
             case AllJoined():
                 self._finish_join(response)
             case SetAdded():
@@ -318,9 +318,7 @@ class NamedCollectives:
     def _execute(self, response: Execute) -> None:
         operations = response.operations
         if operations[0].key == END:
-            if (submission := self._queue.find(END)) is not None:
-                submission.finish(None)
-                self._queue.forget([submission])
+            self._finish(END, None)
             return
         if self._timeline.is_on:
             for operation in operations:
@@ -344,10 +342,10 @@ class NamedCollectives:
                     self._timeline.end(operation.key.name)
         self._queue.forget(submissions)
 
-    def _finish(self, response: Fail | SetAdded | SetRemoved, result: object) -> None:
+    def _finish(self, key: Key, result: object) -> None:
         """End this rank's part, if it has one, with a result or with an error."""
-        self._timeline.end(response.key.name)
-        submission = self._queue.find(response.key)
+        self._timeline.end(key.name)
+        submission = self._queue.find(key)
         if submission is not None:
             if isinstance(result, BaseException):
                 submission.fail(result)
@@ -374,7 +372,7 @@ class NamedCollectives:
             alone = len(ranks) == 1
             transport = AloneTransport() if alone else self._connect(ranks, response.process_set)
             self._transports[response.process_set] = transport
-        self._finish(response, response.process_set)
+        self._finish(response.key, response.process_set)
 
     def _remove_set(self, response: SetRemoved) -> None:
         """Close the connections of a process set. Operations that waited in it have failed before."""
@@ -382,7 +380,7 @@ class NamedCollectives:
         transport = self._transports.pop(response.process_set, None)
         if transport is not None:
             transport.close()
-        self._finish(response, True)
+        self._finish(response.key, True)
 
 
 def engine() -> NamedCollectives:
