@@ -50,7 +50,8 @@ class CommHook:
     def __init__(self, state: Any, hook: Hook) -> None:
         self._state, self._hook = state, hook
         self._beginning = _copied(state)
-        self._carried = CarriedState(state, self._begin_anew) if _is_of_power_sgd(state) else None
+        is_of_power_sgd = all(hasattr(state, name) for name in _OF_POWER_SGD)
+        self._carried = CarriedState(state, self._begin_anew) if is_of_power_sgd else None
         self._world: world.World | None = None  # in which the state has begun anew
 
     @property
@@ -203,10 +204,6 @@ _OF_POWER_SGD = (_ERRORS, "p_memory_dict", "q_memory_dict", "rng", "iter")
 _STANDING = struct.Struct("<QQ")  # steps, bytes of what is equal on all ranks
 
 Errors = dict[int, torch.Tensor]
-
-
-def _is_of_power_sgd(state: Any) -> bool:
-    return all(hasattr(state, name) for name in _OF_POWER_SGD)
 
 
 class CarriedState:

@@ -167,15 +167,15 @@ class ModulePath(LoaderPath):
         self._unused = []
 
     def notice(self, batch: Batch) -> None:
-        is_next = batch is not self._batch and self._is_new(batch)
+        last = self._batch
+        is_next = last is None or (
+            batch is not last and (batch.index == 0 or batch.global_batch is not last.global_batch)
+        )
         super().notice(batch)
         if is_next and self._has_stale:
             self._has_stale = False
             for parameter in self._known:
                 parameter.grad = None
-
-    def _is_new(self, batch: Batch) -> bool:
-        return self._batch is None or batch.index == 0 or batch.global_batch is not self._batch.global_batch
 
     # Passes ----------------------------------------------------------------------------------------------
 

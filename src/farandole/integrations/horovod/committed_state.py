@@ -152,17 +152,13 @@ class CommittedState:
             each.load(tensors["optimizer"])
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {name: _parameters(handler.value) for name, handler in self._of(ModelStateHandler).items()}
+        return {name: dict(handler.value.named_parameters()) for name, handler in self._of(ModelStateHandler).items()}
 
     def _optimizers(self) -> list[OptimizerState]:
         return [OptimizerState(name, handler.value) for name, handler in self._of(OptimizerStateHandler).items()]
 
     def _of(self, kind: type[HandlerT]) -> dict[str, HandlerT]:
         return {name: each for name, each in self.state._handlers.items() if isinstance(each, kind)}
-
-
-def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_parameters())
 
 
 def _others(module: torch.nn.Module) -> dict[str, Any]:

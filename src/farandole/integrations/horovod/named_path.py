@@ -119,11 +119,9 @@ class NamedPath:
         return bool(self._process_set.included()) and counts_passes()
 
     def _participants(self) -> list[Named]:
-        return [each for each in self._named if self._takes_part(each.parameter)]
-
-    def _takes_part(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter takes part: not a frozen one, unless it was frozen after its backward pass."""
-        return parameter.requires_grad or self._passes.has_counted(id(parameter))
+        """Return the parameters without frozen ones, unless these were frozen after their backward pass."""
+        has_counted = self._passes.has_counted
+        return [each for each in self._named if each.parameter.requires_grad or has_counted(id(each.parameter))]
 
     def _begin(self, participants: Sequence[Named]) -> NamedReduction | None:
         keys = self._passes.unreduced(id(each.parameter) for each in participants)

@@ -81,11 +81,12 @@ def all_to_all(operation: MatchedOperation, own: Submission, transport: Transpor
     rank sees all bytes: a ring passes most of them through every rank anyway."""
     requests, place = _all_requests(operation), transport.rank
     dtype, row_shape = dtype_named(requests[0].dtype), requests[0].shape[1:]
+    row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
     received = [request.splits[place] for request in requests]
     whole = torch.empty((sum(received), *row_shape), dtype=dtype)
     sent = [sum(request.splits) for request in requests]
     own_rows = own.read()[: sent[place]]
-    if _travels_together([rows * _row_bytes(requests[0]) for rows in sent]):
+    if _travels_together([rows * row_bytes for rows in sent]):
         everything = [torch.empty((rows, *row_shape), dtype=dtype) for rows in sent]
         _gather_bytes(own_rows, [as_bytes(each) for each in everything], transport)
         for slot, tensor, request in zip(torch.split(whole, received), everything, requests, strict=True):
@@ -122,10 +123,6 @@ def _all_requests(operation: MatchedOperation) -> list[Request]:
     requests = [request for request in operation.requests if request is not None]
     assert len(requests) == len(operation.ranks), f"{operation.key} was matched though a rank had joined"
     return requests
-
-
-def _row_bytes(request: Request) -> int:
-    return torch.Size(request.shape[1:]).numel() * dtype_named(request.dtype).itemsize
 
 
 def _cut(tensor: torch.Tensor, request: Request, place: int) -> torch.Tensor:

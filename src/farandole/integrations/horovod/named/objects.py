@@ -63,8 +63,7 @@ def broadcast_object(
 
     Raises:
         TypeError: The root's value cannot be pickled.
-        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
-            CollectiveMismatch, on all ranks, when they disagree about it.
+        HorovodInternalError: As from `allreduce`.
         NotInitialized: `init()` was not called.
 
     Examples:
@@ -94,8 +93,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
     Raises:
         TypeError: The value cannot be pickled.
-        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
-            CollectiveMismatch, on all ranks, when they disagree about it.
+        HorovodInternalError: As from `allreduce`.
         NotInitialized: `init()` was not called.
 
     Examples:
@@ -126,8 +124,7 @@ def broadcast_optimizer_state(
 
     Raises:
         ValueError: The optimizer is LBFGS, or the optimizers differ in parameters or groups.
-        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
-            CollectiveMismatch, on all ranks, when they disagree about it.
+        HorovodInternalError: As from `allreduce`.
 
     Examples:
         >>> fd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -139,7 +136,8 @@ def broadcast_optimizer_state(
             "broadcast_object(optimizer.state_dict()) and load_state_dict() copy it as a whole"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    _refuse_other_optimizers(allgather_object(_shapes(optimizer), "optimizer.shapes"))
+    shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+    _refuse_other_optimizers(allgather_object(shapes, "optimizer.shapes"))
     outline = broadcast_object(_outline(optimizer, parameters), root_rank, "optimizer.outline")
     for group, options in zip(optimizer.param_groups, outline.options, strict=True):
         for key, value in options.items():
@@ -184,11 +182,6 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor
         if parameter in optimizer.state
     }
     return _Outline(options, states)
-
-
-def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
-    """Return the shapes of all parameters, by group."""
-    return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _placed(value: Any) -> Any:

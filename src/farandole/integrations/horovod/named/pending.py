@@ -126,7 +126,7 @@ class PendingTable:
         for seed in seeds:
             still = [pending for pending in seed if self._by_key.get(pending.key) is pending]
             cluster = self.cluster(still)
-            if cluster and self._is_contradictory(cluster):
+            if cluster and all(self._is_through(rank, cluster) for rank in cluster[0].members.active()):
                 clusters.append(self.take(cluster))
         return clusters
 
@@ -223,9 +223,6 @@ class PendingTable:
         groups = self._groups_by_name
         found = [same for bare, same in self._by_name.items() if len(same) > 1 or bare in groups]
         return found + [list(same[0].operations.values()) for same in groups.values() if len(same) > 1]
-
-    def _is_contradictory(self, cluster: Sequence[PendingOperation]) -> bool:
-        return all(self._is_through(rank, cluster) for rank in cluster[0].members.active())
 
     def _is_through(self, rank: int, cluster: Sequence[PendingOperation]) -> bool:
         """Return whether this member has requested a part of the cluster, and all of the groups that it began."""

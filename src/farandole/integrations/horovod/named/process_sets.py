@@ -40,7 +40,6 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        """Create a process set of these ranks. Raises ValueError unless they are distinct ranks."""
         if not isinstance(ranks, Iterable):
             raise ValueError(f"a ProcessSet is made of ranks, got {ranks!r} (communicators of MPI are not supported)")
         self._ranks = sorted(ranks)
@@ -99,7 +98,6 @@ class _GlobalProcessSet(ProcessSet):
 
 global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks, whatever their number: the default of `process_set=`. See the example of `ProcessSet`."""
-"""The process set of all ranks: the default of all operations."""
 
 
 def process_set_of(given: SomeRanks | None) -> ProcessSet:
