@@ -24,7 +24,6 @@ class NamedExtender:
         self._process_sets: list[ProcessSet] = []
         self._is_dynamic = False
         self._settings: HorovodSettings | None = None
-        self._has_timeline = False
 
     @property
     def carries_over(self) -> bool:
@@ -47,9 +46,9 @@ class NamedExtender:
 
     def entered(self, is_newcomer: bool) -> None:
         process_sets.register_static(self._process_sets, is_newcomer=is_newcomer)
-        settings = read_horovod_settings()
-        self._has_timeline = settings.timeline_file is not None
-        if settings.timeline_file is not None and not is_newcomer:  # a newcomer is a rank 0, too, until it is admitted
+        settings = self._settings
+        # A newcomer is a rank 0, too, until it is admitted.
+        if settings is not None and settings.timeline_file is not None and not is_newcomer:
             start_timeline(settings.timeline_file, settings.mark_cycles)
 
     def carry_over(self, was_newcomer: bool) -> None:
@@ -57,10 +56,9 @@ class NamedExtender:
 
     def settled(self) -> None:
         """Continue the file of HOROVOD_TIMELINE as the next rank 0."""
-        if self._has_timeline and world.current().placement.rank == 0:
-            settings = read_horovod_settings()
-            if settings.timeline_file is not None:
-                process_timeline.continue_file(settings.timeline_file, settings.mark_cycles)
+        settings = self._settings
+        if settings is not None and settings.timeline_file is not None and world.current().placement.rank == 0:
+            process_timeline.continue_file(settings.timeline_file, settings.mark_cycles)
 
     def left(self) -> None:
         process_sets.forget_all()
