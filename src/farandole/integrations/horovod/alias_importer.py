@@ -88,6 +88,7 @@ class AliasImporter(MetaPathFinder, Loader):
             raise ImportError(
                 f"horovod.{name}: Farandole is for PyTorch and has no {MISSING[name]} support; use horovod.torch"
             )
+        module.__doc__ = "Names of Farandole, under Horovod's path."
         for home, names in NAMES[name].items():
             fill(vars(module), home, names)
 
