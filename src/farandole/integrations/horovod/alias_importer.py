@@ -45,10 +45,7 @@ NAMES: dict[str, dict[str, str]] = {
         )
     },
     "torch.functions": {"farandole": _FUNCTIONS},
-    "torch.mpi_ops": {
-        "farandole": f"{_MPI_OPS} is_homogeneous",
-        "horovod.common.basics": "HorovodBasics _basics",
-    },
+    "torch.mpi_ops": {"farandole": f"{_MPI_OPS} is_homogeneous", "horovod.common.basics": "HorovodBasics _basics"},
     "torch.optimizer": {"farandole": "DistributedOptimizer"},
     "torch.sync_batch_norm": {"farandole": "SyncBatchNorm"},
 }

@@ -42,8 +42,22 @@ def reason_without_effect(option: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the groups of these options."""
-    _add_settings(parser)
-    _add_unused(parser)
+    group = parser.add_argument_group("scripts written for Horovod")
+    group.add_argument(
+        "--horovod",
+        action="store_true",
+        help="make `import horovod.torch` in the workers import Farandole (horovodrun: always)",
+    )
+    group.add_argument(
+        "--config-file", type=Path, metavar="FILE", help="settings in Horovod's YAML format; flags override them"
+    )
+    group.add_argument("--gloo", action="store_true", dest="use_gloo", help=argparse.SUPPRESS)
+    unused = parser.add_argument_group("options of horovodrun that are accepted without effect")
+    for flags, name, value, reason in _LAUNCHER_FLAGS:
+        kwargs: dict[str, Any] = {"action": "store_true"} if not value else {"metavar": value}
+        unused.add_argument(*flags, dest=name, help=reason, **kwargs)
+    for setting in SETTINGS:
+        _add_setting(unused if setting.no_effect else group, setting)
 
 
 def asked_for(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
@@ -74,32 +88,6 @@ def asked_for(options: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
     if options.tcp_flag:
         environment["NCCL_IB_DISABLE"] = "1"
     return environment, notes
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("scripts written for Horovod")
-    group.add_argument(
-        "--horovod",
-        action="store_true",
-        help="make `import horovod.torch` in the workers import Farandole (horovodrun: always)",
-    )
-    group.add_argument(
-        "--config-file", type=Path, metavar="FILE", help="settings in Horovod's YAML format; flags override them"
-    )
-    group.add_argument("--gloo", action="store_true", dest="use_gloo", help=argparse.SUPPRESS)
-    for setting in SETTINGS:
-        if not setting.no_effect:
-            _add_setting(group, setting)
-
-
-def _add_unused(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("options of horovodrun that are accepted without effect")
-    for flags, name, value, reason in _LAUNCHER_FLAGS:
-        kwargs: dict[str, Any] = {"action": "store_true"} if not value else {"metavar": value}
-        group.add_argument(*flags, dest=name, help=reason, **kwargs)
-    for setting in SETTINGS:
-        if setting.no_effect:
-            _add_setting(group, setting)
 
 
 def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:

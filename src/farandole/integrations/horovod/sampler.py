@@ -417,12 +417,7 @@ class ElasticSampler(Sampler[int]):
             )
 
     def _identity(self) -> dict[str, int]:
-        return {
-            "version": FORMAT_VERSION,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "size": self._size,
-        }
+        return {"version": FORMAT_VERSION, "seed": self.seed, "shuffle": int(self.shuffle), "size": self._size}
 
     def _check_identity(self, state: Mapping[str, Any]) -> None:
         for name, ours in self._identity().items():

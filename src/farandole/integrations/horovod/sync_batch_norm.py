@@ -87,11 +87,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         mean, variance, count = _global_statistics(x, _is_counted())

@@ -21,15 +21,7 @@ from farandole.integrations.horovod.named.stages import CPU, GLOBAL_SET, Key, Ki
 from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
 from farandole.training.collectives.transport import Reduction
 
-REDUCIBLE = (
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.bool,
-)
+REDUCIBLE = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool)
 
 
 class Call:
