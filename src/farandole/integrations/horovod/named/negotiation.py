@@ -97,7 +97,7 @@ class Negotiation:
         """Yield (rank, key) for each operation requested in a round that is not decided yet: for the timeline."""
         for rank, request_list in enumerate(request_lists):
             for place in request_list.repeated:
-                yield rank, self._cache[place].key
+                yield rank, self._cache.at(place, rank).key
             for request in request_list.requests:
                 yield rank, request.key
 
@@ -144,12 +144,12 @@ class Negotiation:
         process sets."""
         if len(request_lists) != self._size:
             raise ProtocolError(f"a round has the request lists of {self._size} ranks, got {len(request_lists)}")
-        add, cache, get = self._pending.add, self._cache, self._sets.get
+        add, at, get = self._pending.add, self._cache.at, self._sets.get
         unknown: dict[Key, None] = {}
         joins: list[tuple[Members, int, Key]] = []
         for rank, request_list in enumerate(request_lists):
             for place in request_list.repeated:
-                cached = _at(cache, place, rank)
+                cached = at(place, rank)
                 repeated = cached.request_of(rank)
                 if repeated is None:
                     raise ProtocolError(f"rank {rank} repeats a request that it never sent: place {place} of the cache")
@@ -273,13 +273,6 @@ class Negotiation:
             return f"{key.name}: process set {number} has {ranks_in_words(members.ranks)} only"
         was = "was removed" if self._sets.has_existed(number) else "was never added"
         return f"{key.name}: process set {number} {was}"
-
-
-def _at(cache: ResponseCache, place: int, rank: int) -> MatchedOperation:
-    try:
-        return cache[place]
-    except IndexError:
-        raise ProtocolError(f"rank {rank} repeats the request in place {place} of the cache, which is empty") from None
 
 
 def fuse(matched: Iterable[MatchedOperation], fusion_bytes: float) -> list[Execute]:

@@ -85,18 +85,6 @@ class Handle:
         is_taken: Whether take() was called; the result is gone.
     """
 
-    __slots__ = (
-        "_error",
-        "_is_group",
-        "_left",
-        "_results",
-        "_run_until_done",
-        "_until_done",
-        "counts_on",
-        "is_taken",
-        "received",
-    )
-
     def __init__(
         self, parts: int = 1, *, is_group: bool = False, run_until_done: Callable[[Handle], None] | None = None
     ) -> None:
