@@ -169,7 +169,8 @@ def submit_gathering(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
 def submit_broadcast(call: Call, tensor: torch.Tensor, root_rank: int, *, in_place: bool = False) -> Handle:
     """Submit a broadcast of this tensor as `call`."""
     check_tensor(call, tensor)
-    check_root(call, root_rank)
+    if root_rank not in call.ranks:
+        raise ValueError(f"{call.name}: root_rank must be one of the global ranks {list(call.ranks)}, got {root_rank}")
     call.add(tensor, root=root_rank, in_place=in_place)
     return call.submit()
 
@@ -268,12 +269,6 @@ def check_reduction(call: Call, tensor: torch.Tensor, op: Reduction, scales: tup
         adasum.require_power_of_two(len(call.ranks))
         if not tensor.is_floating_point():
             raise ValueError(f"{call.name}: Adasum takes floating point tensors, got {tensor.dtype}")
-
-
-def check_root(call: Call, root_rank: int) -> None:
-    """Check that the root is the global rank of a member."""
-    if root_rank not in call.ranks:
-        raise ValueError(f"{call.name}: root_rank must be one of the global ranks {list(call.ranks)}, got {root_rank}")
 
 
 def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None) -> list[int]:

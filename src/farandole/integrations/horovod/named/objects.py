@@ -33,7 +33,10 @@ def broadcast_parameters(params: Mapping[str, torch.Tensor] | Sequence[Any], roo
     if isinstance(params, Mapping):
         named = sorted(params.items())
     elif isinstance(params, list):
-        named = [_named(place, each) for place, each in enumerate(params)]
+        named = [
+            each if isinstance(each, tuple) and len(each) == 2 else (f"parameter.{place}", each)
+            for place, each in enumerate(params)
+        ]
     else:
         raise ValueError(
             f"broadcast_parameters takes a dict of tensors, or a list of tensors or (name, tensor), got "
@@ -173,8 +176,14 @@ class _Outline:
 
 
 def _outline(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> _Outline:
+    # On the CPU: another rank may not have the device of a tensor.
     options = [
-        {key: _off_device(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {
+            key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
     ]
     states = {
         index: {key: _placed(value) for key, value in optimizer.state[parameter].items()}
@@ -186,11 +195,6 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor
 
 def _placed(value: Any) -> Any:
     return _Place(value.shape, value.dtype, value.device.type) if isinstance(value, torch.Tensor) else value
-
-
-def _off_device(value: Any) -> Any:
-    """Copy a tensor to the CPU: another rank may not have its device."""
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _refuse_other_optimizers(by_rank: list[list[list[tuple[int, ...]]]]) -> None:
@@ -241,12 +245,6 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         current.detach().copy_(value)
     else:
         group[key] = value
-
-
-def _named(place: int, each: Any) -> tuple[str, Any]:
-    if isinstance(each, tuple) and len(each) == 2:
-        return each
-    return f"parameter.{place}", each
 
 
 def _to_bytes(obj: Any) -> torch.Tensor:
