@@ -1,7 +1,7 @@
 """Match the named operations of all ranks of one generation, and execute them, in rounds.
 
 Callers submit from any thread and in any order, and wait on handles. In a round all ranks exchange their request lists
-(Rounds), make the same decision (negotiation.py), and execute it in the same order (tensor_queue.py). One thread at a
+(exchange()), make the same decision (negotiation.py), and execute it in the same order (execution.py). One thread at a
 time runs the rounds of a rank: a caller that waits for its operation, so that no other thread has to be woken for it;
 or, for operations that nobody waits for, a thread that sleeps until there is one, here or on another rank. A world of
 one has no such thread.
@@ -84,7 +84,6 @@ class NamedCollectives:
         self.rank = placement.rank
         self._connect = connect
         self.is_before_admission = False  # a newcomer, alone: the ranks of the job are not known yet
-        self._rounds = Rounds(transport)
         self._negotiation = Negotiation(placement.size, settings.cache_capacity, settings.fusion_bytes)
         warning_s = 0.0 if settings.stall_check_is_off else settings.stall_warning_s
         self._stalls = StallWatch(warning_s, settings.stall_shutdown_s)
@@ -271,7 +270,7 @@ class NamedCollectives:
         requests = [submission.request for submission in self._queue.take_unsent()]
         request_list = self._negotiation.request_list(self.rank, requests, self._expired)
         self._expired = ()
-        request_lists = self._rounds.exchange(request_list)
+        request_lists = exchange(request_list, self._transports[GLOBAL_SET])
         if self._timeline.is_on:
             self._record(request_lists)
         for response in self._negotiation.round(request_lists):
@@ -400,25 +399,19 @@ TRAILER_BYTES = 64
 
 _TOO_LONG = 0xFF
 _NO_REQUESTS = RequestList()
+_NOTHING = torch.empty(0)
 
 _encode: Callable[[RequestList], bytes] = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], RequestList] = msgspec.msgpack.Decoder(RequestList).decode
 
 
-class Rounds:
-    """Exchanges request lists over one transport. For one thread."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._nothing = torch.empty(0)
-
-    def exchange(self, request_list: RequestList) -> list[RequestList]:
-        """Return the request list of every rank, by rank. Raises the errors of the transport."""
-        encoded = b"" if request_list == _NO_REQUESTS else _encode(request_list)
-        trailers = self._transport.all_reduce(self._nothing, _trailer(encoded))
-        if all(trailer[0] != _TOO_LONG for trailer in trailers):
-            return [_received(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
-        return [_received(each) for each in self._transport.all_gather(encoded)]
+def exchange(request_list: RequestList, transport: Transport) -> list[RequestList]:
+    """Return the request list of every rank, by rank. Raises the errors of the transport."""
+    encoded = b"" if request_list == _NO_REQUESTS else _encode(request_list)
+    trailers = transport.all_reduce(_NOTHING, _trailer(encoded))
+    if all(trailer[0] != _TOO_LONG for trailer in trailers):
+        return [_received(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
+    return [_received(each) for each in transport.all_gather(encoded)]
 
 
 def _trailer(encoded: bytes) -> bytes:
