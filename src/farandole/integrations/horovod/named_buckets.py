@@ -111,11 +111,16 @@ class NamedBuckets:
     def _current(self) -> Buckets:
         """Return the buckets of this step, in which nobody else looks for gradients of an earlier one."""
         if self._now is None:
-            self._now = next((each for each in self._buffers if not each.is_kept_after_publish()), None)
+            self._now = next((each for each in self._buffers if not self._are_kept(each)), None)
         if self._now is None:
             self._now = Buckets(self._parameters)
             self._buffers = [self._now, *self._buffers[: _MOST_BUFFERS - 1]]
         return self._now
+
+    def _are_kept(self, buckets: Buckets) -> bool:
+        """Return whether a script refers to a gradient that is not a `.grad` any more, or to a part of one."""
+        shown = sum(is_same_memory(each.grad, buckets.view(each)) for each in self._parameters)
+        return buckets.uses() > buckets.known_uses + shown
 
 
 def _can_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:
