@@ -33,12 +33,7 @@ if TYPE_CHECKING:
         grouped_allreduce_async_ as grouped_allreduce_async_,
         grouped_reducescatter_async as grouped_reducescatter_async,
         reducescatter_async as reducescatter_async,
-    )
-    from farandole.integrations.horovod.named.grouped import (
-        grouped_allgather as grouped_allgather,
-        grouped_allreduce as grouped_allreduce,
-        grouped_allreduce_ as grouped_allreduce_,
-        grouped_reducescatter as grouped_reducescatter,
+        sparse_allreduce_async as sparse_allreduce_async,
     )
     from farandole.integrations.horovod.named.negotiation import (
         Adasum as Adasum,
@@ -62,6 +57,10 @@ if TYPE_CHECKING:
         barrier as barrier,
         broadcast as broadcast,
         broadcast_ as broadcast_,
+        grouped_allgather as grouped_allgather,
+        grouped_allreduce as grouped_allreduce,
+        grouped_allreduce_ as grouped_allreduce_,
+        grouped_reducescatter as grouped_reducescatter,
         join as join,
         reducescatter as reducescatter,
     )
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
         global_process_set as global_process_set,
         remove_process_set as remove_process_set,
     )
-    from farandole.integrations.horovod.named.sparse import sparse_allreduce_async as sparse_allreduce_async
     from farandole.integrations.horovod.named.tensor_queue import poll as poll, synchronize as synchronize
     from farandole.integrations.horovod.named.timeline import (
         start_timeline as start_timeline,
@@ -121,19 +119,16 @@ _HOMES = {
     "integrations.horovod.named.asynchronous": (
         "allgather_async allreduce_async allreduce_async_ alltoall_async broadcast_async "
         "broadcast_async_ grouped_allgather_async grouped_allreduce_async "
-        "grouped_allreduce_async_ grouped_reducescatter_async reducescatter_async"
+        "grouped_allreduce_async_ grouped_reducescatter_async reducescatter_async sparse_allreduce_async"
     ),
     "training.optim.compression": "Compression",
     "integrations.horovod.named.objects": (
         "allgather_object broadcast_object broadcast_optimizer_state broadcast_parameters"
     ),
-    "integrations.horovod.named.grouped": (
-        "grouped_allgather grouped_allreduce grouped_allreduce_ grouped_reducescatter"
-    ),
     "integrations.horovod.named.operations": (
-        "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ join reducescatter"
+        "allgather allreduce allreduce_ alltoall barrier broadcast broadcast_ grouped_allgather grouped_allreduce "
+        "grouped_allreduce_ grouped_reducescatter join reducescatter"
     ),
-    "integrations.horovod.named.sparse": "sparse_allreduce_async",
     "integrations.horovod.named.process_sets": "ProcessSet add_process_set global_process_set remove_process_set",
     "integrations.horovod.named.negotiation": "Adasum Average Max Min Product Sum",
     "integrations.horovod.sync_batch_norm": "SyncBatchNorm",

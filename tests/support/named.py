@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from farandole.base.env import HorovodSettings
 from farandole.base.membership import Placement
 from farandole.integrations.horovod.named.engine import NamedCollectives
-from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.integrations.horovod.named.stages import GLOBAL_SET, Key, Kind, Request
 from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
 from farandole.training.collectives.transport import Reduction
@@ -19,16 +19,16 @@ ResultT = TypeVar("ResultT")
 
 
 def engine_on(
-    transport: ThreadTransport, world: ThreadWorld, settings: NamedSettings | None = None
+    transport: ThreadTransport, world: ThreadWorld, settings: HorovodSettings | None = None
 ) -> NamedCollectives:
     placement = Placement(transport.rank, transport.size, transport.rank, transport.size, 0, 1)
     return NamedCollectives(
-        transport, placement=placement, connect=world.connect(transport.rank), settings=settings or NamedSettings()
+        transport, placement=placement, connect=world.connect(transport.rank), settings=settings or HorovodSettings()
     )
 
 
 def run(
-    size: int, function: Callable[[NamedCollectives], ResultT], settings: NamedSettings | None = None
+    size: int, function: Callable[[NamedCollectives], ResultT], settings: HorovodSettings | None = None
 ) -> list[ResultT]:
     """`function(engine)` on each rank; what it returned, by rank. Raises what one of them raised first."""
     world = ThreadWorld(size)

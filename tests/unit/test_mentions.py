@@ -26,6 +26,7 @@ FUNCTIONS = re.compile(r"`((?:\w+/)*\w+\.py)` \((`\w+`(?:, `\w+`)*)\)")
 ELSEWHERE = {
     "distributed_c10d.py": "torch's",
     "script.py": "the script of a user",
+    "state.py": "accelerate's",
     "train.py": "the script of a user",
 }
 """Files that are not in the repository, with the reason to mention them."""

@@ -48,6 +48,7 @@ UNITS = {
 """Parameters that have a unit, by their names, and how their descriptions give it."""
 
 SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Attributes|Examples):$", re.MULTILINE)
+SAME = re.compile(r"[Aa]rguments and(?: the)? errors are those of `(\w+)`")
 REFERRED = re.compile(r"[Ss]ee the example of `(?:\w+\.)*(\w+)`")
 
 
@@ -81,6 +82,12 @@ class Public:
         names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
         return [name for name in names if name not in ("self", "cls")]
 
+    @property
+    def same(self) -> Public | None:
+        """The function that has the arguments and errors that are not described here."""
+        found = SAME.search(self.docstring)
+        return None if found is None else find("farandole", found[1])
+
     def section(self, title: str) -> str:
         """Return the text of a section of the docstring; empty if there is none."""
         parts = SECTION.split(self.docstring)
@@ -89,7 +96,12 @@ class Public:
     @property
     def described_parameters(self) -> dict[str, str]:
         found = re.findall(r"^    \*{0,2}(\w+): (.*(?:\n(?: {5,}.*|$))*)", self.section("Args"), re.MULTILINE)
-        return {name: " ".join(text.split()) for name, text in found}
+        same = {} if self.same is None else self.same.described_parameters
+        return same | {name: " ".join(text.split()) for name, text in found}
+
+    @property
+    def errors(self) -> str:
+        return self.section("Raises") or ("" if self.same is None else self.same.errors)
 
 
 @cache
@@ -177,7 +189,7 @@ def test_a_public_name_has_a_docstring_with_everything_that_a_reader_needs(modul
     node = public.node
     if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) != "None":
         assert public.section("Returns") or public.docstring.startswith("Return "), "nothing says what it returns"
-    assert without_errors(public) or public.section("Raises"), "no errors"
+    assert without_errors(public) or public.errors, "no errors"
     assert has_example(public), "no example, and no name of one"
 
 
@@ -277,3 +289,11 @@ def test_a_docstring_without_a_part_is_found(tmp_path: Path) -> None:
     assert public.parameters == ["a", "timeout"]
     assert public.section("Raises").strip() == "ValueError: a is negative."
     assert not has_example(public)
+
+
+def test_arguments_and_errors_are_those_of_the_function_that_a_docstring_names() -> None:
+    variant = find("farandole", "grouped_allreduce_async_")
+    assert variant.section("Args") == ""
+    assert [name for name in variant.parameters if name not in variant.described_parameters] == []
+    assert variant.described_parameters["tensors"] != find("farandole", "allreduce").described_parameters["tensor"]
+    assert "NotInitialized" in variant.errors

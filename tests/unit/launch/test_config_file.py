@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farandole.errors import ConfigError
-from farandole.integrations.horovod.settings_file import read_config_file
+from farandole.integrations.horovod.launcher_options import read_config_file
 from farandole.job.launch.arguments import parse_run
 
 EVERYTHING = """

@@ -8,6 +8,7 @@ returns the sum of their gradients. The parameters get one gradient in each pass
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,11 +50,9 @@ def bridge(pool: ThreadPool, graphs: Sequence[Graph], is_shared: bool = False) -
 
 
 def traced(masters: Tensors, leaves: Tensors, outs: Tensors) -> Graph:
-    """Return the graph of one replica, with only the leaves that it has used.
-
-    torch calls the hooks of a parameter for each node that could give it a gradient. Raises ConfigError when the
-    replica has used a tensor that needs a gradient and is not one of its leaves: that gradient would be lost.
-    """
+    """Return the graph of one replica, with only the leaves that it has used. torch calls the hooks of a parameter for
+    each node that could give it a gradient. Raises ConfigError when the replica has used a tensor that needs a gradient
+    and is not one of its leaves: that gradient would be lost."""
     ours = {id(leaf) for leaf in leaves}
     used = {id(out) for out in outs if out.is_leaf}
     waiting = [out.grad_fn for out in outs if out.grad_fn is not None]
@@ -83,6 +82,7 @@ def _foreign(variable: torch.Tensor) -> ConfigError:
     )
 
 
+@dataclass(eq=False)
 class _Node:
     """The data of the node in the caller's graph.
 
@@ -91,11 +91,11 @@ class _Node:
         is_shared: The graphs are also part of those of another node, whose backward pass must find them whole.
     """
 
-    def __init__(
-        self, pool: ThreadPool, graphs: Sequence[Graph], places: list[list[int]], masters: Tensors, is_shared: bool
-    ) -> None:
-        self.pool, self.places, self.masters, self.is_shared = pool, places, masters, is_shared
-        self.graphs: Sequence[Graph] | None = graphs
+    pool: ThreadPool
+    graphs: Sequence[Graph] | None
+    places: list[list[int]]
+    masters: Tensors
+    is_shared: bool
 
 
 class _Replicas(torch.autograd.Function):

@@ -111,12 +111,9 @@ class DataParallel(torch.nn.Module):
         parts = divide(args, kwargs, self.dim, placement.replicas, self.min_local_batch)
         refuse_elsewhere(self.module, placement.home)
         if len(parts) == 1:
-            home = placement.home
-            outputs = [
-                self.module(*moved(args, home), **moved(kwargs, home))
-                if placement.devices
-                else self.module(*args, **kwargs)
-            ]
+            if placement.devices:
+                args, kwargs = moved(args, placement.home), moved(kwargs, placement.home)
+            outputs = [self.module(*args, **kwargs)]
         elif placement.devices:
             outputs = compute_on_devices(self.module, parts, placement, self._pool)
         else:

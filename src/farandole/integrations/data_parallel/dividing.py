@@ -17,16 +17,11 @@ from farandole.errors import ConfigError
 
 @dataclass(frozen=True)
 class InputPart:
-    """The samples low to high of a batch, as positional and named arguments."""
+    """Some samples of a batch, as positional and named arguments."""
 
-    low: int
-    high: int
+    samples: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    @property
-    def samples(self) -> int:
-        return self.high - self.low
 
 
 def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, min_local_batch: int) -> list[InputPart]:
@@ -41,7 +36,7 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, m
     samples = _samples((args, kwargs), dim)
     count = max(1, min(most, samples // min_local_batch))
     if count == 1:
-        return [InputPart(0, samples, args, kwargs)]
+        return [InputPart(samples, args, kwargs)]
     bounds = [samples * place // count for place in range(count + 1)]
     parts = []
     for low, high in itertools.pairwise(bounds):
@@ -49,7 +44,7 @@ def divide(args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, most: int, m
         def cut(leaf: Any, low: int = low, high: int = high) -> Any:
             return leaf.narrow(dim, low, high - low) if _size(leaf, dim) == samples else leaf
 
-        parts.append(InputPart(low, high, map_leaves(args, cut), map_leaves(kwargs, cut)))
+        parts.append(InputPart(high - low, map_leaves(args, cut), map_leaves(kwargs, cut)))
     return parts
 
 
@@ -96,9 +91,7 @@ Leaf = Callable[[list[Any], str], Any]
 
 def map_together(values: Sequence[Any], leaf: Leaf, path: str = "") -> Any:
     """Return a value of the common form of all `values`, with new leaves. Containers are new, of the first one's type.
-
-    Raises ConfigError when the values differ in form.
-    """
+    Raises ConfigError when the values differ in form."""
     first = values[0]
     if isinstance(first, MutableMapping):
         return _mapping(values, leaf, path)
@@ -136,13 +129,11 @@ def _keys(value: Any) -> object:
 def _sequence(like: Any, items: list[Any]) -> Any:
     if hasattr(like, "_make"):
         return like._make(items)
-    if type(like) in (list, tuple):
-        return type(like)(items)
     if isinstance(like, list):
         new = copy.copy(like)
         new[:] = items
         return new
-    return type(like)(items)  # e.g. the result of torch.max()
+    return type(like)(items)  # a tuple, or the result of torch.max()
 
 
 def _alike(values: Sequence[Any], what: Callable[[Any], object], name: str, path: str) -> None:

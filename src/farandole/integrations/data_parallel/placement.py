@@ -22,10 +22,8 @@ Device = int | str | torch.device
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """The place of the replicas: `threads` of the CPU if there are no `devices`.
-
-    The module is on the first device, outputs on `output`.
-    """
+    """The place of the replicas: `threads` of the CPU if there are no `devices`. The module is on the first device,
+    outputs on `output`."""
 
     threads: int
     devices: tuple[torch.device, ...]

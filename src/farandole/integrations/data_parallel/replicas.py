@@ -185,11 +185,10 @@ def _refuse_checkpoint(name: str) -> None:
 # Functions that draw --------------------------------------------------------------------------------------------------
 
 
-def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return True
+MayDraw = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 
-def _in_training(place: int, default: bool) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+def _in_training(place: int, default: bool) -> MayDraw:
     def draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         given = args[place] if len(args) > place else kwargs.get("training", kwargs.get("train", default))
         return bool(given)
@@ -207,37 +206,26 @@ def _multi_head_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a recurrent layer draws.
-
-    Its only float argument is the dropout between layers, followed by the training flag.
-    """
+    """Return whether a recurrent layer draws: its only float is the dropout, followed by the training flag."""
     for place, arg in enumerate(args):
         if isinstance(arg, float):
             return arg > 0 and bool(args[place + 1])
     return False
 
 
-def _names(text: str) -> list[str]:
-    return text.split()
+_ALWAYS = (
+    "rand rand_like randn randn_like randint randint_like randperm normal normal_ uniform_ random_ bernoulli "
+    "bernoulli_ multinomial poisson binomial exponential_ geometric_ cauchy_ log_normal_ gumbel_softmax "
+    "fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices"
+)
+_IN_TRAINING = (
+    "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ "
+    "feature_alpha_dropout feature_alpha_dropout_ native_dropout"
+)
 
-
-_DRAWS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
-    **dict.fromkeys(
-        _names(
-            "rand rand_like randn randn_like randint randint_like randperm normal normal_ uniform_ random_ bernoulli "
-            "bernoulli_ multinomial poisson binomial exponential_ geometric_ cauchy_ log_normal_ gumbel_softmax "
-            "fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d "
-            "fractional_max_pool3d_with_indices"
-        ),
-        _always,
-    ),
-    **dict.fromkeys(
-        _names(
-            "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout "
-            "feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ native_dropout"
-        ),
-        _in_training(2, True),
-    ),
+_DRAWS: dict[str, MayDraw] = {
+    **dict.fromkeys(_ALWAYS.split(), lambda args, kwargs: True),
+    **dict.fromkeys(_IN_TRAINING.split(), _in_training(2, True)),
     **dict.fromkeys(["rrelu", "rrelu_"], _in_training(3, False)),
     "scaled_dot_product_attention": _attention,
     "multi_head_attention_forward": _multi_head_attention,

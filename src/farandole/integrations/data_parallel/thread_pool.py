@@ -21,12 +21,9 @@ T = TypeVar("T")
 
 
 class ThreadPool:
-    """A pool of `size` threads, including the calling one.
-
-    The others start when they are first needed, and end with this object. Tasks see the caller's grad mode, inference
-    mode, autocast and context variables. While several run, the threads that torch uses within one operation are
-    divided among them.
-    """
+    """A pool of `size` threads, including the calling one. The others start when they are first needed, and end with
+    this object. Tasks see the caller's grad mode, inference mode, autocast and context variables. While several run,
+    the threads that torch uses within one operation are divided among them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -38,17 +35,14 @@ class ThreadPool:
         return ThreadPool, (self.size,)  # a copy has threads of its own
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the result of each task. At most `size` tasks; the first one runs in the calling thread.
-
-        Returns when all have ended. If some raised, the first one's exception is raised, with a note that names the
-        task.
-        """
+        """Return the result of each task. At most `size` tasks; the first one runs in the calling thread. Returns when
+        all have ended. If some raised, the first one's exception is raised, with a note that names the task."""
         if len(tasks) == 1:
             return [tasks[0]()]
         before = torch.get_num_threads()
         each = max(1, before // len(tasks))
-        context, answers = Context.here(), queue.SimpleQueue[int]()
-        jobs = [_PlacedTask(task, place, each, context, answers) for place, task in enumerate(tasks)]
+        call_here, answers = captured_context(), queue.SimpleQueue[int]()
+        jobs = [_PlacedTask(task, place, each, call_here, answers) for place, task in enumerate(tasks)]
         for job, inbox in zip(jobs[1:], self._inboxes(), strict=False):
             inbox.put(job)
         interruption: BaseException | None = None
@@ -77,38 +71,24 @@ class ThreadPool:
             return self._queues
 
 
-@dataclass(frozen=True)
-class Context:
-    """The torch state of a thread, to be set in another one."""
+def captured_context() -> Callable[[Callable[[], Any]], Any]:
+    """Return a function that calls a task in another thread, with the torch state and the context variables of this
+    one."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    enabled = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in enabled]
+    variables = contextvars.copy_context()
 
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    caches_casts: bool
-    variables: contextvars.Context
-
-    @classmethod
-    def here(cls) -> Context:
-        casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            casts,
-            torch.is_autocast_cache_enabled(),
-            contextvars.copy_context(),
-        )
-
-    def call(self, task: Callable[[], T]) -> T:
+    def call(task: Callable[[], Any]) -> Any:
         with ExitStack() as stack:
-            if self.inference:
+            if inference:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.caches_casts))
-            return self.variables.copy().run(task)
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype, caches in casts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
+            return variables.copy().run(task)
 
-
-_KINDS = ("cpu", "cuda")
+    return call
 
 
 @dataclass
@@ -116,7 +96,7 @@ class _PlacedTask(Generic[T]):
     task: Callable[[], T]
     place: int
     threads: int
-    context: Context
+    call_here: Callable[[Callable[[], T]], T]
     answers: queue.SimpleQueue[int]
     returned: T | None = None
     raised: BaseException | None = None
@@ -131,7 +111,7 @@ class _PlacedTask(Generic[T]):
     def run_elsewhere(self) -> None:
         try:
             _use_threads(self.threads)
-            self.returned = self.context.call(self.task)
+            self.returned = self.call_here(self.task)
         except BaseException as error:  # noqa: BLE001 - raised by result(), in the thread that asked
             self.raised = error
         self.answers.put(self.place)
@@ -140,8 +120,7 @@ class _PlacedTask(Generic[T]):
         if self.raised is None:
             return self.returned  # type: ignore[return-value]
         error, self.raised = self.raised, None  # otherwise error and traceback keep each other alive
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"raised in replica {self.place}")
+        error.add_note(f"raised in replica {self.place}")
         raise error
 
 
@@ -165,10 +144,8 @@ def _use_threads(count: int) -> None:
 
 
 def _waited(answers: queue.SimpleQueue[int]) -> BaseException | None:
-    """Wait for one answer, whatever happens: no thread may compute on after the caller has gone on.
-
-    Returns an interruption, if there was one.
-    """
+    """Wait for one answer, whatever happens: no thread may compute on after the caller has gone on. Returns an
+    interruption, if there was one."""
     interruption = None
     while True:
         try:

@@ -50,7 +50,8 @@ class CommHook:
     def __init__(self, state: Any, hook: Hook) -> None:
         self._state, self._hook = state, hook
         self._beginning = _copied(state)
-        self._carried = CarriedState(state, self._begin_anew) if _is_of_power_sgd(state) else None
+        is_of_power_sgd = all(hasattr(state, name) for name in _OF_POWER_SGD)
+        self._carried = CarriedState(state, self._begin_anew) if is_of_power_sgd else None
         self._world: world.World | None = None  # in which the state has begun anew
 
     @property
@@ -205,10 +206,6 @@ _STANDING = struct.Struct("<QQ")  # steps, bytes of what is equal on all ranks
 Errors = dict[int, torch.Tensor]
 
 
-def _is_of_power_sgd(state: Any) -> bool:
-    return all(hasattr(state, name) for name in _OF_POWER_SGD)
-
-
 class CarriedState:
     """The state of PowerSGD, from step to step and from generation to generation.
 
@@ -225,14 +222,6 @@ class CarriedState:
         self._agreed_in: world.World | None = None
         self.is_whole = False  # the hook has reduced all buckets of the step
 
-    @property
-    def _errors(self) -> Errors:
-        return getattr(self._state, _ERRORS)  # type: ignore[no-any-return]
-
-    @_errors.setter
-    def _errors(self, errors: Errors) -> None:
-        setattr(self._state, _ERRORS, errors)
-
     def begin(self, step: GlobalBatch, device: torch.device) -> None:
         """Begin a pass. Raises the errors of transports."""
         if step is self._step:
@@ -243,23 +232,23 @@ class CarriedState:
         if self._agreed_in is not here:
             self._agree(here, device)
             self._agreed_in, self._size = here, here.transport.size
-        self._before = {**self._equal(), _ERRORS: dict(self._errors)}
+        self._before = {**self._equal(), _ERRORS: dict(self._state.error_dict)}
         self._step, self._undone, self.is_whole = step, None, False
 
     def undo(self) -> None:
         """Restore the state before the step, which is aborted."""
         if self._step is not None:
-            self._undone = self._errors if self.is_whole else None
+            self._undone = self._state.error_dict if self.is_whole else None
             _load(self._state, self._before)
             self._step, self._before = None, {}
 
     def _equal(self) -> dict[str, Any]:
         """Return copies of what is equal on all ranks, by name."""
-        errors, self._errors = self._errors, {}  # as large as the model, and not to be copied
+        errors, self._state.error_dict = self._state.error_dict, {}  # as large as the model, and not to be copied
         try:
             return {name: value for name, value in _copied(self._state).items() if name != _ERRORS}
         finally:
-            self._errors = errors
+            self._state.error_dict = errors
 
     def _agree(self, here: world.World, device: torch.device) -> None:
         """Give all ranks the state of the most steps, if there is any."""
@@ -277,10 +266,10 @@ class CarriedState:
             if self._steps != most:
                 is_next = self._steps + 1 == most and self._undone is not None
                 _load(self._state, _moved(pickle.loads(sent.numpy().tobytes()), device))
-                self._errors = self._undone if is_next and self._undone is not None else {}
+                self._state.error_dict = self._undone if is_next and self._undone is not None else {}
         if self._size not in (0, here.transport.size):
             scale = here.transport.size / self._size
-            self._errors = {place: error * scale for place, error in self._errors.items()}
+            self._state.error_dict = {place: error * scale for place, error in self._state.error_dict.items()}
         self._steps = most
 
 

@@ -10,8 +10,8 @@ DistributedDataParallel._pre_forward, _distributed_broadcast_coalesced (buffers)
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -79,18 +79,14 @@ class ElasticModule(DistributedDataParallel):
         """Broadcast buffers, in forward(). A fault aborts the step, as in backward()."""
         if step.is_aborted():
             return
-        if not step.is_undecided():
-            super()._distributed_broadcast_coalesced(  # type: ignore[no-untyped-call]
-                tensors, buffer_size, authoritative_rank
-            )
-            return
+        is_in_step = step.is_undecided()
         try:
-            with plain_collectives():
+            with plain_collectives() if is_in_step else nullcontext():
                 super()._distributed_broadcast_coalesced(  # type: ignore[no-untyped-call]
                     tensors, buffer_size, authoritative_rank
                 )
         except RecoverableError:
-            if not absorb():
+            if not (is_in_step and absorb()):
                 raise
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -170,26 +166,6 @@ def note_wrapped(ddp: DistributedDataParallel) -> None:
     ddp._farandole_wrapped = [each for each in ddp.module.parameters() if each.requires_grad]  # type: ignore[assignment]
 
 
-@contextmanager
-def _as_wrapped(ddp: Any) -> Iterator[None]:
-    """Let the parameters require gradients as when the module was wrapped, if that was noted; all of them, where none
-    does any more (a target encoder that was wrapped, and then frozen)."""
-    wrapped: Iterable[torch.nn.Parameter] = ()
-    if not any(each.requires_grad for each in ddp.module.parameters()):
-        real = [each for each in ddp.module.parameters() if each.is_floating_point() or each.is_complex()]
-        wrapped = ddp.__dict__.get("_farandole_wrapped", real)
-    elif ddp.find_unused_parameters:
-        wrapped = ddp.__dict__.get("_farandole_wrapped", ())
-    frozen = [each for each in wrapped if not each.requires_grad]
-    for each in frozen:
-        each.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for each in frozen:
-            each.requires_grad_(False)
-
-
 # The conversion of a state's DistributedDataParallel modules into elastic ones ----------------------------------------
 #
 # The optimizers of their parameters then decide steps.
@@ -252,10 +228,18 @@ def _adopted(ddp: DistributedDataParallel, accumulates: Callable[[], bool]) -> M
 
 
 def _names(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """Return the names of the parameters that the module reduces."""
-    with _as_wrapped(ddp):
-        named = ddp.module.named_parameters()
-        return {each: name for name, each in named if each.requires_grad and name not in ddp.parameters_to_ignore}
+    """Return the names of the parameters that the module reduces: those that require gradients, or did when the module
+    was wrapped, if that was noted; all of them, where none does any more (a target encoder that was wrapped, and then
+    frozen)."""
+    parameters = list(ddp.module.parameters())
+    reduced = [each for each in parameters if each.requires_grad]
+    if not reduced:
+        real = [each for each in parameters if each.is_floating_point() or each.is_complex()]
+        reduced = ddp.__dict__.get("_farandole_wrapped", real)
+    elif ddp.find_unused_parameters:
+        reduced += ddp.__dict__.get("_farandole_wrapped", ())
+    keys, named = set(map(id, reduced)), ddp.module.named_parameters()
+    return {each: name for name, each in named if id(each) in keys and name not in ddp.parameters_to_ignore}
 
 
 _SEVERAL_BYTES, _BUCKET_MB = 8 << 20, 25.0
@@ -272,11 +256,9 @@ def _bucket_mb(ddp: DistributedDataParallel, names: Iterable[torch.Tensor]) -> f
 
 
 def refuse_configuration(ddp: DistributedDataParallel) -> None:
-    """Raise ConfigError, with the reason, for a configuration that would be wrong in an elastic function.
-
-    The private attributes are those of torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel; none of
-    these arguments has a public one.
-    """
+    """Raise ConfigError, with the reason, for a configuration that would be wrong in an elastic function. The private
+    attributes are those of torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel; none of these
+    arguments has a public one."""
     group = ddp.process_group
     if not isinstance(group, FarandoleGroup) or group.size() != world.current().placement.size:
         raise ConfigError(

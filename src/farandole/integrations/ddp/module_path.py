@@ -1,5 +1,5 @@
 """The gradients of a DistributedDataParallel. Those of the parameters that one optimizer has, and those that none has,
-go the way of a DistributedOptimizer (training/optim/loader_path.py); without a batch of a loader, mean.py reduces them.
+go the way of a DistributedOptimizer (training/optim/loader_path.py); without a batch of a loader, Mean reduces them.
 
 torch's rules decide which passes reduce: the one after a forward pass outside of no_sync(), as soon as all parameters
 have a gradient, or, with find_unused_parameters, at its end. Gradients of other passes stay in `.grad`, and are reduced
@@ -14,8 +14,11 @@ import torch
 
 from farandole.errors import StepError
 from farandole.integrations.ddp.comm_hook import CommHook, HookedReduce
-from farandole.integrations.ddp.mean import Mean
+from farandole.training.collectives import world
+from farandole.training.collectives.background import of_gradients
 from farandole.training.optim.bucketed_gradients import BucketedGradients
+from farandole.training.optim.buckets import Buckets, is_same_memory
+from farandole.training.optim.end_of_pass import at_end_of_pass
 from farandole.training.optim.loader_path import GradientStatus, LoaderPath
 from farandole.training.optim.options import Options
 from farandole.training.optim.passes import Passes
@@ -164,15 +167,15 @@ class ModulePath(LoaderPath):
         self._unused = []
 
     def notice(self, batch: Batch) -> None:
-        is_next = batch is not self._batch and self._is_new(batch)
+        last = self._batch
+        is_next = last is None or (
+            batch is not last and (batch.index == 0 or batch.global_batch is not last.global_batch)
+        )
         super().notice(batch)
         if is_next and self._has_stale:
             self._has_stale = False
             for parameter in self._known:
                 parameter.grad = None
-
-    def _is_new(self, batch: Batch) -> bool:
-        return self._batch is None or batch.index == 0 or batch.global_batch is not self._batch.global_batch
 
     # Passes ----------------------------------------------------------------------------------------------
 
@@ -274,3 +277,90 @@ class ModulePath(LoaderPath):
         if self._status is REDUCED and not batch.global_batch.is_divided and not batch.is_padding:
             return True  # what the script makes of the gradients of the step counts
         return super().begin_zeroing(batch)
+
+
+# The mean over all workers, where there is no batch of a loader -------------------------------------------------------
+#
+# Under the commit rule, in a static job, between steps. As in torch, but with the same buckets on all workers at all
+# times: torch's reducer cuts them anew after the first pass, which a worker that joins would do alone.
+
+
+class Mean:
+    """The mean of these gradients. Raises the errors of transports.
+
+    finds_unused  parameters without a gradient on all ranks keep none; else a pass reduces when all have one
+    least_bytes   the size of a bucket at least
+    hook          the user's
+    """
+
+    hook: CommHook | None = None
+
+    def __init__(self, parameters: Sequence[torch.Tensor], finds_unused: bool, least_bytes: int) -> None:
+        self._parameters, self._finds_unused, self._least_bytes = parameters, finds_unused, least_bytes
+        self._buckets: Buckets | None = None
+        self._arrived: set[int] = set()  # parameters, by id, since the last forward pass
+        self._reduces = self._closes = False
+
+    def begin_forward(self, reduces: bool) -> None:
+        """Note that a forward pass begins. Raises RuntimeError, as torch does, if the last one was not reduced."""
+        if reduces and self._reduces and self._arrived and not self._finds_unused:
+            self._reduces = False
+            raise RuntimeError(
+                f"Expected to have finished reduction in the prior iteration before starting a new one: "
+                f"{len(self._parameters) - len(self._arrived)} parameters of the DistributedDataParallel got no "
+                f"gradient in it. Pass find_unused_parameters=True"
+            )
+        self._reduces, self._closes = reduces, False
+        self._arrived.clear()
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Handle a gradient. Runs inside backward()."""
+        self._arrived.add(id(parameter))
+        if self._reduces and not self._closes:
+            self._closes = True
+            at_end_of_pass(self._close)
+
+    def _close(self) -> None:
+        self._closes = False
+        if not self._reduces or not (self._finds_unused or len(self._arrived) >= len(self._parameters)):
+            return
+        self._reduces = False
+        transport = world.current().transport
+        if transport.size > 1 or self.hook is not None:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        transport = world.current().transport
+        unused = self._unused_everywhere()
+        buckets = self._filled()
+        of_gradients.wait()
+        reduce = None if self.hook is None else HookedReduce(self.hook)
+        for place, bucket in enumerate(buckets.buckets):
+            if reduce is not None:
+                reduce.reduce(buckets.buckets, place, None)
+            else:
+                transport.all_reduce(bucket.flat.div_(transport.size))
+        buckets.show_all()
+        for parameter in unused:
+            parameter.grad = None
+
+    def _unused_everywhere(self) -> list[torch.Tensor]:
+        if not self._finds_unused:
+            return []
+        counts = torch.tensor([each.grad is not None for each in self._parameters], dtype=torch.int32)
+        world.current().transport.all_reduce(counts)
+        return [each for each, count in zip(self._parameters, counts.tolist(), strict=True) if not count]
+
+    def _filled(self) -> Buckets:
+        """Return buckets with this rank's gradients."""
+        buckets = self._buckets
+        if buckets is None or buckets.is_kept():
+            buckets = self._buckets = Buckets(self._parameters)
+            buckets.cut(self._least_bytes)
+        for parameter in self._parameters:
+            view, gradient = buckets.view(parameter), parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif not is_same_memory(gradient, view):
+                view.copy_(gradient.detach())
+        return buckets

@@ -39,12 +39,8 @@ def adopt_for_shards(
     modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer], accumulates: Callable[[], bool]
 ) -> bool:
     """Make each DistributedDataParallel among the modules, or inside them, compute only, and the optimizers reduce what
-    it has computed. Returns whether there is one. A second call for the same objects changes nothing.
-
-    `accumulates` is that of adopt(), and not needed here.
-
-    Raises ConfigError for an object for which that is not possible.
-    """
+    it has computed. Returns whether there is one. A second call for the same objects changes nothing. `accumulates` is
+    that of adopt(), and not needed here. Raises ConfigError for an object for which that is not possible."""
     found = parallel_modules(modules)
     for each in found:
         if isinstance(each, ShardModule):

@@ -100,17 +100,13 @@ class DeltaOptimizer(WrappedOptimizer):
         ]
         sent = [tensor.contiguous() for tensor, _ in changes]
         names = [f"delta.{self._parameter_names[parameter]}" for parameter in moved]
-        failed: Exception | None = None
-        try:
-            reduced = [Reduced(name, [tensor]) for name, tensor in zip(names, sent, strict=True)]
-            synchronize(allreduce_together_(reduced, self._operation()))
-        except Exception as error:  # noqa: BLE001 - raised below
-            failed = error
+        reduced = [Reduced(name, [tensor]) for name, tensor in zip(names, sent, strict=True)]
         with torch.no_grad():
-            for parameter, start in zip(moved, before, strict=True):
-                parameter.copy_(start)
-            if failed is not None:
-                raise failed
+            try:
+                synchronize(allreduce_together_(reduced, self._operation()))
+            finally:
+                for parameter, start in zip(moved, before, strict=True):
+                    parameter.copy_(start)
             for parameter, tensor, (_, ctx) in zip(moved, sent, changes, strict=True):
                 parameter.add_(self._compression.decompress(tensor, ctx))
 

@@ -37,10 +37,8 @@ def can_be_staged(state: TorchState) -> bool:
 
 
 def synchronize_commits(shared: CommittedState, transport: Transport, bootstrap: bool) -> SyncReport:
-    """Make the state of all ranks equal to the source's, and make this state the commit of all ranks.
-
-    Raises PeerLost or GenerationEnded with this rank's state unharmed.
-    """
+    """Make the state of all ranks equal to the source's, and make this state the commit of all ranks. Raises PeerLost
+    or GenerationEnded with this rank's state unharmed."""
     records = []
     if recorded := shared.recorded():
         records = transport.all_gather(pickle.dumps((shared.is_holder, recorded)))
@@ -52,11 +50,8 @@ def synchronize_commits(shared: CommittedState, transport: Transport, bootstrap:
 
 
 class CommittedState:
-    """The live values of a TorchState, divided into parts for a sync, and assembled again.
-
-    The *tensors* of a state are those that an optimizer can change: parameters and the optimizers' tensors. Metadata is
-    the rest.
-    """
+    """The live values of a TorchState, divided into parts for a sync, and assembled again. The *tensors* of a state are
+    those that an optimizer can change: parameters and the optimizers' tensors. Metadata is the rest."""
 
     digests = None
     """Absent: a script may change its state in any way between two commits."""
@@ -157,17 +152,13 @@ class CommittedState:
             each.load(tensors["optimizer"])
 
     def _parameters(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {name: _parameters(handler.value) for name, handler in self._of(ModelStateHandler).items()}
+        return {name: dict(handler.value.named_parameters()) for name, handler in self._of(ModelStateHandler).items()}
 
     def _optimizers(self) -> list[OptimizerState]:
         return [OptimizerState(name, handler.value) for name, handler in self._of(OptimizerStateHandler).items()]
 
     def _of(self, kind: type[HandlerT]) -> dict[str, HandlerT]:
         return {name: each for name, each in self.state._handlers.items() if isinstance(each, kind)}
-
-
-def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_parameters())
 
 
 def _others(module: torch.nn.Module) -> dict[str, Any]:

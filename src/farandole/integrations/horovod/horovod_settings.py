@@ -1,12 +1,12 @@
 """The settings that Horovod reads from HOROVOD_ variables: flag, key in a configuration file, variable, and whether
-they have an effect here. Pure; launcher_options.py makes flags of them, settings_file.py reads them from a file.
+they have an effect here. Pure; launcher_options.py makes flags of them, and reads them from a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from farandole.errors import ConfigError
 
@@ -104,11 +104,6 @@ def without_effect(given: Mapping[str, Given]) -> list[tuple[str, str]]:
     ]
 
 
-def by_key() -> dict[tuple[str, str], Setting]:
-    """Return all settings, by section and key in a configuration file."""
-    return {setting.key: setting for setting in SETTINGS}
-
-
 def _reason(setting: Setting, given: Mapping[str, Given]) -> str:
     if setting.needs == "timeline_filename" and "timeline_filename" not in given:
         return "there is no timeline without --timeline-filename"
@@ -118,153 +113,118 @@ def _reason(setting: Setting, given: Mapping[str, Given]) -> str:
 _AT_ONCE = "operations start as soon as all ranks have submitted them"
 _TRANSPORT = "--transport selects the transport, which is hierarchical by default on several hosts"
 _NO_TUNING = "only the size of buckets is tuned, in the first steps, with a loader of Farandole"
-_NO_MPI = "Farandole does not use MPI"
-_NO_TIMES = "log lines of workers have no time; --prefix-timestamp adds it to every line"
+_OF_TUNING: dict[str, Any] = {"no_effect": _NO_TUNING, "needs": "autotune"}
 
 
-def _switch(name: str, variable: str, key: tuple[str, str], text: str, no_effect: str = "") -> Setting:
-    flag = name.replace("_", "-")
-    return Setting(name, bool, variable, key, text, no_effect, on=(f"--{flag}",), off=(f"--no-{flag}",))
-
-
-def _tuning(name: str, kind: type[int] | type[float] | type[str], most: float = float("inf")) -> Setting:
-    variable = {"log_file": "LOG"}.get(name, name.upper())
-    return Setting(
-        f"autotune_{name}",
-        kind,
-        f"HOROVOD_AUTOTUNE_{variable}",
-        ("autotune", name),
-        "",
-        _NO_TUNING,
-        most=most,
-        needs="autotune",
-    )
+def _setting(
+    section: str,
+    name: str,
+    kind: type[int] | type[float] | type[str] | type[bool],
+    text: str = "",
+    *,
+    variable: str = "",
+    key: str = "",
+    **more: Any,
+) -> Setting:
+    """Return a setting whose key, variable and flags follow from its name, except for those that are given."""
+    if kind is bool and "on" not in more:
+        flag = name.replace("_", "-")
+        more["on"], more["off"] = (f"--{flag}",), (f"--no-{flag}",)
+    place = section, key or name.removeprefix(f"{section}_")
+    return Setting(name, kind, f"HOROVOD_{variable or name.upper()}", place, text, **more)
 
 
 SETTINGS = (
-    Setting(
+    _setting(
+        "params",
         "fusion_threshold_mb",
         int,
-        "HOROVOD_FUSION_THRESHOLD",
-        ("params", "fusion_threshold_mb"),
         "maximum MiB of tensors that are reduced together; 0: each tensor separately (default: 64)",
+        variable="FUSION_THRESHOLD",
         unit=1 << 20,
     ),
-    Setting(
+    _setting(
+        "params",
         "cache_capacity",
         int,
-        "HOROVOD_CACHE_CAPACITY",
-        ("params", "cache_capacity"),
         "number of operations that are cached, so that their announcement takes few bytes (default: 1024)",
     ),
-    Setting("cycle_time_ms", float, "HOROVOD_CYCLE_TIME", ("params", "cycle_time_ms"), "", _AT_ONCE),
-    _switch(
-        "hierarchical_allreduce",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE",
-        ("params", "hierarchical_allreduce"),
-        "",
-        _TRANSPORT,
-    ),
-    _switch(
-        "hierarchical_allgather",
-        "HOROVOD_HIERARCHICAL_ALLGATHER",
-        ("params", "hierarchical_allgather"),
-        "",
-        _TRANSPORT,
-    ),
-    _switch("torus_allreduce", "HOROVOD_TORUS_ALLREDUCE", ("params", "torus_allreduce"), "", _TRANSPORT),
-    _switch("autotune", "HOROVOD_AUTOTUNE", ("autotune", "enabled"), "", _NO_TUNING),
-    _tuning("log_file", str),
-    _tuning("warmup_samples", int),
-    _tuning("steps_per_sample", int),
-    _tuning("bayes_opt_max_samples", int),
-    _tuning("gaussian_process_noise", float, most=1),
-    Setting(
+    _setting("params", "cycle_time_ms", float, variable="CYCLE_TIME", no_effect=_AT_ONCE),
+    _setting("params", "hierarchical_allreduce", bool, no_effect=_TRANSPORT),
+    _setting("params", "hierarchical_allgather", bool, no_effect=_TRANSPORT),
+    _setting("params", "torus_allreduce", bool, no_effect=_TRANSPORT),
+    _setting("autotune", "autotune", bool, key="enabled", no_effect=_NO_TUNING),
+    _setting("autotune", "autotune_log_file", str, variable="AUTOTUNE_LOG", **_OF_TUNING),
+    _setting("autotune", "autotune_warmup_samples", int, **_OF_TUNING),
+    _setting("autotune", "autotune_steps_per_sample", int, **_OF_TUNING),
+    _setting("autotune", "autotune_bayes_opt_max_samples", int, **_OF_TUNING),
+    _setting("autotune", "autotune_gaussian_process_noise", float, most=1, **_OF_TUNING),
+    _setting(
+        "timeline",
         "timeline_filename",
         str,
-        "HOROVOD_TIMELINE",
-        ("timeline", "filename"),
         "write a timeline of the named operations to this file, for chrome://tracing",
+        variable="TIMELINE",
     ),
-    Setting(
+    _setting(
+        "timeline",
         "timeline_mark_cycles",
         bool,
-        "HOROVOD_TIMELINE_MARK_CYCLES",
-        ("timeline", "mark_cycles"),
         "mark the start of each negotiation round in the timeline",
-        on=("--timeline-mark-cycles",),
-        off=("--no-timeline-mark-cycles",),
         needs="timeline_filename",
     ),
-    Setting(
+    _setting(
+        "stall_check",
         "no_stall_check",
         bool,
-        "HOROVOD_STALL_CHECK_DISABLE",
-        ("stall_check", "disabled"),
         "do not warn about operations that only some ranks have submitted",
+        variable="STALL_CHECK_DISABLE",
+        key="disabled",
         on=("--no-stall-check",),
         off=("--stall-check",),
     ),
-    Setting(
+    _setting(
+        "stall_check",
         "stall_check_warning_time_seconds",
         int,
-        "HOROVOD_STALL_CHECK_TIME_SECONDS",
-        ("stall_check", "warning_time_seconds"),
         "seconds until the warning about such operations (default: 60)",
+        variable="STALL_CHECK_TIME_SECONDS",
     ),
-    Setting(
+    _setting(
+        "stall_check",
         "stall_check_shutdown_time_seconds",
         int,
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        ("stall_check", "shutdown_time_seconds"),
         "seconds until such operations fail; must be more than those of the warning (default: no limit)",
+        variable="STALL_SHUTDOWN_TIME_SECONDS",
     ),
-    _switch(
-        "mpi_threads_disable",
-        "HOROVOD_MPI_THREADS_DISABLE",
-        ("library_options", "mpi_threads_disable"),
-        "",
-        _NO_MPI,
+    _setting("library_options", "mpi_threads_disable", bool, no_effect="Farandole does not use MPI"),
+    _setting("library_options", "num_nccl_streams", int, no_effect="torch determines the streams on which NCCL runs"),
+    _setting(
+        "library_options", "thread_affinity", int, no_effect="the operating system schedules the threads of a worker"
     ),
-    Setting(
-        "num_nccl_streams",
-        int,
-        "HOROVOD_NUM_NCCL_STREAMS",
-        ("library_options", "num_nccl_streams"),
-        "",
-        "torch determines the streams on which NCCL runs",
-    ),
-    Setting(
-        "thread_affinity",
-        int,
-        "HOROVOD_THREAD_AFFINITY",
-        ("library_options", "thread_affinity"),
-        "",
-        "the operating system schedules the threads of a worker",
-    ),
-    Setting(
+    _setting(
+        "library_options",
         "gloo_timeout_seconds",
         int,
-        "HOROVOD_GLOO_TIMEOUT_SECONDS",
-        ("library_options", "gloo_timeout_seconds"),
-        "",
-        "operations have no timeout; --detection-budget and --step-timeout limit how long a fault stays undetected",
+        no_effect=(
+            "operations have no timeout; --detection-budget and --step-timeout limit how long a fault stays undetected"
+        ),
     ),
-    Setting(
+    _setting(
+        "logging",
         "log_level",
         str,
-        "HOROVOD_LOG_LEVEL",
-        ("logging", "level"),
         "lowest level of the workers' log lines to show (default: that of the script's logging, in Python WARNING)",
+        key="level",
         choices=LOG_LEVELS,
     ),
-    Setting(
+    _setting(
+        "logging",
         "log_with_timestamp",
         bool,
-        "HOROVOD_LOG_HIDE_TIME",
-        ("logging", "with_timestamp"),
-        "",
-        _NO_TIMES,
+        variable="LOG_HIDE_TIME",
+        key="with_timestamp",
+        no_effect="log lines of workers have no time; --prefix-timestamp adds it to every line",
         on=("--log-with-timestamp", "--no-log-hide-timestamp"),
         off=("--log-without-timestamp", "--log-hide-timestamp"),
     ),

@@ -52,8 +52,8 @@ class NamedBuckets:
         self._ids = set(map(id, self._parameters))
         # A different set of gradients on another rank differs in its size, which is an error on all ranks.
         self._name = f"gradients.{named[0][1]}{_order_of(self._parameters)}"
-        self._buffers: list[_Buffer] = []
-        self._now: _Buffer | None = None  # that of the current step
+        self._buffers: list[Buckets] = []
+        self._now: Buckets | None = None  # those of the current step
         self._kept_apart: list[torch.Tensor] = []  # parameters whose `.grad` is not in its bucket
 
     def have(self, parameter: torch.Tensor) -> bool:
@@ -65,15 +65,16 @@ class NamedBuckets:
         gradient = parameter.grad
         if gradient is None or id(parameter) not in self._ids:
             return
-        view = self._buffer().buckets.view(parameter)
+        buckets = self._current()
+        view = buckets.view(parameter)
         if not is_same_memory(gradient, view) and _can_move(gradient, view):
             view.copy_(gradient)
-            self._buffer().buckets.publish(parameter)
+            buckets.publish(parameter)
 
     def fill(self) -> None:
         """Take all gradients, with zeros where there is none."""
         self._kept_apart.clear()
-        buckets = self._buffer().buckets
+        buckets = self._current()
         moved = [each for each in self._parameters if not is_same_memory(each.grad, buckets.view(each))]
         # Read before anything is written: a script can give a parameter the gradient of another one.
         values = [buckets.apart(each.grad) for each in moved]
@@ -90,12 +91,12 @@ class NamedBuckets:
 
     def flats(self) -> list[tuple[str, torch.Tensor]]:
         """Return what is to be reduced, a flat tensor for each dtype, with a name."""
-        flats = self._buffer().buckets.flats
-        return [(f"{self._name}.{number}" if number else self._name, flat) for number, flat in enumerate(flats)]
+        flats = enumerate(self._current().flats)
+        return [(f"{self._name}.{number}" if number else self._name, flat) for number, flat in flats]
 
     def publish(self) -> None:
         """Write the reduced gradients where `.grad` is not in its bucket. The next gradient begins another step."""
-        buckets = self._buffer().buckets
+        buckets = self._current()
         for parameter in self._kept_apart:
             gradient = parameter.grad
             assert gradient is not None
@@ -107,37 +108,19 @@ class NamedBuckets:
         self._now = None
         self._kept_apart.clear()
 
-    def _buffer(self) -> _Buffer:
-        """Return the buffer of this step, in which nobody else looks for gradients of an earlier one."""
+    def _current(self) -> Buckets:
+        """Return the buckets of this step, in which nobody else looks for gradients of an earlier one."""
         if self._now is None:
-            self._now = next((each for each in self._buffers if not each.is_kept(self._parameters)), None)
+            self._now = next((each for each in self._buffers if not self._are_kept(each)), None)
         if self._now is None:
-            self._now = _Buffer(self._parameters)
+            self._now = Buckets(self._parameters)
             self._buffers = [self._now, *self._buffers[: _MOST_BUFFERS - 1]]
         return self._now
 
-
-class _Buffer:
-    """Buckets, and whether somebody else refers to a gradient in them."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.buckets = Buckets(parameters)
-        self._place = {flat.dtype: place for place, flat in enumerate(self.buckets.flats)}
-        self._storages = self._count_storages()
-
-    def is_kept(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def _are_kept(self, buckets: Buckets) -> bool:
         """Return whether a script refers to a gradient that is not a `.grad` any more, or to a part of one."""
-        known = list(self._storages)
-        for parameter in parameters:
-            view = self.buckets.view(parameter)
-            if is_same_memory(parameter.grad, view):
-                known[self._place[view.dtype]] += 1
-        return any(now > ours for now, ours in zip(self._count_storages(), known, strict=True))
-
-    def _count_storages(self) -> list[int]:
-        """Return the number of tensors on each buffer, which is larger when a script has made a view of one."""
-        # Private; torch 2.13 uses it for the memory of CUDA graphs (torch/_inductor/cudagraph_trees.py).
-        return [torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.buckets.flats]
+        shown = sum(is_same_memory(each.grad, buckets.view(each)) for each in self._parameters)
+        return buckets.uses() > buckets.known_uses + shown
 
 
 def _can_move(gradient: torch.Tensor, view: torch.Tensor) -> bool:

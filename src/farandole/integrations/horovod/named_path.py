@@ -12,17 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from farandole.errors import HorovodInternalError
-from farandole.integrations.horovod.named.asynchronous import allreduce_async_
+from farandole.integrations.horovod.named.asynchronous import allreduce_async_, sparse_allreduce_async
 from farandole.integrations.horovod.named.calls import Reduced, allreduce_together_
 from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.named.negotiation import Average, Sum
 from farandole.integrations.horovod.named.process_sets import process_set_of
-from farandole.integrations.horovod.named.sparse import sparse_allreduce_async
 from farandole.integrations.horovod.named.tensor_queue import Handle, synchronize
 from farandole.integrations.horovod.named.timeline import process_timeline
 from farandole.integrations.horovod.named_buckets import NamedBuckets, fits, may_use_buckets
@@ -91,10 +90,8 @@ class NamedPath:
     # In step() and synchronize() -------------------------------------------------------------------------
 
     def reduce_rest(self) -> bool:
-        """Reduce the remaining gradients, with zeros where there is no gradient. Returns whether there were any.
-
-        Raises HorovodInternalError when a collective failed; then nothing of this step is left.
-        """
+        """Reduce the remaining gradients, with zeros where there is no gradient. Returns whether there were any. Raises
+        HorovodInternalError when a collective failed; then nothing of this step is left."""
         if not self._is_active():
             return False
         reduction = self._begin(self._participants())
@@ -122,11 +119,9 @@ class NamedPath:
         return bool(self._process_set.included()) and counts_passes()
 
     def _participants(self) -> list[Named]:
-        return [each for each in self._named if self._takes_part(each.parameter)]
-
-    def _takes_part(self, parameter: torch.Tensor) -> bool:
-        """Return whether a parameter takes part: not a frozen one, unless it was frozen after its backward pass."""
-        return parameter.requires_grad or self._passes.has_counted(id(parameter))
+        """Return the parameters without frozen ones, unless these were frozen after their backward pass."""
+        has_counted = self._passes.has_counted
+        return [each for each in self._named if each.parameter.requires_grad or has_counted(id(each.parameter))]
 
     def _begin(self, participants: Sequence[Named]) -> NamedReduction | None:
         keys = self._passes.unreduced(id(each.parameter) for each in participants)
@@ -211,6 +206,9 @@ class Named:
     group: int | None = None
 
 
+Packed: TypeAlias = tuple[Reduced, Callable[[], None]]
+"""Dense gradients in the form in which they are sent, and what brings the results to where they belong."""
+
 _under_way: dict[str, NamedReduction] = {}
 """Running reductions by name of a gradient. Two optimizers may use a name twice; then one is finished before the other
 begins."""
@@ -243,17 +241,16 @@ class NamedReduction:
         try:
             units = self._units()
             dense = [self._pack(unit) for unit in units if not self._is_gathered(unit[0].parameter)]
-            packed = self._pack_buckets()
-            handle = allreduce_together_(
-                [*(reduced for reduced, _ in packed), *(unit.reduced for unit in dense), *filter(None, [also])],
-                self._options.op,
-                *self._scales(),
-                self._process_set,
-            )
-            self._waits.append(lambda: self._unpack(packed, dense, handle))
+            in_buckets = self._pack_buckets()
+            reduced = [each for each, _ in (*in_buckets, *dense)]
+            if also is not None:
+                reduced.append(also)
+            handle = allreduce_together_(reduced, self._options.op, *self._scales(), self._process_set)
+            self._waits.append(lambda: self._unpack(in_buckets, dense, handle))
             for unit in units:
                 if self._is_gathered(unit[0].parameter):
-                    self._waits.append(self._gathers(unit[0]))
+                    take = self._gather(unit[0])
+                    self._waits.append(partial(_take_gradient, unit[0].parameter, take))
         except Exception:
             self._end()
             raise
@@ -261,13 +258,11 @@ class NamedReduction:
     def begin(self, each: Named) -> tuple[Handle | Callable[[], torch.Tensor], Any]:
         """Begin the reduction of one gradient in place, for a caller who waits for it. Return the handle, and what the
         decompression needs."""
-        options, gradient = self._options, self._gradient(each.parameter)
         if self._is_gathered(each.parameter):
-            name = f"gradient.{each.name}"
-            return sparse_allreduce_async(gradient, name, options.op, process_set=self._process_set), None
-        tensor, ctx = options.compression.compress(_dense(gradient))
-        before, after = self._scales()
-        name = f"gradient.{each.name}"
+            return self._gather(each), None
+        options = self._options
+        tensor, ctx = options.compression.compress(_dense(self._gradient(each.parameter)))
+        name, (before, after) = f"gradient.{each.name}", self._scales()
         return allreduce_async_(tensor, None, name, options.op, before, after, self._process_set), ctx
 
     def finish(self) -> None:
@@ -340,51 +335,43 @@ class NamedReduction:
         nothing = parameter.detach().new_empty(0, *parameter.shape[sparse_dim:])
         return torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
 
-    def _pack(self, unit: list[Named]) -> _PackedGradients:
-        compressed = [self._options.compression.compress(_dense(self._gradient(each.parameter))) for each in unit]
+    def _pack(self, unit: list[Named]) -> Packed:
+        compression = self._options.compression
+        compressed = [compression.compress(_dense(self._gradient(each.parameter))) for each in unit]
         tensors = [tensor.contiguous() for tensor, _ in compressed]
-        reduced = Reduced(f"gradient.{unit[0].name}", tensors, is_group=unit[0].group is not None)
-        return _PackedGradients(unit, reduced, [ctx for _, ctx in compressed])
 
-    def _pack_buckets(self) -> list[tuple[Reduced, Callable[[], object]]]:
-        """Return what is reduced of the buckets, each with what is to be done afterwards."""
+        def unpack() -> None:
+            for each, tensor, (_, ctx) in zip(unit, tensors, compressed, strict=True):
+                _write(each.parameter, compression.decompress(tensor, ctx))
+
+        return Reduced(f"gradient.{unit[0].name}", tensors, is_group=unit[0].group is not None), unpack
+
+    def _pack_buckets(self) -> list[Packed]:
         if self._buckets is None:
             return []
         self._buckets.fill()
-        compression, packed = self._options.compression, list[tuple[Reduced, Callable[[], object]]]()
+        compression, packed = self._options.compression, list[Packed]()
         for name, flat in self._buckets.flats():
             sent, ctx = compression.compress(flat)
             packed.append((Reduced(name, [sent]), partial(_decompress, flat, sent, ctx, compression)))
         return packed
 
-    def _unpack(
-        self,
-        buckets: Sequence[tuple[Reduced, Callable[[], object]]],
-        all_packed: Sequence[_PackedGradients],
-        handle: Handle,
-    ) -> None:
+    def _unpack(self, in_buckets: Sequence[Packed], dense: Sequence[Packed], handle: Handle) -> None:
         synchronize(handle)  # in place: the sent tensors hold the result
-        for _, decompress in buckets:
-            decompress()
+        for _, unpack in in_buckets:
+            unpack()
         if self._buckets is not None:
             self._buckets.publish()
-        for packed in all_packed:
-            for each, tensor, ctx in zip(packed.unit, packed.reduced.tensors, packed.contexts, strict=True):
-                _write(each.parameter, self._options.compression.decompress(tensor, ctx))
+        for _, unpack in dense:
+            unpack()
 
-    def _gathers(self, each: Named) -> Callable[[], None]:
-        gradient, options = self._gradient(each.parameter), self._options
-        take = sparse_allreduce_async(gradient, f"gradient.{each.name}", options.op, self._process_set)
-        return lambda: setattr(each.parameter, "grad", take())
+    def _gather(self, each: Named) -> Callable[[], torch.Tensor]:
+        gradient = self._gradient(each.parameter)
+        return sparse_allreduce_async(gradient, f"gradient.{each.name}", self._options.op, self._process_set)
 
 
-@dataclass(frozen=True)
-class _PackedGradients:
-    """Dense gradients in the form in which they are sent, with the data to decompress them."""
-
-    unit: list[Named]
-    reduced: Reduced
-    contexts: list[Any]
+def _take_gradient(parameter: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
+    parameter.grad = take()
 
 
 def _decompress(flat: torch.Tensor, sent: torch.Tensor, ctx: Any, compression: Compressor) -> None:

@@ -87,19 +87,26 @@ class ElasticSampler(Sampler[int]):
                 f"others, or samples would be lost"
             )
         self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
-        self.rank, self.num_replicas = 0, 1
         self._size = len(dataset)
-        self._carried: Intervals = ()  # positions of earlier epochs that begin this one: -1 is the newest
+        self._is_iterated_anew = False  # since the last record
+        self._begin(0)
+        self.reset()
+
+    def _begin(self, epoch: int, carried: Intervals = ()) -> None:
+        order = self._order_of(epoch)
+        self._order = self._with_earlier(order, epoch) if carried else order
+        self.epoch = epoch
+        self._carried = carried  # positions of earlier epochs that begin this one: -1 is the newest
+        self._forget()
+
+    def _forget(self) -> None:
         self._before: Intervals = ()  # positions that were trained when the rest was divided
         self._counted = 0  # number of the divided samples that are trained by now, on all ranks
         self._place = 0  # position of record_batch() in this rank's samples
-        self._is_iterated_anew = False  # since the last record
         self._news: list[int] = []  # positions recorded here one by one, unknown to other ranks
         self._in_this_loop: set[int] = set()  # positions recorded in the current loop over the loader
         self._recorded: set[int] = set()  # positions that this rank has also recorded since
         self._is_by_index = False  # samples of this epoch were recorded one by one
-        self._begin(0)
-        self.reset()
 
     # Samples ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +184,7 @@ class ElasticSampler(Sampler[int]):
         self._before = self._behind()
         self._counted, self._place, self._recorded = 0, 0, set()
         self.rank, self.num_replicas = placement.rank, placement.size
-        left = intervals.difference(self._all, self._before)
+        left = intervals.difference(self._of_epoch(self._carried), self._before)
         self._remainder = Remainder(left, self._order, self.rank, self.num_replicas, self.pad == "carry")
 
     # Trained samples -------------------------------------------------------------------------------------------
@@ -345,22 +352,6 @@ class ElasticSampler(Sampler[int]):
 
     # Private ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, epoch: int, carried: Intervals = ()) -> None:
-        order = self._order_of(epoch)
-        self._order = self._with_earlier(order, epoch) if carried else order
-        self.epoch, self._carried = epoch, carried
-        self._forget()
-
-    @property
-    def _all(self) -> Intervals:
-        """The positions of the epoch, with those that were carried into it."""
-        return intervals.union(self._carried, intervals.prefix(self._size))
-
-    def _forget(self) -> None:
-        self._before, self._counted, self._place, self._recorded, self._is_by_index = (), 0, 0, set(), False
-        self._in_this_loop.clear()
-        self._news.clear()
-
     def _behind(self) -> Intervals:
         """Return all positions that were trained in this epoch."""
         sets = [self._before]
@@ -395,7 +386,10 @@ class ElasticSampler(Sampler[int]):
         most = self._size + intervals.measure(carried)
         if not 0 <= count <= most:
             raise DataError(f"processed_num must be in 0..{most}, the size of the epoch, got {count}")
-        return intervals.first(intervals.union(carried, intervals.prefix(self._size)), count)
+        return intervals.first(self._of_epoch(carried), count)
+
+    def _of_epoch(self, carried: Intervals) -> Intervals:
+        return intervals.union(carried, intervals.prefix(self._size))
 
     def _positions(self, indices: Iterable[int], epoch: int | None = None) -> NDArray[np.int64]:
         """Return the positions of these samples in the order of an epoch, by default the current one."""
@@ -423,12 +417,7 @@ class ElasticSampler(Sampler[int]):
             )
 
     def _identity(self) -> dict[str, int]:
-        return {
-            "version": FORMAT_VERSION,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "size": self._size,
-        }
+        return {"version": FORMAT_VERSION, "seed": self.seed, "shuffle": int(self.shuffle), "size": self._size}
 
     def _check_identity(self, state: Mapping[str, Any]) -> None:
         for name, ours in self._identity().items():

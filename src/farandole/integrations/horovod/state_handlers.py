@@ -239,10 +239,8 @@ class SamplerStateHandler(SnapshotHandler):
 
 
 class StatefulHandler(SnapshotHandler):
-    """Handler of any other object with state_dict() and load_state_dict(): a scheduler, a GradScaler, a meter.
-
-    The object stays the same one, so that it stays bound to its optimizer.
-    """
+    """Handler of any other object with state_dict() and load_state_dict(): a scheduler, a GradScaler, a meter. The
+    object stays the same one, so that it stays bound to its optimizer."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))

@@ -87,11 +87,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         mean, variance, count = _global_statistics(x, _is_counted())
@@ -147,10 +143,8 @@ def _is_counted() -> bool:
 
 def _global_statistics(x: torch.Tensor, is_counted: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return mean, biased variance (both float64, one value for each channel) and values per channel over all ranks.
-    `is_counted`: this rank's values count; where none does, as in padding, all do.
-
-    Computed from each rank's mean and squared distances to it, so that nothing cancels for large means.
-    """
+    `is_counted`: this rank's values count; where none does, as in padding, all do. Computed from each rank's mean and
+    squared distances to it, so that nothing cancels for large means."""
     count = x.numel() // x.size(1)
     mean = _per_channel_sum(x) / max(count, 1)
     centre = mean.to(x.dtype)  # an approximate mean is enough, since its error is subtracted again

@@ -29,11 +29,8 @@ class UndividedCheck:
         self._sum = torch.zeros(1, dtype=torch.float64)
 
     def begin(self, name: str) -> Reduced | None:
-        """Return what is reduced with the gradients of this reduction; None in most of them.
-
-        Args:
-            name: The name of the first parameter.
-        """
+        """Return what is reduced with the gradients of this reduction; None in most. `name` is that of the first
+        parameter."""
         here = world.current()
         if not self._may_compare or here.placement.size == 1:
             return None

@@ -63,7 +63,7 @@ class Buckets:
         wait_for_device(self.device)  # other streams that write gradients here need not know the current one
         # Of our own, as this Python counts them.
         self._known_references = max(map(sys.getrefcount, self._view.values()), default=0), self._most_apart()
-        self._known_uses = self._uses()
+        self.known_uses = self.uses()
         self.cut(0)
 
     def _lay_out(self, number: int, flat: torch.Tensor, members: Sequence[torch.Tensor]) -> None:
@@ -129,7 +129,7 @@ class Buckets:
     def is_kept(self) -> bool:
         """Return whether somebody else refers to a gradient that show_all() has shown, and that is not `.grad` any
         more, or to a part of one: it was put aside, and must not change when the next gradients are written."""
-        if self._uses() > self._known_uses:
+        if self.uses() > self.known_uses:
             return True
         counts = map(sys.getrefcount, self._view.values())  # the fast way, in which `.grad` itself may count
         return max(counts, default=0) > self._known_references[0] and self._most_apart() > self._known_references[1]
@@ -143,20 +143,20 @@ class Buckets:
                 most = max(most, sys.getrefcount(view))
         return most
 
-    def _uses(self) -> int:
-        """Return the number of tensors on the buffers."""
+    def uses(self) -> int:
+        """Return the number of tensors on the buffers, of which `known_uses` are those of this object."""
         # Private; torch 2.13 uses it for the memory of CUDA graphs (torch/_inductor/cudagraph_trees.py).
         return sum(torch._C._storage_Use_Count(flat.untyped_storage()._cdata) for flat in self.flats)
 
     def cut(self, least_bytes: int) -> None:
         """Make buckets of at least this size; with 0 one for each dtype."""
-        before, self.least_bytes = self._uses(), least_bytes
+        before, self.least_bytes = self.uses(), least_bytes
         sizes = [parameter.numel() * parameter.element_size() for parameter in self._order]
         groups = cut(sizes, [str(parameter.dtype) for parameter in self._order], least_bytes)
         self.buckets = [self._bucket([self._order[place] for place in group]) for group in groups]
         if not self.buckets:
             self.buckets = [Bucket(torch.empty(0), ())]
-        self._known_uses += self._uses() - before
+        self.known_uses += self.uses() - before
 
     def _bucket(self, parameters: list[torch.Tensor]) -> Bucket:
         """Make a bucket of parameters that are adjacent in a buffer: they have one dtype, and follow each other."""

@@ -51,7 +51,7 @@ def one_allreduce(timeline: Timeline, name: str = "allreduce.x") -> None:
     for rank in (1, 0):
         timeline.negotiate_start(name, Kind.ALLREDUCE)
         timeline.rank_ready(name, rank)
-    timeline.negotiate_end(name)
+    timeline.end(name)
     timeline.begin(name, "ALLREDUCE")
     timeline.end(name)
 

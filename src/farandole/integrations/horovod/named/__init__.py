@@ -9,7 +9,7 @@ An operation passes these stages. Each stage has one type, named after it:
     the thread that runs the rounds, on all ranks at once: one round         engine.py
             |
         Request           the description of it that the other ranks need    stages.py
-            |             Each rank sends a RequestList; a request that the  engine.py (Rounds)
+            |             Each rank sends a RequestList; a request that the  engine.py (exchange)
             |             ResponseCache holds is one number in it            negotiation.py
             |
             |             From here on all ranks compute the same from the
@@ -24,7 +24,7 @@ An operation passes these stages. Each stage has one type, named after it:
             |
             |             Each rank carries out the responses in order:
             |
-        (the tensors)     are reduced and moved over a transport             tensor_queue.py
+        (the tensors)     are reduced and moved over a transport             execution.py
             |
     the caller's thread
         Handle            holds the result or the error; synchronize()       tensor_queue.py

@@ -14,9 +14,7 @@ from farandole.training.collectives.transport import Transport
 
 def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, for two floating point tensors of one shape and dtype.
-
-    Symmetric; a vector of zeros adds nothing. Products are summed in float64.
-    """
+    Symmetric; a vector of zeros adds nothing. Products are summed in float64."""
     flat_a, flat_b = a.reshape(-1).double(), b.reshape(-1).double()
     dot = torch.dot(flat_a, flat_b)
     return _kept(dot, flat_a) * a + _kept(dot, flat_b) * b
@@ -24,9 +22,7 @@ def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def tree(parts: list[torch.Tensor]) -> torch.Tensor:
     """Combine all ranks' tensors, neighbours first: ((0, 1), (2, 3)), ((4, 5), (6, 7)), ... as in recursive halving.
-
-    Raises NotImplementedError unless their number is a power of two.
-    """
+    Raises NotImplementedError unless their number is a power of two."""
     require_power_of_two(len(parts))
     while len(parts) > 1:
         parts = [adasum(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]

@@ -1,28 +1,14 @@
-"""Horovod's operations that return a handle at once. operations.py has those that wait.
-
-The names and the order of the arguments are Horovod's.
+"""Horovod's operations that return a handle at once. operations.py has those that wait, and describes the arguments.
 
 All of them may be called from any thread, and in any order on different ranks: operations are matched by their name,
 unnamed ones by their running number. Tensors may lie on any device and need not be contiguous; they must not be changed
-before the handle is synchronized.
-
-Args:
-    tensor: Of any shape, int32, int64, float16, bfloat16, float32, float64 or bool; any dtype where nothing is reduced.
-    average: Deprecated: True for op=Average, False for op=Sum.
-    op: Average (if None), Sum, Min, Max, Product or Adasum. The average of integers is truncated toward zero.
-    prescale_factor, postscale_factor: Factors of the tensor before and after the reduction.
-    process_set: The ranks that take part.
-
-Raises:
-    ValueError: The arguments are invalid, the name is in flight already, or the process set lacks this rank.
-    NotInitialized: Called before init().
-
-They also raise the error that ended the generation, when it has ended. synchronize() raises later errors.
+before the handle is synchronized. They raise what this rank alone can find, and the error that ended the generation,
+when it has ended. synchronize() raises later errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,7 +22,7 @@ from farandole.integrations.horovod.named.calls import (
 )
 from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
 from farandole.integrations.horovod.named.stages import Kind
-from farandole.integrations.horovod.named.tensor_queue import Handle
+from farandole.integrations.horovod.named.tensor_queue import Handle, synchronize
 from farandole.training.collectives.transport import Reduction
 
 
@@ -49,26 +35,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce `tensor` into a new one.
+    """Return a handle of `allreduce` at once, for synchronize() and poll().
 
-    See the example of `synchronize`.
-
-    Args:
-        tensor: The same shape and dtype on all ranks.
-        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
-        prescale_factor: Factor on each rank's tensor, before the reduction.
-        postscale_factor: Factor on the result.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `allreduce`. See the example of `synchronize`.
     """
     call = Call(Kind.ALLREDUCE, name, process_set)
     return submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor)
@@ -83,26 +52,9 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce `tensor` in place. After an error its content is undefined.
+    """Return a handle of `allreduce_` at once, which reduces `tensor` in place.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensor: The same shape and dtype on all ranks.
-        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
-        prescale_factor: Factor on each rank's tensor, before the reduction.
-        postscale_factor: Factor on the result.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `allreduce`. See the example of `synchronize`.
     """
     call = Call(Kind.ALLREDUCE, name, process_set)
     return submit_reduction(call, [tensor], reduction(op, average), prescale_factor, postscale_factor, in_place=True)
@@ -117,26 +69,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce several tensors (all on one device) into new ones: all of them together, or none.
+    """Return a handle of `grouped_allreduce` at once.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
-        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
-        prescale_factor: Factor on each rank's tensor, before the reduction.
-        postscale_factor: Factor on the result.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `grouped_allreduce`. See the example of `synchronize`.
     """
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
     return submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor)
@@ -151,50 +86,58 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce several tensors in place.
+    """Return a handle of `grouped_allreduce_` at once, which reduces `tensors` in place.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
-        average: Horovod's older choice between Average (True) and Sum (False); not together with `op`.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        op: Average, Sum, Min, Max, Product or Adasum; Average unless given. The same on all ranks.
-        prescale_factor: Factor on each rank's tensor, before the reduction.
-        postscale_factor: Factor on the result.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `grouped_allreduce`. See the example of `synchronize`.
     """
     call = Call(Kind.ALLREDUCE, name, process_set, tensors)
     return submit_reduction(call, tensors, reduction(op, average), prescale_factor, postscale_factor, in_place=True)
 
 
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Compute the Sum or Average of a sparse tensor: entries are gathered, not added up.
+
+    The other arguments and the errors are those of `allreduce`.
+
+    Args:
+        tensor: A sparse COO tensor, of the same shape and dtype on all ranks, with any number of entries.
+        op: Sum or Average.
+
+    Returns:
+        A function instead of a handle, as in Horovod: it waits, and returns a sparse tensor in which an index may
+        occur several times.
+
+    Examples:
+        >>> wait = fd.sparse_allreduce_async(torch.eye(2).to_sparse(), "eye", fd.Sum)
+        >>> wait().to_dense()
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    calls = [
+        Call(Kind.ALLGATHER, None if name is None else f"{name}.{part}", process_set) for part in ("indices", "values")
+    ]
+    indices = submit_gathering(calls[0], [tensor._indices().transpose(0, 1)])
+    values = submit_gathering(calls[1], [tensor._values()])
+
+    def wait() -> torch.Tensor:
+        # Wait for both before an error is raised: their names are free again afterwards.
+        all_values, all_indices = synchronize(values), synchronize(indices)
+        if op == Reduction.AVERAGE:
+            all_values = all_values / process_set.size()
+        # Given explicitly, or torch warns of its default.
+        return torch.sparse_coo_tensor(all_indices.transpose(0, 1), all_values, tensor.shape, check_invariants=False)
+
+    return wait
+
+
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Gather the rows of all ranks' tensors, in the order of the ranks.
+    """Return a handle of `allgather` at once.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensor: Only the number of rows may differ among ranks (0 is allowed); a scalar counts as one row.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `allgather`. See the example of `synchronize`.
     """
     return submit_gathering(Call(Kind.ALLGATHER, name, process_set), [tensor])
 
@@ -202,22 +145,9 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Gather the rows of several tensors, all of them together or none.
+    """Return a handle of `grouped_allgather` at once.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensors: The tensors of this rank; only the numbers of their rows may differ among ranks.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `grouped_allgather`. See the example of `synchronize`.
     """
     return submit_gathering(Call(Kind.ALLGATHER, name, process_set, tensors), tensors)
 
@@ -225,23 +155,9 @@ def grouped_allgather_async(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Copy the tensor of `root_rank` into a new one.
+    """Return a handle of `broadcast` at once.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensor: The same shape and dtype on all ranks.
-        root_rank: A global rank, also in a process set.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `broadcast`. See the example of `synchronize`.
     """
     return submit_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank)
 
@@ -249,23 +165,9 @@ def broadcast_async(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Overwrite `tensor` with that of `root_rank`.
+    """Return a handle of `broadcast_` at once, which overwrites `tensor`.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensor: The same shape and dtype on all ranks.
-        root_rank: A global rank, also in a process set.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `broadcast`. See the example of `synchronize`.
     """
     return submit_broadcast(Call(Kind.BROADCAST, name, process_set), tensor, root_rank, in_place=True)
 
@@ -276,23 +178,9 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Send some rows to each rank, and receive some rows from each.
+    """Return a handle of `alltoall` at once; synchronize() returns a pair, also without `splits`.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensor: The rows for all ranks; the first ones go to rank 0.
-        splits: The number of rows for each rank; None to split them evenly.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        process_set: The ranks that take part; all ranks unless given.
-
-    Returns:
-        A handle; synchronize() returns (tensor, rows received from each rank: int32, on the device of `splits`).
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `alltoall`. See the example of `synchronize`.
     """
     return submit_exchange(Call(Kind.ALLTOALL, name, process_set), tensor, splits)
 
@@ -305,27 +193,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Reduce `tensor` by Sum or Average; this rank gets its part of the rows.
+    """Return a handle of `reducescatter` at once.
 
-    The first ranks get one more where the rows cannot be divided evenly.
-
-    See the example of `synchronize`.
-
-    Args:
-        tensor: The same shape and dtype on all ranks, with at least one dimension.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        op: Sum or Average; the same on all ranks.
-        process_set: The ranks that take part; all ranks unless given.
-        prescale_factor: Factor on each rank's tensor, before the reduction.
-        postscale_factor: Factor on the result.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `reducescatter`. See the example of `synchronize`.
     """
     call = Call(Kind.REDUCESCATTER, name, process_set)
     return submit_reduction(call, [tensor], reduction(op), prescale_factor, postscale_factor)
@@ -339,25 +209,9 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Reduce several tensors and scatter the rows of each, all of them together or none.
+    """Return a handle of `grouped_reducescatter` at once.
 
-    See the example of `synchronize`.
-
-    Args:
-        tensors: The tensors of this rank, in the same order and with the same shapes and dtypes on all ranks.
-        name: The name by which ranks match the operation; None: a running number, so that ranks make unnamed calls
-            in the same order.
-        op: Sum or Average; the same on all ranks.
-        process_set: The ranks that take part; all ranks unless given.
-        prescale_factor: Factor on each rank's tensor, before the reduction.
-        postscale_factor: Factor on the result.
-
-    Returns:
-        A handle for synchronize() and poll().
-
-    Raises:
-        ValueError: An argument is invalid on this rank: a dtype that cannot be reduced, the name, the process set.
-        NotInitialized: `init()` was not called. Other errors are those of synchronize().
+    Arguments and errors are those of `grouped_reducescatter`. See the example of `synchronize`.
     """
     call = Call(Kind.REDUCESCATTER, name, process_set, tensors)
     return submit_reduction(call, tensors, reduction(op), prescale_factor, postscale_factor)

@@ -18,18 +18,10 @@ from farandole.integrations.horovod.named import adasum
 from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.named.process_sets import ProcessSet, global_process_set
 from farandole.integrations.horovod.named.stages import CPU, GLOBAL_SET, Key, Kind, Request
-from farandole.integrations.horovod.named.tensor_queue import AlltoallHandle, Handle, Submission
+from farandole.integrations.horovod.named.tensor_queue import Handle, Submission
 from farandole.training.collectives.transport import Reduction
 
-REDUCIBLE = (
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.bool,
-)
+REDUCIBLE = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool)
 
 
 class Call:
@@ -71,11 +63,8 @@ class Call:
         if group is not None and not isinstance(group, Sized):
             raise ValueError(f"{self.name}: expected a list of tensors, got {type(group).__name__}")
         self._tensors = None if group is None else len(group)
-        if kind is Kind.ALLTOALL:
-            self.handle: Handle = AlltoallHandle(run_until_done=self.named.run_until_done)
-        else:
-            parts = 1 if self._tensors is None else self._tensors
-            self.handle = Handle(parts, is_group=group is not None, run_until_done=self.named.run_until_done)
+        parts = 1 if self._tensors is None else self._tensors
+        self.handle = Handle(parts, is_group=group is not None, run_until_done=self.named.run_until_done)
         self.submissions: list[Submission] = []
 
     def add(
@@ -124,10 +113,8 @@ class Call:
 
 
 def reduction(op: int | None, average: bool | None = None) -> Reduction:
-    """Return the operator that `op` and the deprecated `average` select.
-
-    Raises ValueError if both are given, or for another op.
-    """
+    """Return the operator that `op` and the deprecated `average` select. Raises ValueError if both are given, or for
+    another op."""
     if average is None:
         try:
             return Reduction.AVERAGE if op is None else Reduction(op)
@@ -150,17 +137,23 @@ def submit_reduction(
     in_place: bool = False,
 ) -> Handle:
     """Submit an allreduce or reducescatter of these tensors as `call`."""
+    _add_reductions(call, tensors, op, (prescale, postscale), in_place)
+    return call.submit()
+
+
+def _add_reductions(
+    call: Call, tensors: Sequence[torch.Tensor], op: Reduction, scales: tuple[float, float], in_place: bool
+) -> None:
     scatters = call.kind is Kind.REDUCESCATTER
     if scatters and op not in (Reduction.SUM, Reduction.AVERAGE):
         # Horovod's error for this case, which scripts may catch; all ranks are concerned, not one rank's tensor.
         raise HorovodInternalError(f"{call.name}: a reducescatter takes op=Sum or op=Average, got {op.name}")
     for tensor in tensors:
         check_tensor(call, tensor, at_least_1d=scatters)
-        check_reduction(call, tensor, op, (prescale, postscale))
+        check_reduction(call, tensor, op, scales)
     check_same_device(call, tensors)
     for tensor in tensors:
-        call.add(tensor, in_place=in_place, op=op, prescale=prescale, postscale=postscale)
-    return call.submit()
+        call.add(tensor, in_place=in_place, op=op, prescale=scales[0], postscale=scales[1])
 
 
 def submit_gathering(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
@@ -176,7 +169,8 @@ def submit_gathering(call: Call, tensors: Sequence[torch.Tensor]) -> Handle:
 def submit_broadcast(call: Call, tensor: torch.Tensor, root_rank: int, *, in_place: bool = False) -> Handle:
     """Submit a broadcast of this tensor as `call`."""
     check_tensor(call, tensor)
-    check_root(call, root_rank)
+    if root_rank not in call.ranks:
+        raise ValueError(f"{call.name}: root_rank must be one of the global ranks {list(call.ranks)}, got {root_rank}")
     call.add(tensor, root=root_rank, in_place=in_place)
     return call.submit()
 
@@ -185,8 +179,7 @@ def submit_exchange(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Seq
     """Submit an alltoall of this tensor as `call`."""
     check_tensor(call, tensor, at_least_1d=True)
     call.add(tensor, splits=splits_of(call, tensor, splits))
-    if isinstance(splits, torch.Tensor) and isinstance(call.handle, AlltoallHandle):
-        call.handle.device = splits.device
+    call.handle.counts_on = splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
     return call.submit()
 
 
@@ -195,10 +188,8 @@ def submit_exchange(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Seq
 
 @dataclass(frozen=True)
 class Reduced:
-    """Tensors to be reduced in place under one name.
-
-    With `is_group` as by grouped_allreduce_async_(); else there is one tensor, as by allreduce_async_().
-    """
+    """Tensors to be reduced in place under one name. With `is_group` as by grouped_allreduce_async_(); else there is
+    one tensor, as by allreduce_async_()."""
 
     name: str
     tensors: Sequence[torch.Tensor]
@@ -223,11 +214,7 @@ def allreduce_together_(
     submissions: list[Submission] = []
     for each in all_reduced:
         call = Call(Kind.ALLREDUCE, each.name, process_set, each.tensors if each.is_group else None)
-        check_same_device(call, each.tensors)
-        for tensor in each.tensors:
-            check_tensor(call, tensor)
-            check_reduction(call, tensor, Reduction(op), (prescale_factor, postscale_factor))
-            call.add(tensor, in_place=True, op=Reduction(op), prescale=prescale_factor, postscale=postscale_factor)
+        _add_reductions(call, each.tensors, Reduction(op), (prescale_factor, postscale_factor), in_place=True)
         submissions += call.submissions
     handle = Handle(len(submissions), is_group=True, run_until_done=engine().run_until_done)
     for part, submission in enumerate(submissions):
@@ -262,10 +249,8 @@ def check_tensor(call: Call, tensor: object, *, at_least_1d: bool = False) -> No
 
 
 def check_same_device(call: Call, tensors: Sequence[torch.Tensor]) -> None:
-    """Check that the tensors of a group lie on one device, since they travel together.
-
-    Raises HorovodInternalError, as Horovod does.
-    """
+    """Check that the tensors of a group lie on one device, since they travel together. Raises HorovodInternalError, as
+    Horovod does."""
     devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
         raise HorovodInternalError(f"{call.name}: all tensors of a group must be on one device, got {devices}")
@@ -284,12 +269,6 @@ def check_reduction(call: Call, tensor: torch.Tensor, op: Reduction, scales: tup
         adasum.require_power_of_two(len(call.ranks))
         if not tensor.is_floating_point():
             raise ValueError(f"{call.name}: Adasum takes floating point tensors, got {tensor.dtype}")
-
-
-def check_root(call: Call, root_rank: int) -> None:
-    """Check that the root is the global rank of a member."""
-    if root_rank not in call.ranks:
-        raise ValueError(f"{call.name}: root_rank must be one of the global ranks {list(call.ranks)}, got {root_rank}")
 
 
 def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None) -> list[int]:
@@ -316,10 +295,8 @@ def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the thread that runs the rounds can read the tensor.
-
-    An error in that thread would come too late: the other ranks rely on this one then, and it would end the generation.
-    """
+    """Return whether the thread that runs the rounds can read the tensor. An error in that thread would come too late:
+    the other ranks rely on this one then, and it would end the generation."""
     try:
         return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:

@@ -17,6 +17,7 @@ from farandole.integrations.horovod.named.asynchronous import (
 from farandole.integrations.horovod.named.calls import Call, submit_reduction
 from farandole.integrations.horovod.named.engine import engine
 from farandole.integrations.horovod.named.process_sets import ProcessSet
+from farandole.integrations.horovod.named.stages import Kind
 from farandole.integrations.horovod.named.tensor_queue import Handle
 from farandole.training.collectives.transport import Reduction
 from farandole.training.optim.compression import Compressor
@@ -24,35 +25,29 @@ from farandole.training.optim.compression import Compressor
 Submit: TypeAlias = Callable[[Sequence[torch.Tensor]], Handle]
 """Submits tensors to the plain or the grouped form of an operation."""
 
+Gradient: TypeAlias = Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Returns the gradients of an operation's tensors, given its context and the gradients of its results."""
+
 
 def reduce(
-    function: type[torch.autograd.Function],
-    call: Call,
-    tensors: Sequence[torch.Tensor],
-    compression: Compressor,
-    op: Reduction,
-    scales: tuple[float, float],
+    call: Call, tensors: Sequence[torch.Tensor], compression: Compressor, op: Reduction, scales: tuple[float, float]
 ) -> list[torch.Tensor]:
     """Compress the tensors, reduce them as `call`, and decompress the results."""
     compressed = [compression.compress(tensor) for tensor in tensors]
+    gradient = reduced_gradient if call.kind is Kind.ALLREDUCE else gathered_gradient
     results = differentiable(
-        function,
         lambda inputs: submit_reduction(call, inputs, op, *scales),
         [tensor for tensor, _ in compressed],
-        op,
-        scales,
-        call.process_set,
+        gradient(op, scales, call.process_set),
     )
     return [compression.decompress(each, context) for each, (_, context) in zip(results, compressed, strict=True)]
 
 
-def differentiable(
-    function: type[torch.autograd.Function], submit: Submit, tensors: Sequence[torch.Tensor], *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    """Submit the tensors and wait; through `function` where gradients are recorded."""
+def differentiable(submit: Submit, tensors: Sequence[torch.Tensor], gradient: Gradient) -> tuple[torch.Tensor, ...]:
+    """Submit the tensors and wait; with a node in the graph where gradients are recorded."""
     # `submit` refuses arguments that are not tensors.
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
-        results: tuple[torch.Tensor, ...] = function.apply(submit, *rest, *tensors)  # type: ignore[no-untyped-call]
+        results: tuple[torch.Tensor, ...] = _Operation.apply(submit, gradient, *tensors)  # type: ignore[no-untyped-call]
         return results
     return _take(submit(tensors))
 
@@ -63,105 +58,77 @@ def _take(handle: Handle) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-class AllReduce(torch.autograd.Function):
-    """The gradient is reduced as the tensor was."""
+class _Operation(torch.autograd.Function):
+    """The node of an operation.
+
+    received  for each tensor of an allgather or alltoall, the number of rows from each rank
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        submit: Submit,
-        op: Reduction,
-        scales: tuple[float, float],
-        members: ProcessSet,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.rest = op, scales, members
-        return _take(submit(tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        op, (prescale, postscale), members = ctx.rest
-        handle = grouped_allreduce_async(gradients, None, None, op, prescale, postscale, members)
-        return (None, None, None, None, *handle.take())
-
-
-class AllGather(torch.autograd.Function):
-    """The gradient is the average over all ranks of the part that belongs to this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, submit: Submit, members: ProcessSet, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, submit: Submit, gradient: Gradient, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         handle = submit(tensors)
         results = _take(handle)
-        ctx.members, ctx.shapes, ctx.received = members, [tensor.shape for tensor in tensors], handle.received
+        ctx.gradient, ctx.received, ctx.shapes = gradient, handle.received, [tensor.shape for tensor in tensors]
+        ctx.mark_non_differentiable(*results[len(tensors) :])  # the counts of an alltoall
         return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        handle = grouped_allreduce_async(gradients, op=Reduction.AVERAGE, process_set=ctx.members)
-        place = ctx.members.rank()
-        mine = [
+        return (None, None, *ctx.gradient(ctx, gradients))
+
+
+def reduced_gradient(op: Reduction, scales: tuple[float, float], members: ProcessSet) -> Gradient:
+    """Return the gradient of an allreduce, which is reduced as the tensors were."""
+
+    def gradient(_: Any, gradients: Sequence[torch.Tensor]) -> Any:
+        return grouped_allreduce_async(gradients, None, None, op, *scales, members).take()
+
+    return gradient
+
+
+def gathered_gradient(op: Reduction, scales: tuple[float, float], members: ProcessSet) -> Gradient:
+    """Return the gradient of a reducescatter: the rows of all ranks, times their number for a Sum, as in Horovod."""
+
+    factor = scales[0] * scales[1]
+    if op is Reduction.SUM:
+        factor *= members.size() or 1
+
+    def gradient(_: Any, gradients: Sequence[torch.Tensor]) -> Any:
+        return grouped_allgather_async([each * factor for each in gradients], process_set=members).take()
+
+    return gradient
+
+
+def own_rows_gradient(members: ProcessSet) -> Gradient:
+    """Return the gradient of an allgather: the average over all ranks of the part that belongs to this rank's rows."""
+
+    def gradient(ctx: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        handle = grouped_allreduce_async(gradients, op=Reduction.AVERAGE, process_set=members)
+        place = members.rank()
+        return [
             average.split(rows)[place].view(shape)
             for average, rows, shape in zip(handle.take(), ctx.received, ctx.shapes, strict=True)
         ]
-        return (None, None, *mine)
+
+    return gradient
 
 
-class Broadcast(torch.autograd.Function):
-    """The root's gradient is the average over all ranks; that of the others is zero."""
+def root_gradient(root_rank: int, members: ProcessSet) -> Gradient:
+    """Return the gradient of a broadcast: the average over all ranks for the root, zero for the others."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, submit: Submit, root_rank: int, members: ProcessSet, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.root_rank, ctx.members = root_rank, members
-        return _take(submit([tensor]))
+    def gradient(_: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        average = allreduce_async(gradients[0], op=Reduction.AVERAGE, process_set=members).take()
+        return [average if engine().rank == root_rank else torch.zeros_like(average)]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        handle = allreduce_async(gradients[0], op=Reduction.AVERAGE, process_set=ctx.members)
-        average = handle.take()
-        return None, None, None, average if engine().rank == ctx.root_rank else torch.zeros_like(average)
+    return gradient
 
 
-class AllToAll(torch.autograd.Function):
-    """The rows of the gradient go back to the ranks that the tensor's rows came from."""
+def returned_gradient(members: ProcessSet) -> Gradient:
+    """Return the gradient of an alltoall, whose rows go back to the ranks that the tensor's rows came from."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, submit: Submit, members: ProcessSet, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        output, received = submit([tensor]).take()
-        ctx.members, ctx.received, ctx.rows = members, received, tensor.shape[0]
-        ctx.mark_non_differentiable(received)
-        return output, received
+    def gradient(ctx: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        back, _ = alltoall_async(gradients[0], ctx.received[0], process_set=members).take()
+        kept = back.new_zeros(ctx.shapes[0][0] - back.shape[0], *back.shape[1:])  # rows that no rank received
+        return [torch.cat([back, kept])]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        handle = alltoall_async(gradients[0], ctx.received, process_set=ctx.members)
-        back, _ = handle.take()
-        kept = back.new_zeros(ctx.rows - back.shape[0], *back.shape[1:])  # rows that no rank received
-        return None, None, torch.cat([back, kept])
-
-
-class ReduceScatter(torch.autograd.Function):
-    """The gradient gathers the rows of all, times the number of ranks for a Sum, as in Horovod."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        submit: Submit,
-        op: Reduction,
-        scales: tuple[float, float],
-        members: ProcessSet,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.members, ctx.factor = members, scales[0] * scales[1]
-        if op is Reduction.SUM:
-            ctx.factor *= members.size()
-        return _take(submit(tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        scaled = [gradient * ctx.factor for gradient in gradients]
-        handle = grouped_allgather_async(scaled, process_set=ctx.members)
-        return (None, None, None, None, *handle.take())
+    return gradient

@@ -1,7 +1,7 @@
 """Match the named operations of all ranks of one generation, and execute them, in rounds.
 
 Callers submit from any thread and in any order, and wait on handles. In a round all ranks exchange their request lists
-(Rounds), make the same decision (negotiation.py), and execute it in the same order (tensor_queue.py). One thread at a
+(exchange()), make the same decision (negotiation.py), and execute it in the same order (execution.py). One thread at a
 time runs the rounds of a rank: a caller that waits for its operation, so that no other thread has to be woken for it;
 or, for operations that nobody waits for, a thread that sleeps until there is one, here or on another rank. A world of
 one has no such thread.
@@ -13,18 +13,17 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
 
+from farandole.base.env import HorovodSettings
 from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
 from farandole.base.membership import Placement
 from farandole.errors import CollectiveMismatch
-from farandole.integrations.horovod.named.execution import Executor
-from farandole.integrations.horovod.named.named_settings import NamedSettings
+from farandole.integrations.horovod.named.execution import FusionBuffers, execute
 from farandole.integrations.horovod.named.negotiation import Negotiation
 from farandole.integrations.horovod.named.pending import StallWatch
 from farandole.integrations.horovod.named.stages import (
@@ -78,22 +77,23 @@ class NamedCollectives:
         *,
         placement: Placement,
         connect: Connect,
-        settings: NamedSettings | None = None,
+        settings: HorovodSettings | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        self.settings = settings or NamedSettings()
-        self._rank, self._size = placement.rank, placement.size
+        self.settings = settings = settings or HorovodSettings()
+        self.rank = placement.rank
         self._connect = connect
         self.is_before_admission = False  # a newcomer, alone: the ranks of the job are not known yet
-        self._rounds = Rounds(transport)
-        self._negotiation = Negotiation(placement.size, self.settings.cache_capacity, self.settings.fusion_bytes)
-        self._stalls = StallWatch(self.settings.stall_warning_s, self.settings.stall_abort_s)
+        self._negotiation = Negotiation(placement.size, settings.cache_capacity, settings.fusion_bytes)
+        warning_s = 0.0 if settings.stall_check_is_off else settings.stall_warning_s
+        self._stalls = StallWatch(warning_s, settings.stall_shutdown_s)
         self._next_check_s = 0.0
         self._expired: Sequence[Key] = ()
         self._timeline = timeline or process_timeline
-        self._executor = Executor(self._timeline)
+        self._buffers = FusionBuffers()
         self._transports: dict[int, Transport] = {GLOBAL_SET: transport}
-        self._sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(placement.size))}
+        self.process_sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(placement.size))}
+        """The global ranks of each process set, by its id; 0 is the set of all ranks. Read only."""
         self._numbers: defaultdict[tuple[Kind, int], Iterator[int]] = defaultdict(itertools.count)
         self._wake = Wake() if placement.size > 1 else None
         self._queue = TensorQueue(self._wake)
@@ -107,16 +107,6 @@ class NamedCollectives:
                 target=self._run, args=(self._wake,), name="farandole-collectives", daemon=True
             )
             self._thread.start()
-
-    @property
-    def rank(self) -> int:
-        """The global rank of this worker."""
-        return self._rank
-
-    @property
-    def process_sets(self) -> Mapping[int, tuple[int, ...]]:
-        """The global ranks of each process set, by its id; 0 is the set of all ranks."""
-        return MappingProxyType(self._sets)
 
     def next_number(self, kind: Kind, process_set: int) -> int:
         """Return the number for an unnamed operation: the same on all members, as long as all submit the same."""
@@ -200,9 +190,7 @@ class NamedCollectives:
 
     def close(self) -> None:
         """Take part in a round that has begun, then leave. Operations that still wait end with GenerationEnded.
-
-        Idempotent; returns at once after abort().
-        """
+        Idempotent; returns at once after abort()."""
         self._is_closing = True
         if self._thread is not None and self._thread.is_alive():
             self._queue.wake()
@@ -231,7 +219,7 @@ class NamedCollectives:
 
     def _leave_to_callers(self, wake: Wake) -> None:
         """Sleep while the next caller may run the next round."""
-        while len(self._sets) == 1 and self._queue.is_empty and not (wake.is_set or self._is_closing):
+        while len(self.process_sets) == 1 and self._queue.is_empty and not (wake.is_set or self._is_closing):
             left_s = self._left_to_callers_until_s - now_s()
             if left_s <= 0 or wake.wait(left_s):
                 return
@@ -258,11 +246,9 @@ class NamedCollectives:
         return True
 
     def _is_over_for_all(self) -> bool:
-        """Return whether this rank must find out why a neighbour has gone, without which no round can end.
-
-        If no operation waits here, the neighbour may have finished normally. But the ranks beyond, which cannot see it,
-        must not wait for it.
-        """
+        """Return whether this rank must find out why a neighbour has gone, without which no round can end. If no
+        operation waits here, the neighbour may have finished normally. But the ranks beyond, which cannot see it, must
+        not wait for it."""
         if self._queue.is_empty:
             self.abort("a neighbouring rank has left")
         return not self._queue.is_empty
@@ -273,7 +259,7 @@ class NamedCollectives:
             self._next_check_s = now_s() + _CHECK_EVERY_S
             report = self._stalls.check(now_s(), self._negotiation.waiting())
             self._expired = report.expired
-            if self._rank == 0:  # the warnings are equal on all ranks
+            if self.rank == 0:  # the warnings are equal on all ranks
                 for warning in report.warnings:
                     logger.warning(warning)
         return bool(self._expired)
@@ -282,9 +268,9 @@ class NamedCollectives:
         """Exchange requests with all ranks, and carry out the responses. Raises the errors of the transport."""
         has_requests = self._queue.has_unsent
         requests = [submission.request for submission in self._queue.take_unsent()]
-        request_list = self._negotiation.request_list(self._rank, requests, self._expired)
+        request_list = self._negotiation.request_list(self.rank, requests, self._expired)
         self._expired = ()
-        request_lists = self._rounds.exchange(request_list)
+        request_lists = exchange(request_list, self._transports[GLOBAL_SET])
         if self._timeline.is_on:
             self._record(request_lists)
         for response in self._negotiation.round(request_lists):
@@ -303,7 +289,7 @@ class NamedCollectives:
 
     def _end(self, error: BaseException) -> None:
         """End this rank's part in all rounds; every other rank, whose next round needs it, ends too."""
-        self.abort(f"rank {self._rank} has ended its named collectives: {error}")
+        self.abort(f"rank {self.rank} has ended its named collectives: {error}")
         self._queue.end(error)
 
     def _end_by_transport(self) -> None:
@@ -320,7 +306,7 @@ class NamedCollectives:
             case Execute():
                 self._execute(response)
             case Fail():
-                self._finish(response, CollectiveMismatch(response.message))
+                self._finish(response.key, CollectiveMismatch(response.message))
             case AllJoined():
                 self._finish_join(response)
             case SetAdded():
@@ -331,13 +317,11 @@ class NamedCollectives:
     def _execute(self, response: Execute) -> None:
         operations = response.operations
         if operations[0].key == END:
-            if (submission := self._queue.find(END)) is not None:
-                submission.finish(None)
-                self._queue.forget([submission])
+            self._finish(END, None)
             return
         if self._timeline.is_on:
             for operation in operations:
-                self._timeline.negotiate_end(operation.key.name)
+                self._timeline.end(operation.key.name)
         transport = self._transports.get(operations[0].key.process_set)
         if transport is None:
             return  # an operation of a process set without this rank
@@ -345,13 +329,22 @@ class NamedCollectives:
             None if operation.requests[transport.rank] is None else self._queue.find(operation.key)
             for operation in operations
         ]
-        self._executor.execute(operations, submissions, transport)
+        is_recorded = self._timeline.is_on
+        if is_recorded:
+            for operation in operations:
+                self._timeline.begin(operation.key.name, operation.key.kind.name)
+        try:
+            execute(operations, submissions, transport, self._buffers)
+        finally:
+            if is_recorded:
+                for operation in operations:
+                    self._timeline.end(operation.key.name)
         self._queue.forget(submissions)
 
-    def _finish(self, response: Fail | SetAdded | SetRemoved, result: object) -> None:
+    def _finish(self, key: Key, result: object) -> None:
         """End this rank's part, if it has one, with a result or with an error."""
-        self._timeline.negotiate_end(response.key.name)
-        submission = self._queue.find(response.key)
+        self._timeline.end(key.name)
+        submission = self._queue.find(key)
         if submission is not None:
             if isinstance(result, BaseException):
                 submission.fail(result)
@@ -373,20 +366,20 @@ class NamedCollectives:
     def _add_set(self, response: SetAdded) -> None:
         """Open the connections of a new process set. Its members do so at the same point of the same round."""
         ranks = response.ranks
-        self._sets[response.process_set] = ranks
-        if self._rank in ranks:
+        self.process_sets[response.process_set] = ranks
+        if self.rank in ranks:
             alone = len(ranks) == 1
             transport = AloneTransport() if alone else self._connect(ranks, response.process_set)
             self._transports[response.process_set] = transport
-        self._finish(response, response.process_set)
+        self._finish(response.key, response.process_set)
 
     def _remove_set(self, response: SetRemoved) -> None:
         """Close the connections of a process set. Operations that waited in it have failed before."""
-        self._sets.pop(response.process_set, None)
+        self.process_sets.pop(response.process_set, None)
         transport = self._transports.pop(response.process_set, None)
         if transport is not None:
             transport.close()
-        self._finish(response, True)
+        self._finish(response.key, True)
 
 
 def engine() -> NamedCollectives:
@@ -406,25 +399,19 @@ TRAILER_BYTES = 64
 
 _TOO_LONG = 0xFF
 _NO_REQUESTS = RequestList()
+_NOTHING = torch.empty(0)
 
 _encode: Callable[[RequestList], bytes] = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], RequestList] = msgspec.msgpack.Decoder(RequestList).decode
 
 
-class Rounds:
-    """Exchanges request lists over one transport. For one thread."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._nothing = torch.empty(0)
-
-    def exchange(self, request_list: RequestList) -> list[RequestList]:
-        """Return the request list of every rank, by rank. Raises the errors of the transport."""
-        encoded = b"" if request_list == _NO_REQUESTS else _encode(request_list)
-        trailers = self._transport.all_reduce(self._nothing, _trailer(encoded))
-        if all(trailer[0] != _TOO_LONG for trailer in trailers):
-            return [_received(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
-        return [_received(each) for each in self._transport.all_gather(encoded)]
+def exchange(request_list: RequestList, transport: Transport) -> list[RequestList]:
+    """Return the request list of every rank, by rank. Raises the errors of the transport."""
+    encoded = b"" if request_list == _NO_REQUESTS else _encode(request_list)
+    trailers = transport.all_reduce(_NOTHING, _trailer(encoded))
+    if all(trailer[0] != _TOO_LONG for trailer in trailers):
+        return [_received(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
+    return [_received(each) for each in transport.all_gather(encoded)]
 
 
 def _trailer(encoded: bytes) -> bytes:

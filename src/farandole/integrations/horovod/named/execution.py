@@ -1,19 +1,15 @@
-"""The execution of decided operations.
-
-Execute the operations that a round has decided: each kind by its function, on tensors, through a transport.
-"""
+"""The execution of the operations that a round has decided: each kind by its function, on tensors, through a
+transport."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from farandole.integrations.horovod.named import adasum
 from farandole.integrations.horovod.named.stages import Kind, MatchedOperation, Request
 from farandole.integrations.horovod.named.tensor_queue import Submission
-from farandole.integrations.horovod.named.timeline import Timeline
 from farandole.training.collectives.connection_pair import as_bytes, byte_view, flat_view
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.shared_memory_tensors import shareable_zeros
@@ -22,51 +18,33 @@ from farandole.training.collectives.transport import Reduction, Transport
 from farandole.training.collectives.transport_choice import host_transport
 
 
-class Executor:
-    """Executes operations in one thread, and keeps the flat buffers of one generation."""
+def execute(
+    operations: tuple[MatchedOperation, ...],
+    submissions: list[Submission | None],
+    transport: Transport,
+    buffers: FusionBuffers,
+) -> None:
+    """Execute one operation, or several allreduces that share a flat buffer, on the transport of their process set.
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._buffers = FusionBuffers()
-        self._timeline = timeline
+    Ends each of them with a result, or with an error of this rank alone. Raises the errors of the transport; then some
+    operations have not ended.
 
-    def execute(
-        self, operations: tuple[MatchedOperation, ...], submissions: list[Submission | None], transport: Transport
-    ) -> None:
-        """Execute one operation, or several allreduces that share a flat buffer, on the transport of their process set.
-
-        Ends each of them with a result, or with an error of this rank alone. Raises the errors of the transport; then
-        some operations have not ended.
-
-        `submissions` are this rank's parts, in the same order; None where it contributes zeros because it has joined.
-        """
-        operation, own = operations[0], submissions[0]
-        kind = operation.key.kind
-        with torch.no_grad(), self._recorded(operations):
-            if len(operations) > 1:
-                all_reduce_fused(operations, submissions, transport, self._buffers)
-            elif kind is Kind.ALLREDUCE:
-                all_reduce(operation, own, transport)
-            elif kind is Kind.BARRIER:
-                if own is not None:  # a barrier needs no more than the requests of all ranks
-                    own.finish(None)
-            elif own is None:
-                raise AssertionError(f"{operation.key} was matched without this rank")
-            else:
-                _FUNCTIONS[kind](operation, own, transport)
-
-    @contextlib.contextmanager
-    def _recorded(self, operations: tuple[MatchedOperation, ...]) -> Iterator[None]:
-        """Record the operations on the timeline, if there is one."""
-        if not self._timeline.is_on:
-            yield
-            return
-        for operation in operations:
-            self._timeline.begin(operation.key.name, operation.key.kind.name)
-        try:
-            yield
-        finally:
-            for operation in operations:
-                self._timeline.end(operation.key.name)
+    `submissions` are this rank's parts, in the same order; None where it contributes zeros because it has joined.
+    """
+    operation, own = operations[0], submissions[0]
+    kind = operation.key.kind
+    with torch.no_grad():
+        if len(operations) > 1:
+            all_reduce_fused(operations, submissions, transport, buffers)
+        elif kind is Kind.ALLREDUCE:
+            all_reduce(operation, own, transport)
+        elif kind is Kind.BARRIER:
+            if own is not None:  # a barrier needs no more than the requests of all ranks
+                own.finish(None)
+        elif own is None:
+            raise AssertionError(f"{operation.key} was matched without this rank")
+        else:
+            _FUNCTIONS[kind](operation, own, transport)
 
 
 # Allgather, broadcast and alltoall: bytes, so that any dtype will do --------------------------------------------------
@@ -99,17 +77,16 @@ def broadcast(operation: MatchedOperation, own: Submission, transport: Transport
 
 
 def all_to_all(operation: MatchedOperation, own: Submission, transport: Transport) -> None:
-    """Receive from each rank the rows that it split off for this one. The handle also gets their number by rank.
-
-    Every rank sees all bytes: a ring passes most of them through every rank anyway.
-    """
+    """Receive from each rank the rows that it split off for this one. The handle also gets their number by rank. Every
+    rank sees all bytes: a ring passes most of them through every rank anyway."""
     requests, place = _all_requests(operation), transport.rank
     dtype, row_shape = dtype_named(requests[0].dtype), requests[0].shape[1:]
+    row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
     received = [request.splits[place] for request in requests]
     whole = torch.empty((sum(received), *row_shape), dtype=dtype)
     sent = [sum(request.splits) for request in requests]
     own_rows = own.read()[: sent[place]]
-    if _travels_together([rows * _row_bytes(requests[0]) for rows in sent]):
+    if _travels_together([rows * row_bytes for rows in sent]):
         everything = [torch.empty((rows, *row_shape), dtype=dtype) for rows in sent]
         _gather_bytes(own_rows, [as_bytes(each) for each in everything], transport)
         for slot, tensor, request in zip(torch.split(whole, received), everything, requests, strict=True):
@@ -146,10 +123,6 @@ def _all_requests(operation: MatchedOperation) -> list[Request]:
     requests = [request for request in operation.requests if request is not None]
     assert len(requests) == len(operation.ranks), f"{operation.key} was matched though a rank had joined"
     return requests
-
-
-def _row_bytes(request: Request) -> int:
-    return torch.Size(request.shape[1:]).numel() * dtype_named(request.dtype).itemsize
 
 
 def _cut(tensor: torch.Tensor, request: Request, place: int) -> torch.Tensor:
@@ -270,15 +243,19 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def prescale(flat: torch.Tensor, factor: float) -> None:
     """Multiply every element. Integers are multiplied in float64 and truncated toward zero, halves in float32."""
-    if factor != 1.0:
-        _multiply(flat, factor)
+    if factor == 1.0:
+        return
+    if flat.dtype in _HALVES:
+        flat.copy_(flat.float().mul_(factor))
+    elif flat.is_floating_point():
+        flat.mul_(factor)
+    else:
+        flat.copy_(flat.double().mul_(factor))
 
 
 def postscale(flat: torch.Tensor, op: Reduction, size: int, factor: float) -> None:
-    """Turn the sum over `size` ranks into the requested result: divide it for an AVERAGE, then multiply it.
-
-    Integers are truncated toward zero, once.
-    """
+    """Turn the sum over `size` ranks into the requested result: divide it for an AVERAGE, then multiply it. Integers
+    are truncated toward zero, once."""
     if op is not Reduction.AVERAGE:
         prescale(flat, factor)
     elif flat.dtype in _HALVES:
@@ -292,16 +269,7 @@ def postscale(flat: torch.Tensor, op: Reduction, size: int, factor: float) -> No
         flat.copy_(flat.double().div_(size).mul_(factor))
 
 
-def _multiply(flat: torch.Tensor, factor: float) -> None:
-    if flat.dtype in _HALVES:
-        flat.copy_(flat.float().mul_(factor))
-    elif flat.is_floating_point():
-        flat.mul_(factor)
-    else:
-        flat.copy_(flat.double().mul_(factor))
-
-
-# The function of each kind of operation; Executor handles an allreduce and a barrier ----------------------------------
+# The function of each kind of operation; execute() handles an allreduce and a barrier ---------------------------------
 
 _FUNCTIONS: dict[Kind, Callable[[MatchedOperation, Submission, Transport], None]] = {
     Kind.ALLGATHER: all_gather,

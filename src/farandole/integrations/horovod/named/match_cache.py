@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from farandole.errors import ProtocolError
 from farandole.integrations.horovod.named.stages import Key, MatchedOperation, Request
 
 
@@ -21,10 +22,10 @@ class ResponseCache:
         self._matched: list[MatchedOperation] = []
         self._by_age: OrderedDict[int, None] = OrderedDict()
 
-    def __getitem__(self, place: int) -> MatchedOperation:
-        """Return the operation in a place. Raises IndexError for an empty place."""
-        if place < 0:
-            raise IndexError(place)
+    def at(self, place: int, rank: int) -> MatchedOperation:
+        """Return the operation that a rank repeats. Raises ProtocolError for an empty place."""
+        if not 0 <= place < len(self._matched):
+            raise ProtocolError(f"rank {rank} repeats the request in place {place} of the cache, which is empty")
         return self._matched[place]
 
     def place_of(self, rank: int, request: Request) -> int | None:

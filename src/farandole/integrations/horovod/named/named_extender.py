@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from farandole.base.env import read_horovod_settings
+import msgspec
+
+from farandole.base.env import HorovodSettings, read_horovod_settings
 from farandole.base.membership import Placement
 from farandole.integrations.horovod.named import process_sets
 from farandole.integrations.horovod.named.engine import NamedCollectives
-from farandole.integrations.horovod.named.named_settings import NamedSettings
 from farandole.integrations.horovod.named.process_sets import ProcessSet
 from farandole.integrations.horovod.named.timeline import process_timeline, start_timeline
 from farandole.training.collectives import world
@@ -22,8 +23,7 @@ class NamedExtender:
     def __init__(self) -> None:
         self._process_sets: list[ProcessSet] = []
         self._is_dynamic = False
-        self._settings: NamedSettings | None = None
-        self._has_timeline = False
+        self._settings: HorovodSettings | None = None
 
     @property
     def carries_over(self) -> bool:
@@ -39,14 +39,16 @@ class NamedExtender:
 
     def extend(self, transport: Transport, placement: Placement, connect: Connect) -> NamedCollectives:
         if self._settings is None:
-            self._settings = self._read_settings()
+            settings = read_horovod_settings()
+            is_dynamic = settings.dynamic_process_sets or self._is_dynamic
+            self._settings = msgspec.structs.replace(settings, dynamic_process_sets=is_dynamic)
         return NamedCollectives(transport, placement=placement, connect=connect, settings=self._settings)
 
     def entered(self, is_newcomer: bool) -> None:
         process_sets.register_static(self._process_sets, is_newcomer=is_newcomer)
-        settings = read_horovod_settings()
-        self._has_timeline = settings.timeline_file is not None
-        if settings.timeline_file is not None and not is_newcomer:  # a newcomer is a rank 0, too, until it is admitted
+        settings = self._settings
+        # A newcomer is a rank 0, too, until it is admitted.
+        if settings is not None and settings.timeline_file is not None and not is_newcomer:
             start_timeline(settings.timeline_file, settings.mark_cycles)
 
     def carry_over(self, was_newcomer: bool) -> None:
@@ -54,20 +56,9 @@ class NamedExtender:
 
     def settled(self) -> None:
         """Continue the file of HOROVOD_TIMELINE as the next rank 0."""
-        if self._has_timeline and world.current().placement.rank == 0:
-            settings = read_horovod_settings()
-            if settings.timeline_file is not None:
-                process_timeline.continue_file(settings.timeline_file, settings.mark_cycles)
+        settings = self._settings
+        if settings is not None and settings.timeline_file is not None and world.current().placement.rank == 0:
+            process_timeline.continue_file(settings.timeline_file, settings.mark_cycles)
 
     def left(self) -> None:
         process_sets.forget_all()
-
-    def _read_settings(self) -> NamedSettings:
-        settings = read_horovod_settings()
-        return NamedSettings(
-            cache_capacity=settings.cache_capacity,
-            fusion_bytes=settings.fusion_bytes,
-            stall_warning_s=0.0 if settings.stall_check_is_off else settings.stall_warning_s,
-            stall_abort_s=settings.stall_shutdown_s,
-            dynamic_process_sets=settings.dynamic_process_sets or self._is_dynamic,
-        )

@@ -65,10 +65,8 @@ class Negotiation:
         self._joined = 0  # ranks that wait in a join(), over all process sets
 
     def request_list(self, rank: int, requests: Iterable[Request], expired: Iterable[Key] = ()) -> RequestList:
-        """Return a rank's request list for the next round. It must be used in that round.
-
-        `expired` are the keys of operations to give up: all ranks that have submitted them get an error.
-        """
+        """Return a rank's request list for the next round. It must be used in that round. `expired` are the keys of
+        operations to give up: all ranks that have submitted them get an error."""
         place_of = self._cache.place_of
         new: list[Request] = []
         repeated: list[int] = []
@@ -82,9 +80,7 @@ class Negotiation:
 
     def round(self, request_lists: Sequence[RequestList]) -> list[Response]:
         """Decide from the request lists of all ranks, by rank. All ranks must carry out the responses in this order.
-
-        Raises ProtocolError, on all ranks, for an invalid request list; the negotiation is over then.
-        """
+        Raises ProtocolError, on all ranks, for an invalid request list; the negotiation is over then."""
         is_plain = (
             not self._joined and not self._pending and not any(each.requests or each.expired for each in request_lists)
         )
@@ -101,7 +97,7 @@ class Negotiation:
         """Yield (rank, key) for each operation requested in a round that is not decided yet: for the timeline."""
         for rank, request_list in enumerate(request_lists):
             for place in request_list.repeated:
-                yield rank, self._cache[place].key
+                yield rank, self._cache.at(place, rank).key
             for request in request_list.requests:
                 yield rank, request.key
 
@@ -118,7 +114,6 @@ class Negotiation:
     def _decide(self, request_lists: Sequence[RequestList]) -> list[Response]:
         fails = self._receive(request_lists)
         matched: list[MatchedOperation] = []
-        executes: list[Execute] = []
         set_changes: list[PendingOperation] = []
         for pending in self._pending.take_complete():
             match = self._match(pending)
@@ -128,7 +123,7 @@ class Negotiation:
                 set_changes.append(pending)
             else:
                 matched.append(match)
-        executes += fuse(matched, self._fusion_bytes)
+        executes = fuse(matched, self._fusion_bytes)
         for group in self._pending.take_complete_groups():
             matches = [self._match(pending) for pending in group]
             bad = [match for match in matches if isinstance(match, Fail)]
@@ -145,18 +140,16 @@ class Negotiation:
         return [*fails, *executes, *self._all_joined(), *self._change_sets(set_changes)]
 
     def _receive(self, request_lists: Sequence[RequestList]) -> list[Response]:
-        """Receive all requests, then all joins.
-
-        Returns the failures of operations that were submitted to unknown process sets.
-        """
+        """Receive all requests, then all joins. Returns the failures of operations that were submitted to unknown
+        process sets."""
         if len(request_lists) != self._size:
             raise ProtocolError(f"a round has the request lists of {self._size} ranks, got {len(request_lists)}")
-        add, cache, get = self._pending.add, self._cache, self._sets.get
+        add, at, get = self._pending.add, self._cache.at, self._sets.get
         unknown: dict[Key, None] = {}
         joins: list[tuple[Members, int, Key]] = []
         for rank, request_list in enumerate(request_lists):
             for place in request_list.repeated:
-                cached = _at(cache, place, rank)
+                cached = at(place, rank)
                 repeated = cached.request_of(rank)
                 if repeated is None:
                     raise ProtocolError(f"rank {rank} repeats a request that it never sent: place {place} of the cache")
@@ -231,17 +224,14 @@ class Negotiation:
         responses: list[Response] = []
         for pending in changes:
             ranks = next(request for request in pending.requests if request is not None).ranks
-            responses += (
-                self._add(pending.key, ranks)
-                if pending.key.kind is Kind.ADD_PROCESS_SET
-                else self._remove(pending.key, ranks)
-            )
+            change = self._add if pending.key.kind is Kind.ADD_PROCESS_SET else self._remove
+            responses += change(pending.key, ranks)
         return responses
 
     def _add(self, key: Key, ranks: tuple[int, ...]) -> list[Response]:
         if problem := self._sets.why_impossible(ranks):
             return [Fail(key, problem)]
-        return [SetAdded(key, self._sets.add(ranks).number, ranks)]
+        return [SetAdded(key, self._sets.add(ranks), ranks)]
 
     def _remove(self, key: Key, ranks: tuple[int, ...]) -> list[Response]:
         number = self._sets.number_of(ranks)
@@ -285,18 +275,9 @@ class Negotiation:
         return f"{key.name}: process set {number} {was}"
 
 
-def _at(cache: ResponseCache, place: int, rank: int) -> MatchedOperation:
-    try:
-        return cache[place]
-    except IndexError:
-        raise ProtocolError(f"rank {rank} repeats the request in place {place} of the cache, which is empty") from None
-
-
 def fuse(matched: Iterable[MatchedOperation], fusion_bytes: float) -> list[Execute]:
-    """Fuse operations: allreduces of one kind share a flat buffer up to a size.
-
-    Return each operation once, in the order of the first of each buffer.
-    """
+    """Fuse operations: allreduces of one kind share a flat buffer up to a size. Return each operation once, in the
+    order of the first of each buffer."""
     buffers: list[list[MatchedOperation]] = []
     last: dict[tuple[object, ...], tuple[list[MatchedOperation], float]] = {}
     for operation in matched:
@@ -314,9 +295,7 @@ def fuse(matched: Iterable[MatchedOperation], fusion_bytes: float) -> list[Execu
 
 class ProcessSets:
     """All process sets, by their ids: 0 has all ranks, the others are numbered from 1 in the order of their creation.
-
-    An id is never used for another set, so that two sets cannot be confused.
-    """
+    An id is never used for another set, so that two sets cannot be confused."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -344,15 +323,11 @@ class ProcessSets:
         number = self.number_of(ranks)
         return None if number is None else f"there is a process set of ranks {list(ranks)} already, with id {number}"
 
-    def add(self, ranks: Iterable[int]) -> Members:
-        """Add and return a new set. Raises ValueError for ranks that it cannot have."""
-        wanted = tuple(ranks)
-        if problem := self.why_impossible(wanted):
-            raise ValueError(problem)
-        members = Members(self._next, wanted)
-        self._by_number[self._next] = members
-        self._next += 1
-        return members
+    def add(self, ranks: tuple[int, ...]) -> int:
+        """Add a set that is possible, and return its id."""
+        number, self._next = self._next, self._next + 1
+        self._by_number[number] = Members(number, ranks)
+        return number
 
     def remove(self, number: int) -> None:
         del self._by_number[number]

@@ -33,7 +33,10 @@ def broadcast_parameters(params: Mapping[str, torch.Tensor] | Sequence[Any], roo
     if isinstance(params, Mapping):
         named = sorted(params.items())
     elif isinstance(params, list):
-        named = [_named(place, each) for place, each in enumerate(params)]
+        named = [
+            each if isinstance(each, tuple) and len(each) == 2 else (f"parameter.{place}", each)
+            for place, each in enumerate(params)
+        ]
     else:
         raise ValueError(
             f"broadcast_parameters takes a dict of tensors, or a list of tensors or (name, tensor), got "
@@ -63,8 +66,7 @@ def broadcast_object(
 
     Raises:
         TypeError: The root's value cannot be pickled.
-        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
-            CollectiveMismatch, on all ranks, when they disagree about it.
+        HorovodInternalError: As from `allreduce`.
         NotInitialized: `init()` was not called.
 
     Examples:
@@ -94,8 +96,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
     Raises:
         TypeError: The value cannot be pickled.
-        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
-            CollectiveMismatch, on all ranks, when they disagree about it.
+        HorovodInternalError: As from `allreduce`.
         NotInitialized: `init()` was not called.
 
     Examples:
@@ -126,8 +127,7 @@ def broadcast_optimizer_state(
 
     Raises:
         ValueError: The optimizer is LBFGS, or the optimizers differ in parameters or groups.
-        HorovodInternalError: The operation failed: PeerLost or GenerationEnded when a worker was lost;
-            CollectiveMismatch, on all ranks, when they disagree about it.
+        HorovodInternalError: As from `allreduce`.
 
     Examples:
         >>> fd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -139,7 +139,8 @@ def broadcast_optimizer_state(
             "broadcast_object(optimizer.state_dict()) and load_state_dict() copy it as a whole"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    _refuse_other_optimizers(allgather_object(_shapes(optimizer), "optimizer.shapes"))
+    shapes = [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+    _refuse_other_optimizers(allgather_object(shapes, "optimizer.shapes"))
     outline = broadcast_object(_outline(optimizer, parameters), root_rank, "optimizer.outline")
     for group, options in zip(optimizer.param_groups, outline.options, strict=True):
         for key, value in options.items():
@@ -175,8 +176,14 @@ class _Outline:
 
 
 def _outline(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> _Outline:
+    # On the CPU: another rank may not have the device of a tensor.
     options = [
-        {key: _off_device(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {
+            key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
     ]
     states = {
         index: {key: _placed(value) for key, value in optimizer.state[parameter].items()}
@@ -186,18 +193,8 @@ def _outline(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor
     return _Outline(options, states)
 
 
-def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
-    """Return the shapes of all parameters, by group."""
-    return [[tuple(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
-
-
 def _placed(value: Any) -> Any:
     return _Place(value.shape, value.dtype, value.device.type) if isinstance(value, torch.Tensor) else value
-
-
-def _off_device(value: Any) -> Any:
-    """Copy a tensor to the CPU: another rank may not have its device."""
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _refuse_other_optimizers(by_rank: list[list[list[tuple[int, ...]]]]) -> None:
@@ -248,12 +245,6 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         current.detach().copy_(value)
     else:
         group[key] = value
-
-
-def _named(place: int, each: Any) -> tuple[str, Any]:
-    if isinstance(each, tuple) and len(each) == 2:
-        return each
-    return f"parameter.{place}", each
 
 
 def _to_bytes(obj: Any) -> torch.Tensor:

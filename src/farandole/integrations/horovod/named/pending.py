@@ -126,7 +126,7 @@ class PendingTable:
         for seed in seeds:
             still = [pending for pending in seed if self._by_key.get(pending.key) is pending]
             cluster = self.cluster(still)
-            if cluster and self._is_contradictory(cluster):
+            if cluster and all(self._is_through(rank, cluster) for rank in cluster[0].members.active()):
                 clusters.append(self.take(cluster))
         return clusters
 
@@ -165,10 +165,8 @@ class PendingTable:
         return taken
 
     def awaited(self, pending: PendingOperation) -> list[int]:
-        """Return the members that have not requested this operation.
-
-        If all have, return those that lack a part of the cluster.
-        """
+        """Return the members that have not requested this operation. If all have, return those that lack a part of the
+        cluster."""
         return self.all_awaited([pending])[0]
 
     def all_awaited(self, operations: Sequence[PendingOperation]) -> list[list[int]]:
@@ -216,10 +214,8 @@ class PendingTable:
         return [group for name in names if (group := self._groups.get((number, name))) is not None]
 
     def _names_with_several_meanings(self) -> list[list[PendingOperation]]:
-        """Return operations of several kinds to which the user gave one name.
-
-        An operation counts from the end of its first round on: most are decided by then, and cost nothing.
-        """
+        """Return operations of several kinds to which the user gave one name. An operation counts from the end of its
+        first round on: most are decided by then, and cost nothing."""
         for pending in self._new:
             if self._by_key.get(pending.key) is pending and (bare := _bare(pending.key, pending.key.name)):
                 self._by_name.setdefault(bare, []).append(pending)
@@ -227,9 +223,6 @@ class PendingTable:
         groups = self._groups_by_name
         found = [same for bare, same in self._by_name.items() if len(same) > 1 or bare in groups]
         return found + [list(same[0].operations.values()) for same in groups.values() if len(same) > 1]
-
-    def _is_contradictory(self, cluster: Sequence[PendingOperation]) -> bool:
-        return all(self._is_through(rank, cluster) for rank in cluster[0].members.active())
 
     def _is_through(self, rank: int, cluster: Sequence[PendingOperation]) -> bool:
         """Return whether this member has requested a part of the cluster, and all of the groups that it began."""
@@ -245,10 +238,8 @@ class PendingTable:
 
 
 def _bare(key: Key, name: str) -> Label | None:
-    """Return the user's name for an operation of this key, or for its group, without the kind of operation.
-
-    Ranks that mean the same use the same name. None where the user gave no name.
-    """
+    """Return the user's name for an operation of this key, or for its group, without the kind of operation. Ranks that
+    mean the same use the same name. None where the user gave no name."""
     prefixes = _PREFIXES.get(key.kind)
     if prefixes is None:
         return None
@@ -359,7 +350,7 @@ class StallWatch:
 
     @property
     def is_on(self) -> bool:
-        """True when check() has to be called at all."""
+        """Whether check() has to be called at all."""
         return self._warning_s > 0 or self._abort_s > 0
 
     def check(self, now_s: float, waiting: Sequence[Stall]) -> StallReport:

@@ -40,7 +40,6 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        """Create a process set of these ranks. Raises ValueError unless they are distinct ranks."""
         if not isinstance(ranks, Iterable):
             raise ValueError(f"a ProcessSet is made of ranks, got {ranks!r} (communicators of MPI are not supported)")
         self._ranks = sorted(ranks)
@@ -99,7 +98,6 @@ class _GlobalProcessSet(ProcessSet):
 
 global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks, whatever their number: the default of `process_set=`. See the example of `ProcessSet`."""
-"""The process set of all ranks: the default of all operations."""
 
 
 def process_set_of(given: SomeRanks | None) -> ProcessSet:
@@ -181,12 +179,9 @@ def process_set_ids_and_ranks() -> dict[int, list[int]]:
 
 
 def register_static(process_sets: Sequence[ProcessSet], *, is_newcomer: bool = False) -> None:
-    """Add the process sets of init(process_sets=...). All ranks call it, also with an empty list.
-
-    With `is_newcomer` this worker is alone until it is admitted: recreate() adds the process sets then.
-
-    Raises ValueError, on all ranks, when they differ, name a rank that does not exist, or contain one twice.
-    """
+    """Add the process sets of init(process_sets=...). All ranks call it, also with an empty list. With `is_newcomer`
+    this worker is alone until it is admitted: recreate() adds the process sets then. Raises ValueError, on all ranks,
+    when they differ, name a rank that does not exist, or contain one twice."""
     named = engine()
     named.is_before_admission = is_newcomer
     if is_newcomer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -155,19 +156,13 @@ class PendingOperation:
 
 # Matched: requested by all members, and their requests agree ----------------------------------------------------------
 
-# Only for comparing a buffer with its limit; an estimate is good enough for a dtype that is not listed.
-_ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "complex128": 16,
-}
-_OTHER_ITEM_BYTES = 8
+_BITS = re.compile(r"\d+")
+
+
+def _item_bytes(dtype: str) -> int:
+    """Return the size of a number, by the bits that its dtype has in its name; a bool has 1 byte."""
+    bits = _BITS.search(dtype)
+    return int(bits[0]) // 8 if bits else 1
 
 
 @dataclass(slots=True)
@@ -191,7 +186,7 @@ class MatchedOperation:
 
     def __post_init__(self) -> None:
         request = self.any_request = next(each for each in self.requests if each is not None)
-        self.nbytes = math.prod(request.shape) * _ITEM_BYTES.get(request.dtype, _OTHER_ITEM_BYTES)
+        self.nbytes = math.prod(request.shape) * _item_bytes(request.dtype)
         self.fusion_key = _fusion_key(self.key, request, self.requests)
 
     @property
@@ -273,10 +268,8 @@ _JOINABLE = {Kind.ALLREDUCE, Kind.BARRIER}  # a rank without data can only add z
 
 def why_invalid(key: Key, ranks: tuple[int, ...], requests: Sequence[Request | None]) -> str | None:
     """Return an error message with ranks and values, equal on all members; None if the operation can be executed.
-
     `ranks` are the members of the process set; `requests` are theirs, in the same order; None for a member that has
-    joined.
-    """
+    joined."""
     present = [(rank, request) for rank, request in zip(ranks, requests, strict=True) if request is not None]
     if key.kind not in _JOINABLE and len(present) < len(ranks):
         missing = [rank for rank, request in zip(ranks, requests, strict=True) if request is None]
@@ -287,23 +280,32 @@ def why_invalid(key: Key, ranks: tuple[int, ...], requests: Sequence[Request | N
     return None if problem is None else f"{operation_in_words(key)}: {problem}"
 
 
-def _dtypes(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the dtype", lambda request: request.dtype)
+Check: TypeAlias = Callable[[RankedRequests, tuple[int, ...]], str | None]
 
 
-def _devices(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the device", lambda request: "CPU" if request.device == CPU else "CUDA")
+def _equal(what: str, value: Callable[[Request], object], text: Callable[[object], str] = str) -> Check:
+    """Return the check that all ranks have the same value."""
+
+    def check(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
+        first = value(requests[0][1])
+        if all(value(request) == first for _, request in requests):
+            return None
+        values = values_by_rank((rank, text(value(request))) for rank, request in requests)
+        return None if values is None else f"ranks disagree on {what}: {values}"  # None where all values are nan
+
+    return check
 
 
-def _shapes(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the shape", lambda request: request.shape, _list)
+def _list(numbers: object) -> str:
+    assert isinstance(numbers, tuple)
+    return str(list(numbers))
 
 
-def _rows(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    """Check the first dimension, which every tensor must have and which may differ; the others may not."""
-    return _scalars(requests, _) or _difference(
-        requests, "the shape of one row (all dimensions but the first)", lambda request: request.shape[1:], _list
-    )
+def _op(number: object) -> str:
+    return next((each.name.capitalize() for each in Reduction if each == number), str(number))
+
+
+_equal_roots = _equal("the root rank", lambda request: request.root)
 
 
 def _scalars(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
@@ -313,18 +315,8 @@ def _scalars(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
     return f"the tensor of {ranks_in_words(scalars)} is a scalar; it needs at least one dimension"
 
 
-def _ops(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the reduction", lambda request: request.op, _op)
-
-
-def _scales(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the prescale factor", lambda request: request.prescale) or _difference(
-        requests, "the postscale factor", lambda request: request.postscale
-    )
-
-
 def _roots(requests: RankedRequests, ranks: tuple[int, ...]) -> str | None:
-    found = _difference(requests, "the root rank", lambda request: request.root)
+    found = _equal_roots(requests, ranks)
     if found is None and requests[0][1].root not in ranks:
         return f"root rank {requests[0][1].root} is not in the process set, which has {ranks_in_words(ranks)}"
     return found
@@ -343,43 +335,29 @@ def _splits(requests: RankedRequests, ranks: tuple[int, ...]) -> str | None:
     return None
 
 
-def _sets(requests: RankedRequests, _: tuple[int, ...]) -> str | None:
-    return _difference(requests, "the ranks of the process set", lambda request: request.ranks, _list)
-
-
-Check: TypeAlias = Callable[[RankedRequests, tuple[int, ...]], str | None]
+_dtypes = _equal("the dtype", lambda request: request.dtype)
+_devices = _equal("the device", lambda request: "CPU" if request.device == CPU else "CUDA")
+_shapes = _equal("the shape", lambda request: request.shape, _list)
+_rows = _equal("the shape of one row (all dimensions but the first)", lambda request: request.shape[1:], _list)
+_reductions = (
+    _equal("the reduction", lambda request: request.op, _op),
+    _equal("the prescale factor", lambda request: request.prescale),
+    _equal("the postscale factor", lambda request: request.postscale),
+)
+_sets = _equal("the ranks of the process set", lambda request: request.ranks, _list)
 
 _CHECKS: dict[Kind, tuple[Check, ...]] = {
-    Kind.ALLREDUCE: (_dtypes, _shapes, _ops, _scales, _devices),
-    Kind.ALLGATHER: (_dtypes, _rows, _devices),
+    Kind.ALLREDUCE: (_dtypes, _shapes, *_reductions, _devices),
+    Kind.ALLGATHER: (_dtypes, _scalars, _rows, _devices),
     Kind.BROADCAST: (_roots, _dtypes, _shapes, _devices),
-    Kind.ALLTOALL: (_dtypes, _rows, _splits, _devices),
+    Kind.ALLTOALL: (_dtypes, _scalars, _rows, _splits, _devices),
     # Summed before it is scattered: the first dimension is compared too.
-    Kind.REDUCESCATTER: (_dtypes, _scalars, _shapes, _ops, _scales, _devices),
+    Kind.REDUCESCATTER: (_dtypes, _scalars, _shapes, *_reductions, _devices),
     Kind.BARRIER: (),
     Kind.END: (),
     Kind.ADD_PROCESS_SET: (_sets,),
     Kind.REMOVE_PROCESS_SET: (_sets,),
 }
-
-
-def _difference(
-    requests: RankedRequests, what: str, value: Callable[[Request], object], text: Callable[[object], str] = str
-) -> str | None:
-    first = value(requests[0][1])
-    if all(value(request) == first for _, request in requests):
-        return None
-    values = values_by_rank((rank, text(value(request))) for rank, request in requests)
-    return None if values is None else f"ranks disagree on {what}: {values}"  # None where all values are nan
-
-
-def _list(numbers: object) -> str:
-    assert isinstance(numbers, tuple)
-    return str(list(numbers))
-
-
-def _op(number: object) -> str:
-    return next((each.name.capitalize() for each in Reduction if each == number), str(number))
 
 
 # Errors of operations that depend on each other, for each rank that submitted one of them -----------------------------
@@ -458,10 +436,8 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def values_by_rank(values: Iterable[tuple[int, str]], verb: str | None = None) -> str | None:
-    """Return "ranks 0 and 2 have float32, rank 1 has int64", or None where all values are equal.
-
-    `values` are those of each rank, in the order of the ranks; `verb` replaces "has" and "have".
-    """
+    """Return "ranks 0 and 2 have float32, rank 1 has int64", or None where all values are equal. `values` are those of
+    each rank, in the order of the ranks; `verb` replaces "has" and "have"."""
     by_value: dict[str, list[int]] = {}
     for rank, value in values:
         by_value.setdefault(value, []).append(rank)

@@ -81,9 +81,9 @@ class Handle:
 
     Attributes:
         received: For each part of an allgather or alltoall, the number of rows from each member.
+        counts_on: Where an alltoall's result has these numbers, beside the tensor (int32); None for other operations.
+        is_taken: Whether take() was called; the result is gone.
     """
-
-    __slots__ = ("_error", "_is_group", "_is_taken", "_left", "_results", "_run_until_done", "_until_done", "received")
 
     def __init__(
         self, parts: int = 1, *, is_group: bool = False, run_until_done: Callable[[Handle], None] | None = None
@@ -92,7 +92,8 @@ class Handle:
         self._results: list[Any] = [None] * parts
         self._left = parts
         self._is_group = is_group
-        self._is_taken = False
+        self.counts_on: torch.device | None = None
+        self.is_taken = False
         self._error: BaseException | None = None
         self._run_until_done = run_until_done
         self._until_done = threading.Lock()  # an Event costs 3 us more, on each of two threads
@@ -103,11 +104,6 @@ class Handle:
     def is_done(self) -> bool:
         """True when wait() returns at once."""
         return self._left == 0
-
-    @property
-    def is_taken(self) -> bool:
-        """True when take() was called; the result is gone."""
-        return self._is_taken
 
     def finish(self, part: int, result: Any) -> None:
         """Complete one part. Only the thread that runs the rounds calls it."""
@@ -132,41 +128,23 @@ class Handle:
 
     def take(self) -> Any:
         """Wait, then return the result, once: later calls return None. Raises the error of the operation."""
-        if self._is_taken:
+        if self.is_taken:
             return None
         self.wait()
-        self._is_taken = True
+        self.is_taken = True
         results, self._results = self._results, []
         if self._error is not None:
             # A copy: the traceback of this raise must not keep this caller's tensors alive in an error that other
             # handles share.
             raise copy.copy(self._error) from self._error.__cause__
+        if self.counts_on is not None:
+            return results[0], torch.tensor(self.received[0], dtype=torch.int32, device=self.counts_on)
         return tuple(results) if self._is_group else results[0]
 
     def _end_one(self) -> None:
         self._left -= 1
         if self._left == 0:
             self._until_done.release()
-
-
-class AlltoallHandle(Handle):
-    """The handle of an alltoall. Its result is the tensor, and the number of its rows from each member (int32).
-
-    Attributes:
-        device: Where these numbers are to be.
-    """
-
-    __slots__ = ("device",)
-
-    def __init__(self, run_until_done: Callable[[Handle], None] | None = None) -> None:
-        super().__init__(run_until_done=run_until_done)
-        self.device = torch.device("cpu")
-
-    def take(self) -> Any:
-        tensor = super().take()
-        if tensor is None:
-            return None
-        return tensor, torch.tensor(self.received[0], dtype=torch.int32, device=self.device)
 
 
 @dataclass(eq=False)
@@ -214,10 +192,8 @@ class Submission:
         return here.clone() if is_own and not self.in_place else here
 
     def deliver(self, result: torch.Tensor, received: Sequence[int] = ()) -> None:
-        """Complete the operation with a CPU tensor: copy it into the user's tensor, or onto its device.
-
-        `received` are the numbers of its rows from each member, where they may differ.
-        """
+        """Complete the operation with a CPU tensor: copy it into the user's tensor, or onto its device. `received` are
+        the numbers of its rows from each member, where they may differ."""
         assert self.tensor is not None
         self.handle.received[self.part] = list(received)
         try:
@@ -250,11 +226,9 @@ class Submission:
 
 
 class TensorQueue:
-    """The submissions of this rank that have not ended yet. Thread-safe. After end() it accepts no more.
-
-    Callers add them, the thread that runs the rounds takes them. `wake` is set to wake a thread for submissions whose
-    requests were not sent yet; None where no thread waits for it.
-    """
+    """The submissions of this rank that have not ended yet. Thread-safe. After end() it accepts no more. Callers add
+    them, the thread that runs the rounds takes them. `wake` is set to wake a thread for submissions whose requests were
+    not sent yet; None where no thread waits for it."""
 
     def __init__(self, wake: Wake | None) -> None:
         self._wake = wake
@@ -273,11 +247,9 @@ class TensorQueue:
         return not self._in_flight
 
     def add(self, submissions: Sequence[Submission], *, wakes: bool = True) -> None:
-        """Add all of the submissions or none. Unless it `wakes` the thread, the caller runs the next round.
-
-        Raises ValueError for a name that is in flight, the error of end() if it was called, and RuntimeError in a
-        forked child.
-        """
+        """Add all of the submissions or none. Unless it `wakes` the thread, the caller runs the next round. Raises
+        ValueError for a name that is in flight, the error of end() if it was called, and RuntimeError in a forked
+        child."""
         with self._lock:
             if self._error is not None:
                 raise copy.copy(self._error) from self._error.__cause__

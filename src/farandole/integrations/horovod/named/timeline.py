@@ -51,10 +51,8 @@ class Timeline:
 
     def start(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Record into a new file from now on, in place of the one before. Nothing changes if it is that file.
-
         `mark_cycles` shows each round of negotiation too. Raises OSError when the file cannot be written; the timeline
-        is off then.
-        """
+        is off then."""
         with self._lock:
             self._was_started = True
             wanted = os.path.abspath(path)
@@ -87,23 +85,19 @@ class Timeline:
             self._stop()
 
     def negotiate_start(self, name: str, kind: Kind) -> None:
-        """Record that the first rank has submitted an operation; more calls until negotiate_end() change nothing."""
+        """Record that the first rank has submitted an operation; more calls until end() change nothing."""
         self._record(BEGIN, name, f"NEGOTIATE_{kind.name}")
 
     def rank_ready(self, name: str, rank: int) -> None:
         """Record that a rank has submitted it."""
         self._record(INSTANT, name, str(rank))
 
-    def negotiate_end(self, name: str) -> None:
-        """Record that it is decided."""
-        self._record(END, name, "")
-
     def begin(self, name: str, activity: str) -> None:
         """Record that it, or a part of it, is executed; activities may be nested."""
         self._record(BEGIN, name, activity)
 
     def end(self, name: str) -> None:
-        """Record the end of the last activity that began."""
+        """Record the end of the last activity that began, or that it is decided."""
         self._record(END, name, "")
 
     def cycle(self) -> None:

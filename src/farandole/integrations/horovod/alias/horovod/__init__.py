@@ -1,17 +1,20 @@
 """Horovod's names, served by Farandole: scripts that `import horovod.torch as hvd` run unchanged.
 
-Every file below this folder is thin: it provides objects of Farandole under their paths and names in Horovod.
+The files below this folder provide objects of Farandole under their paths and names in Horovod. Modules that have
+nothing of their own are not files, but in the table of alias_importer.py.
 """
 
 from farandole.errors import ConfigError
-from farandole.integrations.horovod import refuse_beside_real_horovod
+from farandole.integrations.horovod import alias_importer, refuse_beside_real_horovod
 
 try:
     refuse_beside_real_horovod()
 except ConfigError as error:
     raise ImportError(str(error)) from None
 
-from horovod.runner import run
+alias_importer.install()
+
+from horovod.runner import run  # noqa: E402 - its imports need the importer
 
 __version__ = "0.28.1+farandole"
 """The version of Horovod that has this interface; its local part distinguishes the two."""

@@ -21,3 +21,6 @@ class HorovodBasics:
         from farandole.integrations.horovod.named.process_sets import process_set_ids_and_ranks
 
         return process_set_ids_and_ranks()
+
+
+_basics = HorovodBasics()

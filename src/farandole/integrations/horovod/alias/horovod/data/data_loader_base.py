@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 _LOOK_S = 0.2  # a waiting thread notices within this time that the loader was closed
@@ -45,7 +46,7 @@ class AsyncDataLoaderMixin:
     ) -> None:
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
-        self._ahead: queue.Queue[_Batch | _End] = queue.Queue(max(0, async_loader_queue_size))
+        self._ahead: queue.Queue[_Read] = queue.Queue(max(0, async_loader_queue_size))
         self._is_closed = threading.Event()
         self._reader: threading.Thread | None = None
         super().__init__(*args, **kwargs)
@@ -59,7 +60,7 @@ class AsyncDataLoaderMixin:
         if self._reader is None:
             self._reader = threading.Thread(target=self._read_ahead, name="horovod-data", daemon=True)
             self._reader.start()
-        while isinstance(read := self._take(), _Batch):
+        while not (read := self._take()).is_end:
             yield self._process_batch(read.batch)
         if read.error is not None:
             raise read.error
@@ -70,7 +71,7 @@ class AsyncDataLoaderMixin:
         if self._reader is not None:
             self._reader.join(_CLOSE_S)
 
-    def _take(self) -> _Batch | _End:
+    def _take(self) -> _Read:
         while not self._is_closed.is_set():
             try:
                 return self._ahead.get(timeout=_LOOK_S)
@@ -80,16 +81,16 @@ class AsyncDataLoaderMixin:
 
     def _read_ahead(self) -> None:
         while not self._is_closed.is_set():
-            end = _End()
+            end = _Read(is_end=True)
             try:
                 for batch in self._iterate():
-                    if not self._keep(_Batch(batch)):
+                    if not self._keep(_Read(batch)):
                         return
             except Exception as error:  # noqa: BLE001 - raised in the training loop
-                end = _End(error)
+                end.error = error
             self._keep(end)
 
-    def _keep(self, read: _Batch | _End) -> bool:
+    def _keep(self, read: _Read) -> bool:
         """Put it into the queue, once there is room. Return False if the loader was closed first."""
         while not self._is_closed.is_set():
             try:
@@ -100,13 +101,10 @@ class AsyncDataLoaderMixin:
         return False
 
 
-class _Batch:
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
+@dataclass
+class _Read:
+    """A batch, or the end of one pass: success, or the exception of `_iterate`."""
 
-
-class _End:
-    """The end of one pass: success, or the exception of `_iterate`."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    batch: Any = None
+    is_end: bool = False
+    error: Exception | None = None

@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from warnings import warn
 
+from horovod.ray.runner import elastic_config, refuse_callbacks
+from horovod.runner.common.util import timeout
+from horovod.runner.elastic.discovery import HostDiscovery
+from horovod.runner.elastic.settings import ElasticSettings
+
 from farandole.base.config import JobConfig
 from farandole.base.machine import now_s
 from farandole.integrations.ray.ray_engine import RaySettings, hosts_of
 from farandole.integrations.ray.ray_function import room_for_workers, run_on_ray
 from farandole.job.launch.call_options import function_job
-from horovod.ray.runner import elastic_config, refuse_callbacks
-from horovod.runner.common.util import timeout
-from horovod.runner.elastic.discovery import HostDiscovery
-from horovod.runner.elastic.settings import ElasticSettings
 
 
 class RayHostDiscovery(HostDiscovery):

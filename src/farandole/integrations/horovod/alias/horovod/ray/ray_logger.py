@@ -4,24 +4,18 @@ unless the script has set a queue of its own."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 from warnings import warn
 
 
-class Queue(Protocol):
-    """What takes the values, such as a ray.util.queue.Queue."""
-
-    def put(self, item: Any) -> object: ...
-
-
 class RayLogger:
-    """What puts values into a queue, once there is one."""
+    """What puts values into a queue, such as a ray.util.queue.Queue, once there is one."""
 
     def __init__(self) -> None:
-        self._queue: Queue | None = None
+        self._queue: Any = None
         self._has_warned = False
 
-    def configure(self, queue: Queue | None) -> None:
+    def configure(self, queue: Any) -> None:
         """Let log() put its values into a queue."""
         self._queue = queue
 

@@ -7,68 +7,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 from warnings import warn
 
+from farandole.integrations.horovod.horovod_settings import SETTINGS
+
 T = TypeVar("T")
 
 _ARGUMENTS = (
-    "autotune",
-    "autotune_bayes_opt_max_samples",
-    "autotune_gaussian_process_noise",
-    "autotune_log_file",
-    "autotune_steps_per_sample",
-    "autotune_warmup_samples",
-    "binding_args",
-    "cache_capacity",
-    "check_build",
-    "command",
-    "config_file",
-    "cooldown_range",
-    "cycle_time_ms",
-    "disable_cache",
-    "elastic_timeout",
-    "executable",
-    "fusion_threshold_mb",
-    "gloo_timeout_seconds",
-    "hierarchical_allgather",
-    "hierarchical_allreduce",
-    "host_discovery_script",
-    "hostfile",
-    "hosts",
-    "log_level",
-    "log_with_timestamp",
-    "max_num_proc",
-    "min_num_proc",
-    "mpi_args",
-    "mpi_threads_disable",
-    "nics",
-    "no_stall_check",
-    "num_nccl_streams",
-    "output_filename",
-    "prefix_output_with_timestamp",
-    "reset_limit",
-    "run_func",
-    "slots",
-    "ssh_identity_file",
-    "ssh_port",
-    "stall_check_shutdown_time_seconds",
-    "stall_check_warning_time_seconds",
-    "start_timeout",
-    "tcp_flag",
-    "thread_affinity",
-    "timeline_filename",
-    "timeline_mark_cycles",
-    "torus_allreduce",
-    "use_gloo",
-    "use_jsrun",
-    "use_mpi",
-    "verbose",
+    "binding_args check_build command config_file cooldown_range disable_cache elastic_timeout executable "
+    "host_discovery_script hostfile hosts max_num_proc min_num_proc mpi_args nics output_filename "
+    "prefix_output_with_timestamp reset_limit run_func slots ssh_identity_file ssh_port start_timeout tcp_flag "
+    "use_gloo use_jsrun use_mpi verbose"
 )
+"""The arguments beside the settings of horovod_settings.py."""
 
 
 class _HorovodArgs(Namespace):
     """The result of launch.parse_args(), with the default of one worker."""
 
     def __init__(self) -> None:
-        super().__init__(**dict.fromkeys(_ARGUMENTS), num_proc=1)
+        super().__init__(**dict.fromkeys([*_ARGUMENTS.split(), *(each.name for each in SETTINGS)]), num_proc=1)
 
 
 def run(
@@ -101,10 +57,8 @@ def run(
     max_np: int | None = None,
 ) -> list[T]:
     """Call `func(*args, **kwargs)` in every worker of a job, and return the results of those that completed it, by
-    rank. See farandole.run(), which has the same parameters.
-
-    Raises RuntimeError when a worker fails, ValueError for arguments that exclude each other.
-    """
+    rank. See farandole.run(), which has the same parameters. Raises RuntimeError when a worker fails, ValueError for
+    arguments that exclude each other."""
     from horovod.runner.launch import _run
 
     if hosts is not None and hostfile is not None:

@@ -13,7 +13,7 @@ from farandole.base.config import JobConfig
 from farandole.base.env import read_start_timeout_s
 from farandole.integrations.horovod.horovod_settings import SETTINGS, Given, check
 from farandole.integrations.horovod.horovodrun import main as _horovodrun
-from farandole.integrations.horovod.settings_file import read_config_file
+from farandole.integrations.horovod.launcher_options import read_config_file
 from farandole.job.engines.host_list import SshSettings, chosen_hosts
 from farandole.job.launch.arguments import split_command
 from farandole.job.launch.call_options import function_job

@@ -1,75 +1,10 @@
 """horovod.torch has the names of farandole, with arguments in the same order."""
 
-from farandole import (
-    Adasum as Adasum,
-    Average as Average,
-    Compression as Compression,
-    DistributedOptimizer as DistributedOptimizer,
-    HorovodInternalError as HorovodInternalError,
-    Max as Max,
-    Min as Min,
-    ProcessSet as ProcessSet,
-    Product as Product,
-    Sum as Sum,
-    SyncBatchNorm as SyncBatchNorm,
-    add_process_set as add_process_set,
-    allgather as allgather,
-    allgather_async as allgather_async,
-    allgather_object as allgather_object,
-    allreduce as allreduce,
-    allreduce_ as allreduce_,
-    allreduce_async as allreduce_async,
-    allreduce_async_ as allreduce_async_,
-    alltoall as alltoall,
-    alltoall_async as alltoall_async,
-    barrier as barrier,
-    broadcast as broadcast,
-    broadcast_ as broadcast_,
-    broadcast_async as broadcast_async,
-    broadcast_async_ as broadcast_async_,
-    broadcast_object as broadcast_object,
-    broadcast_optimizer_state as broadcast_optimizer_state,
-    broadcast_parameters as broadcast_parameters,
-    ccl_built as ccl_built,
-    cross_rank as cross_rank,
-    cross_size as cross_size,
-    cuda_built as cuda_built,
-    ddl_built as ddl_built,
-    global_process_set as global_process_set,
-    gloo_built as gloo_built,
-    gloo_enabled as gloo_enabled,
-    grouped_allgather as grouped_allgather,
-    grouped_allgather_async as grouped_allgather_async,
-    grouped_allreduce as grouped_allreduce,
-    grouped_allreduce_ as grouped_allreduce_,
-    grouped_allreduce_async as grouped_allreduce_async,
-    grouped_allreduce_async_ as grouped_allreduce_async_,
-    grouped_reducescatter as grouped_reducescatter,
-    grouped_reducescatter_async as grouped_reducescatter_async,
-    init as init,
-    is_initialized as is_initialized,
-    join as join,
-    local_rank as local_rank,
-    local_size as local_size,
-    mpi_built as mpi_built,
-    mpi_enabled as mpi_enabled,
-    mpi_threads_supported as mpi_threads_supported,
-    nccl_built as nccl_built,
-    poll as poll,
-    rank as rank,
-    reducescatter as reducescatter,
-    reducescatter_async as reducescatter_async,
-    remove_process_set as remove_process_set,
-    rocm_built as rocm_built,
-    shutdown as shutdown,
-    size as size,
-    sparse_allreduce_async as sparse_allreduce_async,
-    start_timeline as start_timeline,
-    stop_timeline as stop_timeline,
-    synchronize as synchronize,
-)
-from farandole.training.collectives.world import word_missing_init
-from horovod.torch import elastic as elastic, functions as functions, mpi_ops as mpi_ops
+from farandole.integrations.horovod import alias_importer
+from farandole.training.collectives import world
+
+alias_importer.fill(globals(), "farandole", alias_importer.TORCH)
+alias_importer.fill(globals(), "horovod.torch", "elastic functions mpi_ops")
 
 # The words of Horovod 0.28 (horovod/common/basics.py); pytorch-ignite and others compare them.
-word_missing_init("Horovod has not been initialized; use hvd.init().")
+world.word_missing_init("Horovod has not been initialized; use hvd.init().")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import asdict
+
+from farandole.job.coordinator.placements import placements
 from farandole.job.engines import host_list
 
 
@@ -60,20 +63,5 @@ def get_host_assignments(
     slots = [(host.hostname, local) for host in hosts for local in range(host.slots)][:max_num_proc]
     if len(slots) < min_num_proc:
         raise ValueError(f"{min_num_proc} workers were requested, but the hosts have only {len(slots)} slots")
-    by_local: dict[int, list[str]] = {}
-    local_sizes: dict[str, int] = {}
-    for name, local in slots:
-        by_local.setdefault(local, []).append(name)
-        local_sizes[name] = local + 1
-    return [
-        SlotInfo(
-            hostname=name,
-            rank=rank,
-            local_rank=local,
-            cross_rank=by_local[local].index(name),
-            size=len(slots),
-            local_size=local_sizes[name],
-            cross_size=len(by_local[local]),
-        )
-        for rank, (name, local) in enumerate(slots)
-    ]
+    placed = zip(slots, placements(slots), strict=True)
+    return [SlotInfo(hostname=name, **asdict(placement)) for (name, _), placement in placed]

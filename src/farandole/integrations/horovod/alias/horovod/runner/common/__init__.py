@@ -1,1 +1,0 @@
-"""Horovod's folder of this name."""

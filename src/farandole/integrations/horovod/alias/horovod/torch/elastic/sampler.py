@@ -1,3 +1,0 @@
-"""ElasticSampler, under Horovod's path."""
-
-from farandole.elastic import ElasticSampler as ElasticSampler

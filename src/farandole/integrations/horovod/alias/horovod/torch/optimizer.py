@@ -1,3 +1,0 @@
-"""DistributedOptimizer, under Horovod's path."""
-
-from farandole import DistributedOptimizer as DistributedOptimizer

@@ -1,3 +1,0 @@
-"""SyncBatchNorm, under Horovod's path."""
-
-from farandole import SyncBatchNorm as SyncBatchNorm
