@@ -52,10 +52,6 @@ def _command(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else ""
     if name == "run":
         return run_program(arguments[1:], FARANDOLE_RUN)
-    if name == "stacks":
-        from farandole.job.launch.stacks_command import stacks_command
-
-        return stacks_command(arguments[1:])
     if name in CONTROL:
         from farandole.job.launch.control_commands import control_command
 
