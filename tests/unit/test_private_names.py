@@ -84,7 +84,7 @@ USED: dict[str, set[str]] = {
     },
     "integrations/torchrun/torchrun_parser.py": {"_ArgumentGroup"},
     "job/agent/fork_server_process.py": {"_is_device_backend_autoload_enabled", "_run_module_as_main"},
-    "job/launch/common_options.py": {"_ActionsContainer"},
+    "job/launch/run_parser.py": {"_ActionsContainer"},
     "job/launch/completion_command.py": {"_actions", "_expand_help", "_get_formatter"},
     "testing/quick_start.py": {"_dynamo"},
     "training/collectives/torch_versions.py": {

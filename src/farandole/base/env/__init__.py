@@ -30,6 +30,14 @@ from farandole.base.env.agent_env import (
     strict_environment as strict_environment,
     torchrun_environment as torchrun_environment,
 )
+from farandole.base.env.cluster_variables import (
+    SlurmVariables as SlurmVariables,
+    each_node as each_node,
+    is_under_slurm as is_under_slurm,
+    read_slurm_variables as read_slurm_variables,
+    slurm_client_environment as slurm_client_environment,
+    slurm_folder as slurm_folder,
+)
 from farandole.base.env.inheritance import (
     carried_environment as carried_environment,
     changed_environment as changed_environment,
@@ -50,12 +58,4 @@ from farandole.base.env.launchers import (
     restart_count as restart_count,
     run_name as run_name,
     uses_agent_store as uses_agent_store,
-)
-from farandole.base.env.slurm_variables import (
-    SlurmVariables as SlurmVariables,
-    each_node as each_node,
-    is_under_slurm as is_under_slurm,
-    read_slurm_variables as read_slurm_variables,
-    slurm_client_environment as slurm_client_environment,
-    slurm_folder as slurm_folder,
 )

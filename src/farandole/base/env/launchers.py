@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farandole.base.env.agent_env import Port, Seconds, WholeNumber, read_value
-from farandole.base.env.slurm_variables import each_node
+from farandole.base.env.cluster_variables import each_node
 from farandole.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from farandole.base.wire.call_messages import CallReceived
 from farandole.base.wire.control import ClientMessage, ToClient
+from farandole.base.wire.function_call import CallReceived
 from farandole.base.wire.link_messages import ToWorker, WorkerMessage
 from farandole.base.wire.message import Message
 from farandole.base.wire.messages import AgentDied, AgentMessage, GuardHello, ToAgent

@@ -20,7 +20,7 @@ from farandole.base.membership import (
     WorkerStatus,
     WorkerTelemetry,
 )
-from farandole.base.wire.call_messages import CallComes, CallPart, PartReceived, ReturnPart
+from farandole.base.wire.function_call import CallComes, CallPart, PartReceived, ReturnPart
 from farandole.base.wire.link_messages import Start, ToWorker, WorkerMessage
 from farandole.base.wire.message import Message
 

@@ -22,10 +22,10 @@ from farandole.job.agent.network_addresses import own_addresses
 from farandole.job.agent.preemption import Notice, watch_for_notices
 from farandole.job.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.job.engines.host_list import HostSlots
-from farandole.job.launch.common_options import PREEMPTION_HELP, add_loudness
 from farandole.job.launch.job_files import JobFile, read_job_file
 from farandole.job.launch.joining import read_token_file, tls_folder
 from farandole.job.launch.report import Loudness, Report
+from farandole.job.launch.run_parser import PREEMPTION_HELP, add_loudness
 from farandole.registry import factory
 
 CANNOT_JOIN = 1

@@ -12,8 +12,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from farandole.base.machine import now_s
-from farandole.base.wire.call_messages import ReturnPart
-from farandole.base.wire.function_call import LARGEST_BYTES, Call, Return
+from farandole.base.wire.function_call import LARGEST_BYTES, Call, Return, ReturnPart
 from farandole.errors import FatalError
 from farandole.job.coordinator.server import Outcome
 

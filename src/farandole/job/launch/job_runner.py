@@ -44,10 +44,9 @@ from farandole.job.launch.checkpoint_place import Beginning
 from farandole.job.launch.ending_signals import ending_signals
 from farandole.job.launch.job_files import JobFile, announced, born, shared
 from farandole.job.launch.job_spec import JobSpec
-from farandole.job.launch.job_state import JobState
+from farandole.job.launch.job_state import JobState, StateCopies
 from farandole.job.launch.output import OutputOptions, OutputSink
 from farandole.job.launch.page_address import PageProcess
-from farandole.job.launch.state_copies import StateCopies
 from farandole.job.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.job.launch.terminal_line import TerminalLine
 from farandole.registry import factory

@@ -13,6 +13,7 @@ which may live on behind a broken network, cannot write there. Only the files' o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -28,6 +29,8 @@ import msgspec
 
 from farandole.base.config import JobConfig
 from farandole.base.env import CheckpointEnv
+from farandole.base.events.event import Event
+from farandole.base.events.host_events import StateUnwritten, StateWritten
 from farandole.base.machine import now_s
 from farandole.base.wire.authentication import new_token
 from farandole.errors import ConfigError, FarandoleError
@@ -44,6 +47,7 @@ from farandole.job.coordinator.journal import (
 _LOCK, _JOB = "lock", "job.json"
 _RELEASED_S = 2.0  # for a launcher that has just been killed, and its coordinator, to be gone
 _AGAIN_S = 0.02
+_COPY_AGAIN_S = 0.2
 
 
 class StateUnavailable(FarandoleError):
@@ -385,3 +389,49 @@ def _replace(path: Path, data: bytes) -> None:
         os.fsync(folder)  # to flush a file does not flush its name: man 2 fsync
     finally:
         os.close(folder)
+
+
+# Copies of the coordinator's states, where the next launcher looks for them -------------------------------------------
+
+
+class CopiesFailed(FarandoleError):
+    """No copy could be written for as long as the patience."""
+
+
+class StateCopies:
+    """Writes one copy after the other, in a thread: the event loop runs on.
+
+    write      as write_copy of JobState
+    patience_s for so long a copy is tried again
+    problem    why the newest copy could not be written yet; empty: it could, or nothing was tried
+    """
+
+    def __init__(self, write: Callable[[bytes], None], patience_s: float, on_event: Callable[[Event], None]) -> None:
+        self._write, self._patience_s, self._on_event = write, patience_s, on_event
+        self._turn = asyncio.Lock()
+        self.problem = ""
+
+    async def write(self, files: JournalFiles, job_id: str) -> None:
+        """Write the newest state of a journal. Raises CopiesFailed."""
+        async with self._turn:
+            began_s = now_s()
+            while not await self._was_written(files, job_id):
+                waited_s = now_s() - began_s
+                if waited_s > self._patience_s:
+                    raise CopiesFailed(
+                        f"the state of the job could not be written for {waited_s:.0f} s ({self.problem})"
+                    )
+                await asyncio.sleep(_COPY_AGAIN_S)
+            if self.problem:
+                self.problem = ""
+                self._on_event(StateWritten(now_s() - began_s))
+
+    async def _was_written(self, files: JournalFiles, job_id: str) -> bool:
+        try:
+            await asyncio.to_thread(lambda: self._write(Journal(files, job_id).newest()))
+        except StateUnavailable as error:
+            if not self.problem:
+                self._on_event(StateUnwritten(str(error), self._patience_s))
+            self.problem = str(error)
+            return False
+        return True

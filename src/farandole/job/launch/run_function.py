@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -17,11 +21,12 @@ from farandole.job.launch.call_options import FunctionOptions, by_name, job_of
 from farandole.job.launch.function_results import FunctionFailed, Returns, encoded, result_of
 from farandole.job.launch.job_runner import NO_ADDITIONS, Additions
 from farandole.job.launch.job_spec import JobSpec
-from farandole.job.launch.job_thread import in_thread
 from farandole.job.launch.launcher import launch, reporting
 from farandole.registry import factory
 
 T = TypeVar("T")
+
+_LOOK_S = 0.5  # Python passes a Ctrl-C on between two waits, at the latest
 
 BY_POSITION = (
     "slots reset_limit cooldown_range hosts hostfile host_discovery_script start_timeout ssh_port ssh_identity_file "
@@ -180,3 +185,36 @@ def run_and_wait(spec: JobSpec, additions: Additions = NO_ADDITIONS) -> Outcome:
     the job first, with the workers' grace period."""
     with reporting(spec, is_quiet=False) as report:
         return launch(spec, report, dataclasses.replace(additions, run=in_thread))
+
+
+def in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the coroutine, run on its own event loop in its own thread. An exception in this thread
+    meanwhile, such as KeyboardInterrupt, cancels the coroutine, waits for it, and propagates. It also works
+    where an event loop runs already: in a notebook, in a server."""
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # without a factory it sets the loop of this thread
+    loop = runner.get_loop()
+    task = loop.create_task(coroutine)
+    ended: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with runner:
+                result = loop.run_until_complete(task)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)
+
+    threading.Thread(target=run, name="farandole-job", daemon=True).start()
+    try:
+        # Not the thread's join(): before Python 3.13 an interrupted join() marks the thread as ended from then on
+        # (CPython 3.11, Lib/threading.py, Thread._wait_for_tstate_lock: the lock is also locked while it runs).
+        while not wait([ended], _LOOK_S).done:
+            pass
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the coroutine has just ended
+            loop.call_soon_threadsafe(task.cancel)
+        # Without a deadline: a cancelled job kills the remaining processes after its grace period.
+        wait([ended])
+        raise
+    return ended.result()
