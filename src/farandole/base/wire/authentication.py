@@ -74,12 +74,14 @@ def checked_token(text: bytes, where: str) -> bytes:
 
 def derive_key(secret: bytes, *parts: bytes) -> bytes:
     """Return a key of 32 bytes for exactly these parts; it says nothing about the secret, nor about other keys."""
-    return _derive(secret, *parts)
+    # Each part is prefixed by its length, so that no two lists are encoded alike.
+    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(secret, text, "sha256")
 
 
 def derive_data_key(token: bytes, generation: GenerationId) -> bytes:
     """Return the key (32 bytes) by which data connections of one generation prove their identity at both ends."""
-    return _derive(token, b"data", msgspec.msgpack.encode(generation))
+    return derive_key(token, b"data", msgspec.msgpack.encode(generation))
 
 
 class Role(enum.Enum):
@@ -122,7 +124,7 @@ class Proofs:
         return Session(self._derive(b"frames of", own), self._derive(b"frames of", own.other), version)
 
     def _derive(self, what: bytes, role: Role) -> bytes:
-        return _derive(self._key, what, role.value, *self._fields)
+        return derive_key(self._key, what, role.value, *self._fields)
 
 
 class Session:
@@ -351,12 +353,6 @@ def spoken_versions() -> str:
     if OLDEST_PROTOCOL_VERSION == PROTOCOL_VERSION:
         return f"version {PROTOCOL_VERSION}"
     return f"versions {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-
-
-def _derive(key: bytes, *parts: bytes) -> bytes:
-    """Derive a key from exactly these parts. Each is prefixed by its length, so that no two lists are encoded alike."""
-    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    return hmac.digest(key, text, "sha256")
 
 
 def _frame_mac(key: bytes, sequence: int, payload: bytes) -> bytes:
