@@ -107,7 +107,7 @@ def examine(workers: int, towards: Sequence[Address] = ()) -> Examined:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(described.get("torch", "")).partition("+")[0],
     }
-    return Examined(socket.gethostname(), versions, findings, [each for each in towards if can_reach(each)])
+    return Examined(socket.gethostname(), versions, findings, [each for each in towards if not _why_unreachable(each)])
 
 
 # The judges -----------------------------------------------------------------------------------------------------------
@@ -235,11 +235,6 @@ def network(addresses: Sequence[str], listening: Mapping[str, str], trouble: str
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
-
-
-def can_reach(address: Address) -> bool:
-    """Return whether a process listens at this address, as seen from this machine."""
-    return not _why_unreachable(address)
 
 
 def _why_unreachable(address: Address) -> str:
