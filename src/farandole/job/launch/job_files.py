@@ -12,7 +12,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -55,29 +55,16 @@ class JobFile(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def announced(
-    job: str, coordinator: Address, token: bytes, command: Sequence[str], folder: Path | None = None, tls: str = ""
-) -> Iterator[str]:
-    """Let commands find this process's job inside the block. Yields the reason if they cannot, which does not prevent
-    the job from running. Removes the files of launchers that were killed."""
-    file = JobFile(
-        job,
-        os.getpid(),
-        born(os.getpid()),
-        coordinator,
-        token,
-        tuple(command),
-        wall_time_s(),
-        tls=tls,
-        processes=own_namespace(),
-    )
+def announced(file: JobFile, folder: Path | None = None) -> Iterator[str]:
+    """Let commands of this machine find this process's job inside the block. Yields the reason if they cannot, which
+    does not prevent the job from running. Removes the files of launchers that were killed."""
     path: Path | None = None
     problem = ""
     try:
         folder = private_folder(read_runtime_folder() if folder is None else folder)
         running(folder)
-        path = folder / f"{job}{_SUFFIX}"
-        _write(path, msgspec.json.encode(file))
+        path = folder / f"{file.job}{_SUFFIX}"
+        _write(path, msgspec.json.encode(msgspec.structs.replace(file, addresses=())))
     except (OSError, ConfigError) as error:
         problem = str(error)
     try:

@@ -42,7 +42,7 @@ from farandole.job.engines.local_engine import HostsEngine, LocalEngine
 from farandole.job.engines.ssh_engine import SshEngine
 from farandole.job.launch.checkpoint_place import Beginning
 from farandole.job.launch.ending_signals import ending_signals
-from farandole.job.launch.job_files import JobFile, announced, born, shared
+from farandole.job.launch.job_files import JobFile, announced, born, own_namespace, shared
 from farandole.job.launch.job_spec import JobSpec
 from farandole.job.launch.job_state import JobState, StateCopies
 from farandole.job.launch.output import OutputOptions, OutputSink
@@ -178,13 +178,12 @@ class _JobRun:
                 workers = self._config.most_workers_in(here)
                 self._environment = share_cores(self._environment, workers, self._on_event)
             self._fleet = self._make_fleet()
+            job_file = self._job_file()
             with (
-                shared(None if joining is None else joining.job_file, self._job_file()),
-                contextlib.nullcontext() if around.page is None else around.page.serve(self._job_file()),
+                shared(None if joining is None else joining.job_file, job_file),
+                contextlib.nullcontext() if around.page is None else around.page.serve(job_file),
                 _ending_on_signals(self._coordinator, self._fleet, self._on_event, self._config.grace_s),
-                announced(
-                    self._job_id, self._coordinator.address, self._token, self._command, tls=self._config.tls
-                ) as problem,
+                announced(job_file) as problem,
             ):
                 if problem:
                     self._on_event(JobNotAnnounced(problem))
@@ -279,10 +278,11 @@ class _JobRun:
             born(os.getpid()),
             self._coordinator.address,
             self._token,
-            self._spec.command,
+            tuple(self._command),
             wall_time_s(),
             self._reachable(),
             self._config.tls,
+            own_namespace(),
         )
 
     async def _own_addresses(self) -> tuple[str, ...]:
