@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
@@ -62,14 +61,8 @@ class Loudness(IntEnum):
     VERBOSE = 2
 
 
-@dataclass(frozen=True)
-class _Line:
-    """The parts of the line below, to be drawn."""
-
-    parts: tuple[Part, ...]
-
-
-_Target: TypeAlias = Literal["report"] | _Line
+_Target: TypeAlias = tuple[Part, ...] | None
+"""The parts of the line below, to be drawn; empty: it is erased for good. None: lines above it."""
 
 
 class Report:
@@ -185,7 +178,7 @@ class Report:
 
     def close(self) -> None:
         """Write the remaining lines; waits for that with a time limit. Idempotent."""
-        self._writer.put(_Line(()), b"")
+        self._writer.put((), b"")
         self._writer.close()
 
     def _remember(self, event: Event) -> None:
@@ -236,7 +229,7 @@ class Report:
 
     def _print(self, text: str) -> None:
         lines = "".join(f"{OWN_PREFIX}{line}\n" for line in text.splitlines())
-        self._writer.put("report", lines.encode("utf-8", "backslashreplace"))
+        self._writer.put(None, lines.encode("utf-8", "backslashreplace"))
 
     def _take_summary(self, summary: JobSummary) -> None:
         """Have the line drawn anew, unless the terminal has not taken the former one yet."""
@@ -244,7 +237,7 @@ class Report:
         self._progress.on_summary(summary, now_s)
         if not self._is_drawing:
             self._is_drawing = True
-            self._writer.put(_Line(self._progress.parts(now_s)), b"")
+            self._writer.put(self._progress.parts(now_s), b"")
 
     # In the writer's thread -------------------------------------------------------------------------------
 
@@ -252,11 +245,11 @@ class Report:
         with contextlib.suppress(OSError):  # the reader is gone; the exit code still tells
             if self.line is None:
                 write_all(self._raw, data)
-            elif not isinstance(target, _Line):
+            elif target is None:
                 self.line.write(self._raw, data)
-            elif target.parts:
+            elif target:
                 self._is_drawing = False
-                self.line.show(target.parts)
+                self.line.show(target)
             else:
                 self.line.end()
 
