@@ -1,5 +1,6 @@
 """The secret by which processes of one user recognize each other where no agent has given them a key: under torchrun,
-mpirun and srun, and in groups that a script makes by itself. Also the private folder of the user's files.
+mpirun and srun, and in groups that a script makes by itself. Also the private folder of the user's files, and how such
+files are replaced.
 
 The secret is that of FARANDOLE_TOKEN, or of a file that only this user can read. It never leaves the process: keys are
 derived from it and from values that everybody may know, such as what the ranks have left in torch's store.
@@ -57,6 +58,28 @@ def private_folder(folder: Path) -> Path:
             "XDG_RUNTIME_DIR to a private folder"
         )
     return folder
+
+
+def replace_file(path: Path, data: bytes, mode: int = 0o600, *, is_durable: bool = False) -> None:
+    """Write the whole file or no part of it, which is never readable by more users than `mode` permits. Raises OSError.
+
+    With `is_durable` it survives a power failure, as do the other names in its folder.
+    """
+    beside = path.with_name(f".{path.name}.new")
+    beside.unlink(missing_ok=True)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        if is_durable:
+            file.flush()
+            os.fsync(descriptor)
+    beside.replace(path)
+    if is_durable:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # to flush a file does not flush its name: man 2 fsync
+        finally:
+            os.close(folder)
 
 
 def may_others_read(descriptor: int) -> bool:

@@ -68,7 +68,7 @@ def etcd_state(url: str, command: Sequence[str], config: JobConfig, token: bytes
 
     Args:
         url: As in EtcdAccess.parse; the identity is in the environment.
-        command, config: As in locked_state.
+        command, config: As in FolderState.
         token: Of the job.
 
     Raises:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from farandole.base.command_parser import USAGE_ERROR, Parser, add_json
 from farandole.base.wire.encryption import AUTHORITY, CERTIFICATE, KEY, Certificates
+from farandole.base.wire.user_secret import replace_file
 from farandole.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,8 +116,8 @@ def _make_authority(
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("Farandole job certificate authority")
     certificate = _signed(name, name, key, key, now, now + datetime.timedelta(days=days), is_authority=True)
-    _write(folder / AUTHORITY_KEY, _private(key), 0o600)
-    _write(folder / AUTHORITY, _public(certificate), 0o644)
+    replace_file(folder / AUTHORITY_KEY, _private(key))
+    replace_file(folder / AUTHORITY, _public(certificate), 0o644)
     return certificate, key
 
 
@@ -165,8 +164,8 @@ def _make_certificate(
         min(now + datetime.timedelta(days=days), authority.not_valid_after_utc),
         is_authority=False,
     )
-    _write(folder / KEY, _private(key), 0o600)
-    _write(folder / CERTIFICATE, _public(certificate), 0o644)
+    replace_file(folder / KEY, _private(key))
+    replace_file(folder / CERTIFICATE, _public(certificate), 0o644)
     valid_until: datetime.datetime = certificate.not_valid_after_utc
     return valid_until
 
@@ -235,14 +234,3 @@ def _public(certificate: x509.Certificate) -> bytes:
 
     pem: bytes = certificate.public_bytes(Encoding.PEM)
     return pem
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write the file at once, so that a job that begins meanwhile reads the old or the new one."""
-    beside = path.with_name(f".{path.name}.new")
-    with contextlib.suppress(FileNotFoundError):
-        beside.unlink()
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    beside.replace(path)

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from farandole.base.events.event import Event
@@ -27,8 +26,8 @@ _TAIL_BYTES = 1 << 20
 
 
 class JobTimeline:
-    """The history of one job: `on_event` for each event. The file gets it at the end of the `with` block, when no
-    worker writes there any more. A file that another machine has is made here, with the generations alone.
+    """The history of one job: `on_event` for each event. The file gets it in `close()`, when no worker writes
+    there any more. A file that another machine has is made here, with the generations alone.
 
     Args:
         path: The file.
@@ -40,12 +39,8 @@ class JobTimeline:
         self._history, self._count = JobHistory(), 0
         self._began_us = int(wall_time_s() * 1e6)
 
-    def __enter__(self) -> JobTimeline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Write the file, with a time limit."""
         writing = threading.Thread(target=self._write, name="farandole-timeline", daemon=True)
         writing.start()
         writing.join(_WRITE_S)
