@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from farandole.job.agent.network_addresses import own_addresses
 from farandole.job.agent.preemption import Notice, watch_for_notices
 from farandole.job.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.job.engines.host_list import HostSlots
+from farandole.job.launch.ending_signals import ending_signals
 from farandole.job.launch.job_files import JobFile, read_job_file
 from farandole.job.launch.joining import read_token_file, tls_folder
 from farandole.job.launch.report import Loudness, Report
@@ -250,10 +253,6 @@ def serve(
         preemption: Where preemption notices are looked for; None: nowhere.
         ends_with_input: The end of standard input means that the process is gone that has started this one.
     """
-    import asyncio
-    import signal
-
-    from farandole.job.launch.ending_signals import ending_signals
 
     async def run() -> Service:
         agent = JoiningAgent(options, report.on_event)
@@ -282,8 +281,6 @@ def serve(
 
 def _on_end_of_input(call: Callable[[], None]) -> None:
     """Call it when standard input ends. Raises ConfigError when it is neither a pipe, a socket nor a terminal."""
-    import asyncio
-
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def on_readable() -> None:

@@ -126,7 +126,14 @@ def _job_spec(options: argparse.Namespace, command: Sequence[str], program: Prog
     if options.balance is not None:
         environment[BALANCE] = options.balance  # "off", too: the variable may be set outside
     if options.fork_server == "on":
-        notes += _without_fork_server(run_command)
+        from farandole.job.agent.spawner import forkable
+
+        if forkable(run_command) is None:
+            notes.append(
+                "--fork-server on has no effect: the command is not of the form python script.py or python -m module, "
+                "or its Python is not that of Farandole"
+            )
+    timeline = environment.get("HOROVOD_TIMELINE") or read_timeline()
     return JobSpec(
         config=config,
         command=run_command,
@@ -145,29 +152,16 @@ def _job_spec(options: argparse.Namespace, command: Sequence[str], program: Prog
         fork_server=options.fork_server,
         checkpoint=checkpoint_settings(options.checkpoint, options.checkpoint_every, options.checkpoint_keep),
         state=options.state,
-        patience_s=_patience_s(options),
+        patience_s=options.patience or (PATIENCE_S if options.state is None else STATE_PATIENCE_S),
         output_directory=options.output_filename,
         prefix_timestamp=options.prefix_timestamp,
         events=options.events,
-        timeline=_timeline(environment),
+        timeline=None if timeline in ("", "DYNAMIC") else Path(timeline),
         page=page_options(options.page, options.traces),
         loudness=options.loudness,
         progress=options.progress,
         notes=tuple(notes),
     )
-
-
-def _patience_s(options: argparse.Namespace) -> float:
-    given: float | None = options.patience
-    if options.state is None:
-        return PATIENCE_S
-    return STATE_PATIENCE_S if given is None else given
-
-
-def _timeline(environment: Mapping[str, str]) -> Path | None:
-    """Return the file of the timeline that the options or the environment ask for."""
-    name = environment.get("HOROVOD_TIMELINE") or read_timeline()
-    return Path(name) if name and name != "DYNAMIC" else None
 
 
 def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
@@ -259,17 +253,6 @@ def _leaves_nodes_idle(options: argparse.Namespace) -> bool:
     if inside is None or inside.step_tasks or has_agents or source_of_hosts(options):
         return False
     return "," in inside.node_list or "[" in inside.node_list
-
-
-def _without_fork_server(command: Sequence[str]) -> list[str]:
-    from farandole.job.agent.spawner import forkable
-
-    if forkable(command) is not None:
-        return []
-    return [
-        "--fork-server on has no effect: the command is not of the form python script.py or python -m module, "
-        "or its Python is not that of Farandole"
-    ]
 
 
 def _ledger_folder(folder: Path | None, may_go_on: bool) -> str:

@@ -19,7 +19,9 @@ _BACKENDS = (("gloo", "Gloo"), ("nccl", "NCCL"), ("mpi", "MPI"))
 
 def describe_build() -> str:
     """Return the whole output. Imports torch in a separate process, which takes about a second."""
-    return format_build(ask_torch(), {name: _find_program(name) for name in _LAUNCHERS})
+    beside_python = os.path.dirname(sys.executable)
+    paths = {name: shutil.which(name) or shutil.which(name, path=beside_python) for name in _LAUNCHERS}
+    return format_build(ask_torch(), paths)
 
 
 def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str | None]) -> str:
@@ -52,10 +54,6 @@ def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str 
     for title, entries in groups.items():
         lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for there, name in entries)]
     return "\n".join(lines)
-
-
-def _find_program(program: str) -> str | None:
-    return shutil.which(program) or shutil.which(program, path=os.path.dirname(sys.executable))
 
 
 def ask_torch() -> dict[str, object] | str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from farandole.base.membership import WorkerTelemetry
 from farandole.base.wire.control import EventRecord, Status, WorkerSummary
 
 EVENTS_KEPT = 1000
@@ -283,30 +284,14 @@ def means_of_values(status: Status) -> dict[str, float]:
     by_name: dict[str, list[float]] = {}
     for member in status.members:
         for name, value in (member.telemetry.values if member.telemetry is not None else {}).items():
-            by_name.setdefault(name, []).append(value)
-    return {name: mean for name, values in by_name.items() if (mean := _mean(values)) is not None}
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    """Return the mean of the numbers; JSON has no others than finite ones."""
-    finite = [each for each in values if math.isfinite(each)]
-    return math.fsum(finite) / len(finite) if finite else None
+            if math.isfinite(value):  # JSON has no other numbers
+                by_name.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in by_name.items()}
 
 
 def _row(worker: WorkerSummary) -> list[Any]:
     """Return a worker as the page's modules expect it (static/model.js, `worker`)."""
-    told = worker.telemetry
-    measured = (
-        [0, 0, 0, 0, 0]
-        if told is None
-        else [
-            round(1e3 * told.step_s, 2),
-            round(1e3 * told.waiting_s, 2),
-            told.resident_bytes,
-            round(told.cores, 2),
-            round(told.share, 4),
-        ]
-    )
+    told = worker.telemetry or WorkerTelemetry()
     return [
         worker.worker,
         worker.rank,
@@ -316,5 +301,9 @@ def _row(worker: WorkerSummary) -> list[Any]:
         worker.state,
         worker.step,
         worker.restarts_left,
-        *measured,
+        round(1e3 * told.step_s, 2),
+        round(1e3 * told.waiting_s, 2),
+        told.resident_bytes,
+        round(told.cores, 2),
+        round(told.share, 4),
     ]
