@@ -16,6 +16,8 @@ class Event:
     the text for people, `fields()` the values for programs."""
 
     level: ClassVar[Level]
+    sentence: ClassVar[str]
+    """The line of an event, with fields in braces, where it needs no more than these."""
 
     def __init_subclass__(cls, level: Level = "info") -> None:
         cls.level = level
@@ -23,7 +25,7 @@ class Event:
 
     def line(self) -> str:
         """Return one sentence without a full stop, for the log."""
-        raise NotImplementedError
+        return self.sentence.format(**vars(self))
 
     def fields(self) -> dict[str, Field]:
         """Return the event's name and values, ready for JSON."""

@@ -22,11 +22,9 @@ class RegroupBegan(Event, level="warning"):
 class ChangePlanned(Event):
     """Members were asked to move to generation `number` at their next boundary."""
 
+    sentence = "generation {number} is planned: {reason}"
     number: int
     reason: str
-
-    def line(self) -> str:
-        return f"generation {self.number} is planned: {self.reason}"
 
 
 class TooFewWorkers(Event, level="warning"):
@@ -63,11 +61,9 @@ class TransportChosen(Event):
     """The transport of a generation was chosen. `way` describes it for people; later generations have the same unless a
     new event reports another."""
 
+    sentence = "transport of generation {number}: {way}"
     number: int
     way: str
-
-    def line(self) -> str:
-        return f"transport of generation {self.number}: {self.way}"
 
 
 class LinksDistrusted(Event, level="warning"):

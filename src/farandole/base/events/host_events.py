@@ -56,21 +56,17 @@ class CoresShared(Event):
 class AgentWaits(Event, level="warning"):
     """An agent reports that it cannot join yet."""
 
+    sentence = "{why}; trying again for {retry_s:g} s (--retry)"
     why: str
     retry_s: float
-
-    def line(self) -> str:
-        return f"{self.why}; trying again for {self.retry_s:g} s (--retry)"
 
 
 class AgentRejoins(Event, level="warning"):
     """An agent that lost its coordinator reports that its workers are gone, and that it offers its slots again."""
 
+    sentence = "joining {coordinator} again, without workers: {reason}"
     coordinator: str
     reason: str
-
-    def line(self) -> str:
-        return f"joining {self.coordinator} again, without workers: {self.reason}"
 
 
 class AgentsAwaited(Event):
@@ -92,47 +88,39 @@ class AgentsAwaited(Event):
 class CoordinatorRestarted(Event, level="warning"):
     """The coordinator's process has died; another one takes over from its journal."""
 
+    sentence = "the coordinator (pid {pid}) {how}; another one takes over, and the workers continue"
     pid: int
     how: str
-
-    def line(self) -> str:
-        return f"the coordinator (pid {self.pid}) {self.how}; another one takes over, and the workers continue"
 
 
 class JobRebuilding(Event, level="warning"):
     """The coordinator's journal is lost. For `within_s` at least, agents may tell of their workers, which continue."""
 
+    sentence = (
+        "the state of the job is lost ({reason}); it will be rebuilt from what the agents tell within "
+        "{within_s:g} s, and the workers continue"
+    )
     reason: str
     within_s: float
-
-    def line(self) -> str:
-        return (
-            f"the state of the job is lost ({self.reason}); it will be rebuilt from what the agents tell within "
-            f"{self.within_s:g} s, and the workers continue"
-        )
 
 
 class StateUnwritten(Event, level="warning"):
     """The newest state cannot be written to the store of `--state`. The workers train on; decisions wait for it, for
     `patience_s` at most."""
 
+    sentence = (
+        "the state of the job cannot be written ({reason}); the workers continue, and decisions about the "
+        "job wait for it, for at most {patience_s:g} s"
+    )
     reason: str
     patience_s: float
-
-    def line(self) -> str:
-        return (
-            f"the state of the job cannot be written ({self.reason}); the workers continue, and decisions about the "
-            f"job wait for it, for at most {self.patience_s:g} s"
-        )
 
 
 class StateWritten(Event):
     """The newest state could be written again."""
 
+    sentence = "the state of the job was written after {seconds:.1f} s; decisions continue"
     seconds: float
-
-    def line(self) -> str:
-        return f"the state of the job was written after {self.seconds:.1f} s; decisions continue"
 
 
 class JobRebuilt(Event, level="warning"):
@@ -169,21 +157,17 @@ class CoordinatorUnreachable(Event, level="warning"):
 class CoordinatorBack(Event):
     """The agent has reached the coordinator again, or another one that has taken over."""
 
+    sentence = "agent {agent} has reached the coordinator again after {after_s:.2f} s"
     agent: str
     after_s: float
-
-    def line(self) -> str:
-        return f"agent {self.agent} has reached the coordinator again after {self.after_s:.2f} s"
 
 
 class CoordinatorLost(Event, level="warning"):
     """An agent without its coordinator ends its workers."""
 
+    sentence = "agent {agent} lost the coordinator and ends its workers: {reason}"
     agent: str
     reason: str
-
-    def line(self) -> str:
-        return f"agent {self.agent} lost the coordinator and ends its workers: {self.reason}"
 
 
 class HostAdded(Event):
@@ -228,59 +212,47 @@ class HostDrained(Event):
 class HostUndrained(Event):
     """A drained host may be used again, by a user's request."""
 
+    sentence = "host {host} may be used again"
     host: str
-
-    def line(self) -> str:
-        return f"host {self.host} may be used again"
 
 
 class HostRefused(Event, level="warning"):
     """Host discovery named a host that cannot be used; the job continues with the others."""
 
+    sentence = "host {host} is not used: {reason}"
     host: str
     reason: str
-
-    def line(self) -> str:
-        return f"host {self.host} is not used: {self.reason}"
 
 
 class HostDiscoveryFailed(Event, level="warning"):
     """Host discovery failed; the job keeps the hosts that it knows."""
 
+    sentence = "{reason}; the list of hosts stays unchanged, and discovery is repeated"
     reason: str
-
-    def line(self) -> str:
-        return f"{self.reason}; the list of hosts stays unchanged, and discovery is repeated"
 
 
 class AgentNotStarted(Event, level="warning"):
     """The agent of a host could not be started, or has ended too early. It is started again after `again_s`."""
 
+    sentence = "host {host} has no agent: {reason}; another attempt follows in {again_s:.1f} s"
     host: str
     reason: str
     again_s: float
-
-    def line(self) -> str:
-        return f"host {self.host} has no agent: {self.reason}; another attempt follows in {self.again_s:.1f} s"
 
 
 class AgentPrinted(Event, level="warning"):
     """The agent of a host has printed a line."""
 
+    sentence = "host {host}: {text}"
     host: str
     text: str
-
-    def line(self) -> str:
-        return f"host {self.host}: {self.text}"
 
 
 class PreemptionWatched(Event):
     """The metadata service of a cloud is asked whether this machine will be taken away."""
 
+    sentence = "preemption notices of {cloud} are watched (--preemption)"
     cloud: str
-
-    def line(self) -> str:
-        return f"preemption notices of {self.cloud} are watched (--preemption)"
 
 
 class PreemptionUnwatched(Event, level="warning"):
@@ -307,10 +279,8 @@ class PreemptionAnnounced(Event, level="warning"):
 class PodsNotWatched(Event, level="warning"):
     """The coordinator cannot see the pods of the job. Deaths are still detected by the agents' heartbeats."""
 
+    sentence = "the pods of the job cannot be watched: {reason}; the job goes on, and this is tried again"
     reason: str
-
-    def line(self) -> str:
-        return f"the pods of the job cannot be watched: {self.reason}; the job goes on, and this is tried again"
 
 
 class HostBlacklisted(Event, level="warning"):
@@ -331,7 +301,5 @@ class HostBlacklisted(Event, level="warning"):
 class HostCooledDown(Event):
     """The time is over for which a host was excluded."""
 
+    sentence = "host {host} may be used again: its cool-down is over"
     host: str
-
-    def line(self) -> str:
-        return f"host {self.host} may be used again: its cool-down is over"

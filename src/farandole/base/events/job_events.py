@@ -94,11 +94,9 @@ class JobRemarked(Event, level="warning"):
     """Something that the result of the training needs to be read with: what was skipped, not trained, or not compared.
     It stands in the last line of the job; a later one of the same topic replaces it."""
 
+    sentence = "remark: {text}"
     topic: str
     text: str
-
-    def line(self) -> str:
-        return f"remark: {self.text}"
 
 
 class NumberOfWorkersFixed(Event):
@@ -141,10 +139,8 @@ class WorkerTrainsAlone(Event, level="warning"):
 class WorkerMetOthers(Event):
     """A worker of which it was said that it trains alone has met the others: the steps before were its own."""
 
+    sentence = "{worker} has met the other workers now: it does not train alone"
     worker: str
-
-    def line(self) -> str:
-        return f"{self.worker} has met the other workers now: it does not train alone"
 
 
 class WorkersNeverMet(Event, level="warning"):
@@ -180,35 +176,29 @@ class CheckpointSaved(Event):
     """A checkpoint was saved: the state after `step` decided steps is in the folder `name`, and `worker` wrote it in
     this time."""
 
+    sentence = "{worker} saved step {step} as {name} in {took_s:.1f} s"
     worker: str
     step: int
     name: str
     took_s: float
-
-    def line(self) -> str:
-        return f"{self.worker} saved step {self.step} as {self.name} in {self.took_s:.1f} s"
 
 
 class CheckpointFailed(Event, level="warning"):
     """A checkpoint failed. Training continues; earlier checkpoints are untouched, and the next one is tried at its
     time."""
 
+    sentence = "{worker} could not save step {step}: {reason}; earlier checkpoints are untouched"
     worker: str
     step: int
     reason: str
-
-    def line(self) -> str:
-        return f"{self.worker} could not save step {self.step}: {self.reason}; earlier checkpoints are untouched"
 
 
 class StateLost(Event, level="warning"):
     """No worker that held the state is left. Newcomers continue from the newest checkpoint, in `run_id`."""
 
+    sentence = "no worker that held the state is left ({reason}); continuing from the newest checkpoint"
     run_id: int
     reason: str
-
-    def line(self) -> str:
-        return f"no worker that held the state is left ({self.reason}); continuing from the newest checkpoint"
 
 
 class StopAsked(Event):
@@ -229,37 +219,29 @@ class StopAsked(Event):
 class JobEnds(Event):
     """The last event of a job."""
 
+    sentence = "the job ends with exit code {exit_code}: {reason}"
     exit_code: int
     reason: str
-
-    def line(self) -> str:
-        return f"the job ends with exit code {self.exit_code}: {self.reason}"
 
 
 class ConnectionRefused(Event, level="warning"):
     """A connection was refused: the peer did not send, or prove, the data that is needed to be served. The job is
     unharmed."""
 
+    sentence = "refused a connection from {who}: {reason}"
     who: str
     reason: str
-
-    def line(self) -> str:
-        return f"refused a connection from {self.who}: {self.reason}"
 
 
 class JobNotAnnounced(Event, level="warning"):
     """Commands such as `farandole status` will not find the job. It still runs."""
 
+    sentence = "farandole status, scale and drain will not find this job: {reason}"
     reason: str
-
-    def line(self) -> str:
-        return f"farandole status, scale and drain will not find this job: {self.reason}"
 
 
 class CoordinatorStalled(Event, level="warning"):
     """The coordinator could not run for a while; its deadlines are extended by that time."""
 
+    sentence = "the coordinator could not run for {stalled_s:.2f} s; all deadlines are extended by that time"
     stalled_s: float
-
-    def line(self) -> str:
-        return f"the coordinator could not run for {self.stalled_s:.2f} s; all deadlines are extended by that time"

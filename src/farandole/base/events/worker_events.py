@@ -27,30 +27,24 @@ class WorkerSpawned(Event):
 class ForkServerReady(Event):
     """The fork server is ready: workers are forked by this process from now on."""
 
+    sentence = "the fork server (process {pid}) is ready"
     pid: int
-
-    def line(self) -> str:
-        return f"the fork server (process {self.pid}) is ready"
 
 
 class ForkServerLost(Event, level="warning"):
     """The fork server was lost: workers are started in the plain way until there is another one."""
 
+    sentence = "the fork server is lost ({reason}); workers are started without it"
     reason: str
-
-    def line(self) -> str:
-        return f"the fork server is lost ({self.reason}); workers are started without it"
 
 
 class SpareWaits(Event):
     """A worker waits at its elastic function, and is admitted when a member is lost."""
 
+    sentence = "{worker} (slot {slot}) waits as a spare on {host}"
     worker: str
     slot: int
     host: str
-
-    def line(self) -> str:
-        return f"{self.worker} (slot {self.slot}) waits as a spare on {self.host}"
 
 
 class SparesMissing(Event, level="warning"):
@@ -82,16 +76,14 @@ class SlotBackoff(Event, level="warning"):
     """A slot's workers fail repeatedly: `failures` in a row failed soon after their start, so no other one is started
     there for `pause_s`."""
 
+    sentence = (
+        "slot {slot} on {host} is in backoff for {pause_s:g} s: {failures} workers in a row "
+        "failed there soon after their start"
+    )
     slot: int
     host: str
     failures: int
     pause_s: float
-
-    def line(self) -> str:
-        return (
-            f"slot {self.slot} on {self.host} is in backoff for {self.pause_s:g} s: {self.failures} workers in a row "
-            "failed there soon after their start"
-        )
 
 
 class WorkerLost(Event, level="warning"):
@@ -159,22 +151,18 @@ class AllWorkersRestart(Event, level="warning"):
 class WorkerEnded(Event):
     """The end of a worker that the job does not need any more: it finished, or it left, or it was not needed."""
 
+    sentence = "{worker} (slot {slot}) {how}"
     worker: str
     slot: int
     how: str
-
-    def line(self) -> str:
-        return f"{self.worker} (slot {self.slot}) {self.how}"
 
 
 class WorkerLeaves(Event):
     """A worker was asked to leave, and leaves at the next boundary."""
 
+    sentence = "{worker} (slot {slot}) was asked to leave and does so at the next boundary"
     worker: str
     slot: int
-
-    def line(self) -> str:
-        return f"{self.worker} (slot {self.slot}) was asked to leave and does so at the next boundary"
 
 
 class UserCodeFailed(Event, level="warning"):
@@ -254,12 +242,10 @@ class StateHash(Event):
     """In strict mode, at the end of an epoch, or with `--hash-every` within it: the SHA-256 of parameters, buffers and
     optimizer state after `step` steps."""
 
+    sentence = "the state after step {step}, of epoch {epoch}: {hash}"
     step: int
     epoch: int
     hash: str
-
-    def line(self) -> str:
-        return f"the state after step {self.step}, of epoch {self.epoch}: {self.hash}"
 
 
 class ShardWrong(Event, level="warning"):
@@ -284,33 +270,29 @@ class StragglerFound(Event, level="warning"):
     """With `--balance auto`: a worker has computed slowly for 20 steps in a row. Its speed is below half of the others'
     median, `percent` of it. It gets fewer samples of each global batch meanwhile."""
 
+    sentence = (
+        "{worker} (rank {rank}) on {host} is a straggler at step {step}: it computes at "
+        "{percent} % of the others' speed"
+    )
     worker: str
     rank: int
     host: str
     percent: int
     step: int
-
-    def line(self) -> str:
-        return (
-            f"{self.worker} (rank {self.rank}) on {self.host} is a straggler at step {self.step}: it computes at "
-            f"{self.percent} % of the others' speed"
-        )
 
 
 class StragglerRecovered(Event):
     """With `--balance auto`: a worker that was a straggler has reached 60 % of the others' median speed, or more."""
 
+    sentence = (
+        "{worker} (rank {rank}) on {host} is no straggler any more at step {step}: it "
+        "computes at {percent} % of the others' speed"
+    )
     worker: str
     rank: int
     host: str
     percent: int
     step: int
-
-    def line(self) -> str:
-        return (
-            f"{self.worker} (rank {self.rank}) on {self.host} is no straggler any more at step {self.step}: it "
-            f"computes at {self.percent} % of the others' speed"
-        )
 
 
 class StatesDiverged(Event, level="warning"):
@@ -334,8 +316,6 @@ class StatesDiverged(Event, level="warning"):
 class StoppedWorkerKilled(Event, level="warning"):
     """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed because of it."""
 
+    sentence = "{worker} was stopped by a signal for {budget_s:g} s; it is killed"
     worker: str
     budget_s: float
-
-    def line(self) -> str:
-        return f"{self.worker} was stopped by a signal for {self.budget_s:g} s; it is killed"
