@@ -5,7 +5,6 @@ date. Used by launcher.py.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from farandole.base.events.job_events import StateLost
 from farandole.base.membership import Origin
 from farandole.errors import ConfigError
 from farandole.job.launch.job_state import JobState
+from farandole.job.launch.output import BackgroundWriter
 
 _CLOSE_S = 5.0
 
@@ -100,43 +100,27 @@ class _NumberRecorder:
     def __init__(self, lock: JobLock, origin: Origin) -> None:
         self._lock = lock
         self._run_id, self._generation = origin.run_id, origin.generation
-        self._changed = threading.Condition()
-        self._is_behind = self._is_closing = False
-        self._thread: threading.Thread | None = None
+        self._writer: BackgroundWriter[None] | None = None
         if not isinstance(lock.store, LocalStore):
-            self._thread = threading.Thread(target=self._run, name="farandole-counting", daemon=True)
-            self._thread.start()
+            self._writer = BackgroundWriter("farandole-counting", self._write, lambda dropped_bytes: None)
 
     def watch(self, event: Event) -> None:
-        with self._changed:
-            if isinstance(event, StateLost):
-                self._run_id = event.run_id
-            elif isinstance(event, GenerationStarted):
-                self._generation = event.number
-            else:
-                return
-            self._is_behind = True
-            self._changed.notify()
-        if self._thread is None:
+        if isinstance(event, StateLost):
+            self._run_id = event.run_id
+        elif isinstance(event, GenerationStarted):
+            self._generation = event.number
+        else:
+            return
+        if self._writer is None:
             self._write()
+        else:
+            self._writer.put(None, b"")
 
     def close(self) -> None:
         """Write the pending numbers, if that takes no longer than the time limit of a store, and stop."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+        if self._writer is not None:
+            self._writer.close(_CLOSE_S)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_behind or self._is_closing)
-                if not self._is_behind:
-                    return
-                self._is_behind = False
-            self._write()
-
-    def _write(self) -> None:
+    def _write(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._lock.count(self._run_id, self._generation)
