@@ -53,7 +53,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def value_counts(parser: argparse.ArgumentParser) -> Mapping[str, int]:
     """Return the number of values of each flag that has values."""
-    counts = {}
+    counts: dict[str, int] = {}
     for action in parser._actions:
         count = 1 if action.nargs is None else action.nargs
         if isinstance(count, int) and count:

@@ -62,11 +62,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """The ranks of a worker in one generation.
-
-    All ranks are dense and may change with the generation; the slot of a worker does not. The local rank is the number
-    of the slot, while the host has no empty slots below.
-    """
+    """The ranks of a worker in one generation. All ranks are dense and may change with the generation; the slot of a
+    worker does not. The local rank is the number of the slot, while the host has no empty slots below."""
 
     rank: int
     size: int
@@ -150,10 +147,8 @@ class Meeting(enum.IntEnum):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """The status of a worker at one moment. An equal `count` means that nothing has changed.
-
-    `step` counts decided steps, or commits where steps are not counted.
-    """
+    """The status of a worker at one moment. An equal `count` means that nothing has changed. `step` counts decided
+    steps, or commits where steps are not counted."""
 
     count: int
     generation: int

@@ -222,9 +222,8 @@ class HorovodSettings(Struct, frozen=True):
 
 
 def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
-    """Return the user's current HOROVOD_ settings: scripts set them in os.environ just before init().
-
-    Raises ConfigError for a value that makes no sense."""
+    """Return the user's current HOROVOD_ settings: scripts set them in os.environ just before init(). Raises
+    ConfigError for a value that makes no sense."""
     return read_variables(os.environ if environ is None else environ, HorovodSettings)
 
 
@@ -332,11 +331,9 @@ def torchrun_environment(
 
 
 def set_torchrun_world_size(size: int) -> None:
-    """Set the number of workers in torchrun's variables, for scripts that compute batch sizes from it.
-
-    A worker beyond that number, a spare, has the last rank in them: scripts and libraries expect ranks below the number
-    of workers. It keeps its local rank, which is the number of its device.
-    """
+    """Set the number of workers in torchrun's variables, for scripts that compute batch sizes from it. A worker beyond
+    that number, a spare, has the last rank in them: scripts and libraries expect ranks below the number of workers. It
+    keeps its local rank, which is the number of its device."""
     os.environ.update({name: str(size) for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE") if name in os.environ})
     for name in ("RANK", "ROLE_RANK"):
         value = os.environ.get(name, "")

@@ -56,11 +56,9 @@ class JobBecameStatic(Event, level="warning"):
 
 
 class TrainingCutShort(Event, level="warning"):
-    """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised.
-
-    The script may have intended that (`break`, early stopping) or not: only its author can tell. Fields as in Shortfall
-    (membership.py); all are 0 when no worker has returned from the function: what was left is not known then.
-    """
+    """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised. The
+    script may have intended that (`break`, early stopping) or not: only its author can tell. Fields as in Shortfall
+    (membership.py); all are 0 when no worker has returned from the function: what was left is not known then."""
 
     epochs: int = 0
     epochs_left: int = 0

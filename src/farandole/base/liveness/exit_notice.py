@@ -92,10 +92,8 @@ def is_main_thread_ending(pid: int) -> bool:
 
 
 def wait(words: Sequence[tuple[int, int]], timeout_s: float) -> None:
-    """Sleep until one of these (address, value) has another value and its waiters are woken, or for `timeout_s`.
-
-    May return early. Releases the interpreter's lock. At most MOST_WORDS + 1 words.
-    """
+    """Sleep until one of these (address, value) has another value and its waiters are woken, or for `timeout_s`. May
+    return early. Releases the interpreter's lock. At most MOST_WORDS + 1 words."""
     waiters = (_Waiter * len(words))(*[_Waiter(value, address, _SIZE_32, 0) for address, value in words])
     until_s = now_s() + timeout_s
     limit = _TimeSpec(int(until_s), int(until_s % 1 * 1e9))

@@ -42,11 +42,9 @@ class OwnStatus:
 
 
 def open_status_page(path: str, *, gives_exit_notice: bool) -> None:
-    """Open the status page, so that the agent sees the status of this worker. Called by the main thread.
-
-    In another thread, or when the page cannot be opened, the status stays unreported, which does the worker no harm.
-    With `gives_exit_notice` the agent may learn of this process's death before its memory is freed.
-    """
+    """Open the status page, so that the agent sees the status of this worker. Called by the main thread. In another
+    thread, or when the page cannot be opened, the status stays unreported, which does the worker no harm. With
+    `gives_exit_notice` the agent may learn of this process's death before its memory is freed."""
     if threading.current_thread() is not threading.main_thread():
         return
     OWN.main = threading.get_ident()
@@ -105,10 +103,8 @@ def report_progress() -> None:
 
 
 def report_meeting(path: str, has_met: bool) -> None:
-    """Report that this worker has met the others, or else that it trains without having met them.
-
-    For a worker that may not have opened its page, because it never calls init(): `path` is that of the page.
-    """
+    """Report that this worker has met the others, or else that it trains without having met them. For a worker that may
+    not have opened its page, because it never calls init(): `path` is that of the page."""
     with contextlib.suppress(OSError):
         page = OwnStatusPage(path)
         page.set_meeting(Meeting.MET if has_met else Meeting.ALONE)
@@ -142,10 +138,8 @@ class WaitingForPeers(InPhase):
 
 
 def _is_of_autograd() -> bool:
-    """Return whether this thread was not made by Python.
-
-    torch computes the gradients of devices in threads of its own, for which the main thread waits.
-    """
+    """Return whether this thread was not made by Python. torch computes the gradients of devices in threads of its own,
+    for which the main thread waits."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 

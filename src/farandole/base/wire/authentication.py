@@ -141,11 +141,8 @@ class Session:
         return payload + mac
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the payload of the next sealed frame.
-
-        Raises AuthenticationError when the other side did not send exactly this frame next; the connection must be
-        closed then.
-        """
+        """Return the payload of the next sealed frame. Raises AuthenticationError when the other side did not send
+        exactly this frame next; the connection must be closed then."""
         payload, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
         if not hmac.compare_digest(mac, _frame_mac(self._receive_key, self._received, payload)):
             raise AuthenticationError(f"frame {self._received} of the connection has a wrong MAC")
@@ -302,10 +299,8 @@ class ListenerHandshake(_Handshake):
         return left >= 0 and _MAGIC.startswith(beginning)
 
     def challenge(self, key: bytes, name: bytes = b"") -> bytes:
-        """Return the challenge for the dialer, with this side's name.
-
-        One that is too old gets it, too: it says then which versions differ.
-        """
+        """Return the challenge for the dialer, with this side's name. One that is too old gets it, too: it says then
+        which versions differ."""
         assert self.subject is not None, "the dialer has not said whom it wants to reach"
         self._name = name
         if self._dialers_version >= OLDEST_PROTOCOL_VERSION:

@@ -54,10 +54,8 @@ class Channel(Generic[T]):
         self._session, self._decoder = session, decoder
 
     def send(self, message: Message) -> None:
-        """Pass `message` to the kernel now, or as soon as it accepts more.
-
-        A broken connection raises no error here: `receive` raises it, in the one task that handles it.
-        """
+        """Pass `message` to the kernel now, or as soon as it accepts more. A broken connection raises no error here:
+        `receive` raises it, in the one task that handles it."""
         if self._writer.is_closing():
             return
         self._writer.write(self._sealed(message))
@@ -111,11 +109,8 @@ class Channel(Generic[T]):
             raise _as_lost(error) from None
 
     async def receive(self) -> T:
-        """Return the next message.
-
-        Raises ConnectionError when the other side is gone, and ProtocolError or AuthenticationError when it sent an
-        invalid frame; the channel must be closed after any of them.
-        """
+        """Return the next message. Raises ConnectionError when the other side is gone, and ProtocolError or
+        AuthenticationError when it sent an invalid frame; the channel must be closed after any of them."""
         try:
             prefix = await self._reader.readexactly(LENGTH.size)
             sealed = await self._reader.readexactly(frame_length(prefix, AGENT_FRAME_LIMIT + MAC_BYTES))
@@ -389,8 +384,6 @@ _DECRYPTED_AT_ONCE, _RECEIVED_AT_ONCE = 16 << 10, 1 << 18
 
 
 def _as_lost(error: OSError) -> ConnectionError:
-    """Convert the error to a ConnectionError.
-
-    The kernel also reports "timed out" and "no route to host", which Python counts among other errors.
-    """
+    """Convert the error to a ConnectionError. The kernel also reports "timed out" and "no route to host", which Python
+    counts among other errors."""
     return error if isinstance(error, ConnectionError) else ConnectionError(str(error))

@@ -36,10 +36,8 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Return(msgspec.Struct, frozen=True):
-    """The return of a worker: its pickled result, or, with `is_error`, the text of its traceback in UTF-8.
-
-    `rank` is the worker's rank in the last generation, and `size` the number of workers in it.
-    """
+    """The return of a worker: its pickled result, or, with `is_error`, the text of its traceback in UTF-8. `rank` is
+    the worker's rank in the last generation, and `size` the number of workers in it."""
 
     rank: int
     is_error: bool

@@ -19,10 +19,8 @@ class Hello(Message, frozen=True):
 
 
 class Elastic(Message, frozen=True):
-    """The main thread entered an elastic function: a member is recoverable from now on.
-
-    A worker that is not a member yet asks to be admitted and is READY for any generation.
-    """
+    """The main thread entered an elastic function: a member is recoverable from now on. A worker that is not a member
+    yet asks to be admitted and is READY for any generation."""
 
 
 class Ready(Message, frozen=True):
@@ -48,10 +46,8 @@ class LinkBroken(Message, frozen=True):
 
 
 class Probed(Message, frozen=True):
-    """The worker has tried to connect to its neighbours' data listeners in generation `number`, with these results.
-
-    The reason is that no data moved, or that it was asked to. The coordinator judges the evidence.
-    """
+    """The worker has tried to connect to its neighbours' data listeners in generation `number`, with these results. The
+    reason is that no data moved, or that it was asked to. The coordinator judges the evidence."""
 
     number: int
     reachable: tuple[str, ...]
@@ -206,11 +202,9 @@ class Leaving(Message, frozen=True):
 
 
 class MayPublish(Message, frozen=True):
-    """All files but the manifest of the checkpoint `name` are on the disk. Answer: PublishAnswer.
-
-    With `file` the request is not for a checkpoint but for a file of the script's own, by this path; `name` then only
-    distinguishes requests.
-    """
+    """All files but the manifest of the checkpoint `name` are on the disk. Answer: PublishAnswer. With `file` the
+    request is not for a checkpoint but for a file of the script's own, by this path; `name` then only distinguishes
+    requests."""
 
     name: str
     progress: Progress
@@ -253,10 +247,8 @@ WorkerMessage: TypeAlias = (
 
 
 class Newcomer(Message, frozen=True):
-    """Answer to a Hello while the job already runs: this worker is a world of one until it is admitted.
-
-    `members` is the number of workers of the running generation, `step` that of the steps it has decided at least.
-    """
+    """Answer to a Hello while the job already runs: this worker is a world of one until it is admitted. `members` is
+    the number of workers of the running generation, `step` that of the steps it has decided at least."""
 
     members: int
     step: int = 0
@@ -271,19 +263,15 @@ class Abort(Message, frozen=True):
 
 class Probe(Message, frozen=True):
     """Request to test the connections to the neighbours of generation `number`, since a peer cannot reach this worker.
-
-    Answer: Probed, also while the main thread computes.
-    """
+    Answer: Probed, also while the main thread computes."""
 
     number: int
 
 
 class Prepare(Message, frozen=True):
-    """A planned change: move to generation `number` at a boundary that all members agree on.
-
-    Answer, once there: Ready(number). An Abort with a higher number cancels it. `update` is the kind of change, in
-    Horovod's numbers: 1 workers go, 2 workers come, 3 both.
-    """
+    """A planned change: move to generation `number` at a boundary that all members agree on. Answer, once there:
+    Ready(number). An Abort with a higher number cancels it. `update` is the kind of change, in Horovod's numbers: 1
+    workers go, 2 workers come, 3 both."""
 
     number: int
     reason: str
@@ -318,10 +306,8 @@ class Left(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """The job ends for the given `reason`. The worker exits.
-
-    With `saves` this worker writes an emergency checkpoint first; only one worker does.
-    """
+    """The job ends for the given `reason`. The worker exits. With `saves` this worker writes an emergency checkpoint
+    first; only one worker does."""
 
     reason: str
     saves: bool = False

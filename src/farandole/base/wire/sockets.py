@@ -16,10 +16,8 @@ _ASK_AFTER_S, _AGAIN_EVERY_S, _ASK_TIMES = 60, 15, 4
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Enable keep-alive on a TCP socket; it may be connected or not.
-
-    A peer whose kernel answers is kept, however long it computes.
-    """
+    """Enable keep-alive on a TCP socket; it may be connected or not. A peer whose kernel answers is kept, however long
+    it computes."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", _ASK_AFTER_S),
@@ -95,10 +93,8 @@ class HasDescriptor(Protocol):
 
 
 def can_read(descriptor: int | HasDescriptor, within_s: float | None) -> bool:
-    """Return whether a read would not block: there is data, or the end.
-
-    Waits for up to `within_s` seconds, for ever with None. Raises ValueError for a closed descriptor.
-    """
+    """Return whether a read would not block: there is data, or the end. Waits for up to `within_s` seconds, for ever
+    with None. Raises ValueError for a closed descriptor."""
     return _is_ready(descriptor, select.POLLIN, within_s)
 
 

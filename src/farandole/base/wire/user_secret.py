@@ -62,9 +62,7 @@ def private_folder(folder: Path) -> Path:
 
 def replace_file(path: Path, data: bytes, mode: int = 0o600, *, is_durable: bool = False) -> None:
     """Write the whole file or no part of it, which is never readable by more users than `mode` permits. Raises OSError.
-
-    With `is_durable` it survives a power failure, as do the other names in its folder.
-    """
+    With `is_durable` it survives a power failure, as do the other names in its folder."""
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -83,11 +81,9 @@ def replace_file(path: Path, data: bytes, mode: int = 0o600, *, is_durable: bool
 
 
 def may_others_read(descriptor: int) -> bool:
-    """Return whether an open file can be read by others than its owner.
-
-    A file of another owner may be readable by a group of this user: so a cluster hands a Secret to a container that
-    does not run as root (fsGroup, in the Kubernetes documentation of security contexts).
-    """
+    """Return whether an open file can be read by others than its owner. A file of another owner may be readable by a
+    group of this user: so a cluster hands a Secret to a container that does not run as root (fsGroup, in the Kubernetes
+    documentation of security contexts)."""
     found = os.fstat(descriptor)
     others = 0o077 if found.st_uid == os.geteuid() else 0o007
     return stat.S_ISREG(found.st_mode) and bool(found.st_mode & others)

@@ -81,11 +81,9 @@ class Made:
 
 
 def make_certificates(folder: Path, days: int = _DAYS, now: datetime.datetime | None = None) -> Made:
-    """Make the files of the folder, and return what was made. `now`: when the days begin; None: now.
-
-    Raises ConfigError when the package `cryptography` is missing, when a file cannot be read or written, and for a
-    folder in which another user can replace files.
-    """
+    """Make the files of the folder, and return what was made. `now`: when the days begin; None: now. Raises ConfigError
+    when the package `cryptography` is missing, when a file cannot be read or written, and for a folder in which another
+    user can replace files."""
     if not 1 <= days <= 36_500:
         raise ConfigError(f"--days must be between 1 and 36500, got {days}")
     try:

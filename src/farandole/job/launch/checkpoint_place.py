@@ -91,11 +91,8 @@ def _origin(lock: JobLock) -> Origin:
 
 
 class _NumberRecorder:
-    """Records each generation and each run id. A full disk must not end the job: the manifests count, too.
-
-    In a folder it writes at once. For an object store, which may take seconds, it writes in a thread, the newest
-    numbers only.
-    """
+    """Records each generation and each run id. A full disk must not end the job: the manifests count, too. In a folder
+    it writes at once. For an object store, which may take seconds, it writes in a thread, the newest numbers only."""
 
     def __init__(self, lock: JobLock, origin: Origin) -> None:
         self._lock = lock
