@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from farandole.base.checkpoints.folder import CheckpointFolder, JobLock, begin_job, continue_job
 from farandole.base.checkpoints.store import LocalStore
 from farandole.base.env import CheckpointEnv, environment_of
@@ -42,52 +44,38 @@ class Beginning:
 def beginning(settings: CheckpointEnv | None, state: JobState | None = None) -> Iterator[Beginning]:
     """Lock the place for as long as the job runs, and begin the job's `state`, or take it over. Raises the errors of
     begin_job(), and ConfigError for a state with other settings."""
-    if state is not None and state.is_continued:
-        yield from _continued(settings, state)
-        return
-    if settings is None:
+    with contextlib.ExitStack() as stack:
+        origin: Origin | None = None
+        notes: tuple[str, ...] = ()
+        watch = Beginning.watch
+        if state is not None and state.is_continued:
+            notes = (f"continuing job {state.job_id}, whose launcher has died",)
+            settings = _former_settings(settings, state)
+            if settings is not None:
+                lock = stack.enter_context(contextlib.closing(continue_job(settings)))
+                numbers = Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=False)
+                watch = stack.enter_context(contextlib.closing(_NumberRecorder(lock, numbers))).watch
+                if state.lost:  # the coordinator does not know them any more
+                    found, _ = CheckpointFolder(lock.store).complete()
+                    origin = replace(numbers, has_checkpoint=bool(found))
+        elif settings is not None:
+            begun = begin_job(settings)
+            lock = stack.enter_context(contextlib.closing(begun.lock))
+            settings, origin, notes = begun.settings, begun.origin, begun.notes
+            watch = stack.enter_context(contextlib.closing(_NumberRecorder(lock, origin))).watch
         if state is not None:
-            state.begin(None)
-        yield Beginning()
-        return
-    begun = begin_job(settings)
-    counting = _NumberRecorder(begun.lock, begun.origin)
-    try:
-        if state is not None:
-            state.begin(begun.settings)
-        yield Beginning(begun.origin, environment_of(begun.settings), begun.notes, counting.watch)
-    finally:
-        counting.close()
-        begun.lock.close()
+            state.begin(settings)
+        yield Beginning(origin, {} if settings is None else environment_of(settings), notes, watch)
 
 
-def _continued(settings: CheckpointEnv | None, state: JobState) -> Iterator[Beginning]:
-    """Yield the beginning of a launcher that continues a job: with the numbers that the job has, and with the settings
-    that its workers have."""
-    note = f"continuing job {state.job_id}, whose launcher has died"
+def _former_settings(settings: CheckpointEnv | None, state: JobState) -> CheckpointEnv | None:
+    """Return the settings that the workers of a continued job have. Raises ConfigError where other ones are given."""
     former = state.checkpoint
-    if former is None or settings is None or former.folder != settings.folder:
-        if former is not settings:
-            given = "without --checkpoint" if settings is None else f"with --checkpoint {settings.folder}"
-            begun = "without it" if former is None else f"with --checkpoint {former.folder}"
-            raise ConfigError(f"the job of --state was begun {begun}, not {given}; give the same options")
-        state.begin(None)
-        yield Beginning(notes=(note,))
-        return
-    lock = continue_job(former)
-    counting = _NumberRecorder(lock, Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=False))
-    try:
-        state.begin(former)
-        yield Beginning(_origin(lock) if state.lost else None, environment_of(former), (note,), counting.watch)
-    finally:
-        counting.close()
-        lock.close()
-
-
-def _origin(lock: JobLock) -> Origin:
-    """Return the numbers of a job that goes on, where its coordinator does not know them any more."""
-    found, _ = CheckpointFolder(lock.store).complete()
-    return Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=bool(found))
+    if former is not settings and (former is None or settings is None or former.folder != settings.folder):
+        given = "without --checkpoint" if settings is None else f"with --checkpoint {settings.folder}"
+        begun = "without it" if former is None else f"with --checkpoint {former.folder}"
+        raise ConfigError(f"the job of --state was begun {begun}, not {given}; give the same options")
+    return former
 
 
 class _NumberRecorder:
