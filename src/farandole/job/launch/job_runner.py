@@ -38,7 +38,7 @@ from farandole.job.engines.discovery import HostDiscovery, HostsOver, HostsSourc
 from farandole.job.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
 from farandole.job.engines.fleet import Fleet
 from farandole.job.engines.host_list import HostScript, HostSlots
-from farandole.job.engines.local_engine import HostsEngine, LocalEngine
+from farandole.job.engines.local_engine import HostsEngine
 from farandole.job.engines.ssh_engine import SshEngine
 from farandole.job.launch.checkpoint_place import Beginning
 from farandole.job.launch.ending_signals import ending_signals
@@ -302,9 +302,8 @@ class _JobRun:
     # The fleet ---------------------------------------------------------------------------------------------
 
     def _make_fleet(self) -> Fleet:
-        local = LocalEngine(self._make_agent)
         return Fleet(
-            HostsEngine(local, self._engine, self._source.others, self._addresses_for_others),
+            HostsEngine(self._make_agent, self._engine, self._source.others, self._addresses_for_others),
             self._order_for,
             on_gone=self._coordinator.agent_gone,
             on_event=self._on_event,
