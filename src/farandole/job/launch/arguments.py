@@ -173,16 +173,10 @@ def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
     if not options.strict and options.shards is None:
         return 0
     flag = "--strict" if options.shards is None else f"--shards {options.shards}"
-    for is_given, what in (
-        (options.horovod, "--horovod"),
-        (options.in_place, "--in-place"),
-        (options.transport == "nccl", f"--transport {options.transport}"),
-    ):
-        if is_given:
-            raise ConfigError(
-                f"{flag} and {what} contradict each other: strict mode needs an fd.elastic.DataLoader, and "
-                f"adds up gradients in an order of its own; leave one of them out"
-            )
+    why = "strict mode needs an fd.elastic.DataLoader, and adds up gradients in an order of its own"
+    _refuse_others(options, flag, why)
+    if options.transport == "nccl":
+        raise ConfigError(f"{flag} and --transport nccl contradict each other: {why}; leave one of them out")
     most = config.most_workers
     if options.shards is not None and options.shards < most:
         raise ConfigError(
@@ -196,13 +190,16 @@ def _balance(options: argparse.Namespace) -> Literal["auto", "off"]:
     """Return whether local batches follow the speed of the workers. Raises ConfigError where they cannot."""
     if options.balance != "auto":
         return options.balance or read_job_env().balance
+    why = "only an fd.elastic.DataLoader can divide its global batches by the speed of the workers"
+    _refuse_others(options, "--balance auto", why)
+    return "auto"
+
+
+def _refuse_others(options: argparse.Namespace, flag: str, why: str) -> None:
+    """Raise ConfigError where an option is given, too, whose scripts have other loaders."""
     for is_given, what in ((options.horovod, "--horovod"), (options.in_place, "--in-place")):
         if is_given:
-            raise ConfigError(
-                f"--balance auto and {what} contradict each other: only an fd.elastic.DataLoader can divide its global "
-                f"batches by the speed of the workers; leave one of them out"
-            )
-    return "auto"
+            raise ConfigError(f"{flag} and {what} contradict each other: {why}; leave one of them out")
 
 
 def _pods(options: argparse.Namespace) -> PodSelection | None:
