@@ -75,11 +75,6 @@ def is_marked(word: int) -> bool:
     return bool(word & _OWNER_DIED)
 
 
-def is_held(word: int) -> bool:
-    """Return whether some thread holds the mutex, or held it when it ended."""
-    return word != 0
-
-
 def is_main_thread_ending(pid: int) -> bool:
     """Return whether the main thread of a process has begun to end, or is gone."""
     try:

@@ -1,9 +1,10 @@
 """What `farandole doctor` looks at on one machine: the versions, and whether a job of some workers can run here. Judges
-are pure functions of what was read; `examine` reads.
+are pure functions of what was read; `examine` reads. Also the output of --check-build.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -29,7 +30,6 @@ from farandole.errors import ConfigError
 from farandole.job.agent.host_resources import descriptors_needed
 from farandole.job.agent.network_addresses import own_addresses
 from farandole.job.agent.process import can_adopt_orphans
-from farandole.job.launch.build_description import ask_torch
 
 State = Literal["ok", "warning", "error"]
 
@@ -278,3 +278,63 @@ def _job_files() -> Finding:
         text = f"{folder} cannot be made: {error.strerror}"
         return Finding("job files", "warning", text, "set XDG_RUNTIME_DIR to a folder of your own")
     return Finding("job files", "ok", str(folder))
+
+
+# The output of --check-build: frameworks, controllers and tensor operations that are available here -------------------
+
+_TORCH_IMPORT_LIMIT_S = 120.0  # a cold import of torch from a network disk can take a minute
+_LAUNCHERS = ("torchrun", "mpirun", "srun")
+_DEVICES = (("cuda", "CUDA"), ("rocm", "ROCm"))
+_BACKENDS = (("gloo", "Gloo"), ("nccl", "NCCL"), ("mpi", "MPI"))
+
+
+def describe_build() -> str:
+    """Return the whole output. Imports torch in a separate process, which takes about a second."""
+    beside_python = os.path.dirname(sys.executable)
+    paths = {name: shutil.which(name) or shutil.which(name, path=beside_python) for name in _LAUNCHERS}
+    return format_build(ask_torch(), paths)
+
+
+def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str | None]) -> str:
+    """Format the output. `torch`: the report of worker/capabilities.py, or why there is none. `launchers`: their
+    paths."""
+    found: Mapping[str, object] = {} if isinstance(torch, str) else torch
+    version = f" {found['torch']}" if found else f": {torch}"
+    devices = ", ".join(["CPU", *(name for key, name in _DEVICES if found.get(key))])
+    tensors = f"{devices} tensors"
+    groups = {
+        "Available Frameworks": [(bool(found), f"PyTorch{version}"), (False, "TensorFlow"), (False, "MXNet")],
+        "Available Controllers": [(True, "Farandole's own"), (False, "MPI")],
+        "Available Tensor Operations": [
+            (bool(found), f"Farandole's own shared memory, on one host ({tensors})"),
+            (bool(found), f"Farandole's own TCP ring ({tensors})"),
+            (bool(found.get("nccl")), "NCCL"),
+            (False, "DDL"),
+            (False, "CCL"),
+            (False, "MPI"),
+            (False, "Gloo"),
+        ],
+        "Backends of the installed torch.distributed (NCCL is used for CUDA tensors)": [
+            (bool(found.get(key)), name) for key, name in _BACKENDS
+        ],
+        "Launchers that init() supports, beside farandole run and horovodrun": [
+            (path is not None, f"{name} ({path})" if path else name) for name, path in launchers.items()
+        ],
+    }
+    lines = [f"Farandole v{__version__}:"]
+    for title, entries in groups.items():
+        lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for there, name in entries)]
+    return "\n".join(lines)
+
+
+def ask_torch() -> dict[str, object] | str:
+    """Return what worker/capabilities.py says of torch, in a process of its own; or why torch cannot be imported."""
+    command = [sys.executable, "-m", "farandole.training.worker.capabilities"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_IMPORT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"import did not end within {_TORCH_IMPORT_LIMIT_S:g} s"
+    if done.returncode != 0:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer

@@ -9,7 +9,6 @@ from pathlib import Path
 from farandole import __version__
 from farandole.base.command_parser import Parser, value_counts
 from farandole.base.config import JobConfig
-from farandole.job.launch.build_description import describe_build
 from farandole.job.launch.job_spec import PROGRESS
 from farandole.registry import factory
 
@@ -61,6 +60,8 @@ class _CheckBuild(argparse.Action):
     """Print the information and end, as --version does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from farandole.job.launch.machine_check import describe_build  # here: no other option needs what it reads
+
         print(describe_build())
         parser.exit()
 
