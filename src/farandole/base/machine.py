@@ -22,12 +22,9 @@ _PROC = Path("/proc/self")
 
 
 def usable_cores(proc: Path = _PROC) -> int:
-    """Return the number of cores that this process may use, at least 1.
+    """Return the number of cores that this process may use, at least 1. The control groups in `proc` are read once.
 
     A quota of 2.5 cores counts as 2: with a third busy thread, all of them would wait for the next period.
-
-    Args:
-        proc: The /proc folder of the process whose control groups count. They are read once.
     """
     return max(1, min(affinity_cores(), math.floor(_quota_cores(proc))))
 

@@ -35,6 +35,14 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @classmethod
+    def parse(cls, text: str) -> Address | None:
+        """Return the address in HOST:PORT; None: there is none."""
+        host, _, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        is_port = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+        return cls(host, int(port)) if host and is_port else None
+
 
 class DataAddress(Address, frozen=True, array_like=True):
     """The address of a worker for its peers.

@@ -296,19 +296,9 @@ def torchrun_environment(
     role: str = "default",
     error_file: str = "",
 ) -> dict[str, str]:
-    """Return the variables that torchrun sets for a worker.
-
-    Args:
-        placement: The place that the worker will most likely get.
-        store: The address of the job's store.
-        run_id: Names the job.
-        group_rank: The place of the worker's host among the hosts.
-        group_size: The number of hosts.
-        attempt: How often all workers have been started anew before.
-        max_restarts: How often they may be.
-        role: The name of the role that all workers have.
-        error_file: Where torch's `@record` writes the exception that ends the worker.
-    """
+    """Return the variables that torchrun sets for a worker: `group_rank`, `group_size` and `attempt` as in Spawn
+    (wire/messages.py), `placement` as its `expected`. Torch's `@record` writes the exception that ends the worker into
+    `error_file`."""
     return environment_of(
         TorchrunPlace(
             rank=placement.rank,

@@ -129,7 +129,11 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
         raise ConfigError(f"the environment is that of {launcher}, but lacks {', '.join(missing)}")
     rank, size, local_rank = (read_value(environ, name, WholeNumber) for name in needed[:3])
     host = read_value(environ, names.host, WholeNumber) if names.host else None
-    local_size = _local_size(environ, names.local_size, host or 0)
+    # "4": of all hosts, or of this one; "2(x3),1": of each host.
+    sizes = each_node(environ[names.local_size], names.local_size)
+    if len(sizes) > 1 and (host or 0) >= len(sizes):
+        raise ConfigError(f"{names.local_size}={environ[names.local_size]} has no host number {host or 0}")
+    local_size = sizes[host or 0] if len(sizes) > 1 else sizes[0]
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         values = ", ".join(f"{name}={environ[name]}" for name in needed)
         raise ConfigError(f"{launcher} set {values}, which contradict each other")
@@ -150,17 +154,6 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_master_port(environ, launcher, names, is_one_host=local_size == size),
     )
-
-
-def _local_size(environ: Mapping[str, str], name: str, host: int) -> int:
-    """Return the number of workers of host number `host`, from "4" (all hosts, or this one) or from "2(x3),1" (each
-    host)."""
-    sizes = each_node(environ[name], name)
-    if len(sizes) == 1:
-        return sizes[0]
-    if host >= len(sizes):
-        raise ConfigError(f"{name}={environ[name]} has no host number {host}")
-    return sizes[host]
 
 
 def _master_port(environ: Mapping[str, str], launcher: str, names: _Names, is_one_host: bool) -> int:

@@ -36,11 +36,13 @@ _EXITING = 0x4  # PF_EXITING of the kernel's task flags: include/linux/sched.h
 _FLAGS = 6  # of /proc/PID/stat (man 5 proc_pid_stat), counted from the state
 
 
+@functools.cache
 def is_supported() -> bool:
     """Return whether this system has all required features: futex_waitv came with Linux 5.16."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    return _has_waitv()
+    _syscall()(_FUTEX_WAITV, None, 0, 0, None, 0)  # without words: ENOSYS, or a sandbox's EPERM, where it is missing
+    return ctypes.get_errno() == errno.EINVAL
 
 
 def lock(memory: mmap.mmap, offset: int) -> None:
@@ -114,13 +116,6 @@ class _TimeSpec(ctypes.Structure):
 
 
 _CLOCK_MONOTONIC = 1
-
-
-@functools.cache
-def _has_waitv() -> bool:
-    """Probe the call without words: EINVAL where it exists; ENOSYS, or a sandbox's EPERM, where not."""
-    _syscall()(_FUTEX_WAITV, None, 0, 0, None, 0)
-    return ctypes.get_errno() == errno.EINVAL
 
 
 @functools.cache

@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
@@ -122,9 +121,7 @@ class InPhase:
     def __enter__(self) -> None:
         self._before = set_phase(self._phase)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         set_phase(self._before)
 
 

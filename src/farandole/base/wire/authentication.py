@@ -96,16 +96,10 @@ class Role(enum.Enum):
 
 
 class Proofs:
-    """The proofs of one handshake: that each end knows a key.
+    """The proofs of one handshake: that each end knows the key, the job token or one that is derived from a secret.
 
-    Every value depends on all fields that both ends have seen, each end's nonce and the versions of the protocol among
-    them. So nothing can be replayed, moved to a connection between others, or be of another version; and the proofs of
-    the two roles differ, so that neither can be sent back as the other.
-
-    Args:
-        key: The job token, or a key that is derived from a secret.
-        purpose: The kind of connection.
-        fields: What both ends have seen.
+    Every value depends on the purpose and on all fields that both ends have seen, each end's nonce and the versions of
+    the protocol among them. So nothing can be replayed, moved to a connection between others, or be of another version.
     """
 
     def __init__(self, key: bytes, purpose: bytes, *fields: bytes) -> None:
@@ -235,13 +229,8 @@ class _Handshake:
 
 
 class DialerHandshake(_Handshake):
-    """The dialer's end. Send begin() first.
-
-    Args:
-        purpose: The kind of connection.
-        key: The job's token, or a key that is derived from a secret.
-        subject: Whom it wants to reach: the id of a job, or an encoded Introduction. Empty: any job.
-    """
+    """The dialer's end. Send begin() first. `subject`: whom it wants to reach: the id of a job, or an encoded
+    Introduction; empty: any job."""
 
     role = Role.DIALER
 

@@ -34,17 +34,11 @@ _PORTS_TRIED = 16
 
 
 def listening_sockets(hosts: Sequence[str], port: int = 0) -> list[socket.socket]:
-    """Return sockets that are bound to these numeric addresses, or to "localhost", and all to one port.
+    """Return sockets that are bound to these numeric addresses, or to "localhost", and all to one port; 0: to one that
+    is free at all of them. Raises OSError when an address cannot be used, or there is none.
 
     An address that this machine does not have, or not any more, is left out as long as there is another one: networks
     of a machine come and go.
-
-    Args:
-        hosts: At least one.
-        port: 0: one that is free at all of them.
-
-    Raises:
-        OSError: An address cannot be used, or there is none.
     """
     for attempt in range(_PORTS_TRIED):
         sockets: list[socket.socket] = []

@@ -23,14 +23,9 @@ _ADVICE = "set FARANDOLE_TOKEN to the same text of at least 32 random characters
 
 
 def user_secret(folder: Path | None = None) -> bytes:
-    """Return the secret of this process's user.
-
-    Args:
-        folder: The private folder of the file, which is made when it is missing; None: the one of the environment.
-
-    Raises:
-        ConfigError: FARANDOLE_TOKEN is too short; or it is not set, and there is no file that only this user can read.
-    """
+    """Return the secret of this process's user. `folder`: the private one of the file, which is made when it is
+    missing; None: that of the environment. Raises ConfigError when FARANDOLE_TOKEN is too short, or when it is not set
+    and there is no file that only this user can read."""
     token = read_token()
     if token is not None:
         return checked_token(token.encode(), "FARANDOLE_TOKEN")

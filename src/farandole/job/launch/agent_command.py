@@ -176,7 +176,10 @@ def _options(given: argparse.Namespace) -> JoinOptions:
         tls = tls or file.tls
         find = _finder(given.job_file, file)
     else:
-        addresses, token = tuple(_address(each) for each in given.join.split(",")), _token(given)
+        found = [(text, Address.parse(text)) for text in given.join.split(",")]
+        if wrong := [text for text, address in found if address is None]:
+            raise ConfigError(f"--join needs HOST:PORT, as `farandole run` prints it, got {wrong[0]!r}")
+        addresses, token = tuple(address for _, address in found if address is not None), _token(given)
     folder = None if given.folder is None else os.path.abspath(given.folder)
     if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.X_OK)):
         # Detected before the job counts on this agent.
@@ -220,7 +223,9 @@ def _finder(path: Path, first: JobFile) -> Callable[[], tuple[Address, ...]]:
 
 def _token(given: argparse.Namespace) -> bytes:
     if given.token_file == _STANDARD_INPUT:
-        return checked_token(_read_line(sys.stdin.fileno()), "the first line of standard input")
+        # Without a buffer, nothing is taken from the stream but the line.
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stream:
+            return checked_token(stream.readline(_LONGEST_LINE), "the first line of standard input")
     if given.token_file is not None:
         return read_token_file(given.token_file)
     if (text := read_token()) is not None:
@@ -228,31 +233,11 @@ def _token(given: argparse.Namespace) -> bytes:
     raise ConfigError("the job's token is missing: give --token-file FILE, a copy of the token file of `farandole run`")
 
 
-def _read_line(descriptor: int) -> bytes:
-    """Return a line, without taking more than it from the stream."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE and (byte := os.read(descriptor, 1)):
-        line += byte
-    return line
-
-
-def _address(text: str) -> Address:
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
-        raise ConfigError(f"--join needs HOST:PORT, as `farandole run` prints it, got {text!r}")
-    return Address(host, int(port))
-
-
 def serve(
     options: JoinOptions, report: Report, preemption: Preemption | None = None, ends_with_input: bool = False
 ) -> Service:
-    """Serve as an agent, and return how that ended. Raises what JoiningAgent.run() raises.
-
-    Args:
-        preemption: Where preemption notices are looked for; None: nowhere.
-        ends_with_input: The end of standard input means that the process is gone that has started this one.
-    """
+    """Serve as an agent, and return how that ended. Raises what JoiningAgent.run() raises. With `ends_with_input` the
+    end of standard input means that the process is gone that has started this one."""
 
     async def run() -> Service:
         agent = JoiningAgent(options, report.on_event)

@@ -86,10 +86,9 @@ def _elsewhere(options: argparse.Namespace) -> Contact:
             "a job on another machine needs both: --address HOST:PORT, and --token-file with a copy of the token file "
             "of its `farandole run`"
         )
-    host, _, port = options.address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    address = Address.parse(options.address)
+    if address is None:
         raise ConfigError(f"--address must be HOST:PORT, got {options.address!r}")
-    address = Address(host.strip("[]"), int(port))
     token = read_token_file(options.token_file)
     return Contact((address,), token, None, f"the job at {address}", tls_folder(options.tls))
 
@@ -264,13 +263,9 @@ class NoConsent(FatalError):
 
 
 def require_consent(job_file: Path | None, change: str) -> None:
-    """Ask on the terminal if the job of this file was started by another user. Raises NoConsent if the answer is not
-    yes, and without a terminal.
-
-    Args:
-        job_file: The file of --job-file; None: a job of this user on this machine.
-        change: What would be done, as in "scale it to 3 workers".
-    """
+    """Ask on the terminal if the job of this file was started by another user; None: a job of this user on this
+    machine. `change`: what would be done, as in "scale it to 3 workers". Raises NoConsent if the answer is not yes, and
+    without a terminal."""
     owner = None if job_file is None else _other_owner(job_file)
     if owner is None:
         return

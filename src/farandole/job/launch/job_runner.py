@@ -209,6 +209,9 @@ class _JobRun:
         output = RemoteOutput(self._sink)
         coordinator: Coordinator | SupervisedCoordinator
         if additions.function is None:
+            copies = None
+            if state is not None and state.write_copy is not None:
+                copies = StateCopies(state.write_copy, spec.patience_s, self._on_event)
             coordinator = SupervisedCoordinator(
                 CoordinatorSetup(
                     self._config,
@@ -228,7 +231,7 @@ class _JobRun:
                 on_output=output,
                 factory=additions.factory,
                 journal=None if state is None else state.journal_files,
-                copies=None if state is None else self._copies(state),
+                copies=copies,
                 on_summary=self._around.on_summary,
             )
         else:  # the calling program waits for the results: its end is the end of the job
@@ -403,11 +406,6 @@ class _JobRun:
         while True:
             await asyncio.sleep(SUMMARY_EVERY_S)
             on_summary(coordinator.summary())
-
-    def _copies(self, state: JobState) -> StateCopies | None:
-        if state.write_copy is None:
-            return None
-        return StateCopies(state.write_copy, self._spec.patience_s, self._on_event)
 
     async def _watch_for_successor(self, state: JobState, coordinator: SupervisedCoordinator) -> None:
         """End in silence when another launcher has taken the job over: this one, or its network, was away."""

@@ -294,17 +294,8 @@ def job_of_state(
     error: Callable[[str], ConfigError],
     removal: str,
 ) -> StoredJob:
-    """Return the job of a state, or a new one.
-
-    Args:
-        data: The encoded job; None: there is none.
-        command, config, token: As in FolderState.
-        error: Makes an error of a text.
-        removal: What removes the state.
-
-    Raises:
-        ConfigError: It is damaged, or of another job or version.
-    """
+    """Return the encoded job of a state, or a new one where there is none. `error` makes the ConfigError of a text,
+    which is raised when it is damaged, or of another job or version; `removal`: what the user does to remove it."""
     # Those that must not change. The folder of certificates may differ between machines.
     settings = {name: value for name, value in msgspec.to_builtins(asdict(config)).items() if name != "tls"}
     if data is None:
