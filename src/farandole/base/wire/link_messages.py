@@ -8,6 +8,12 @@ from farandole.base.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.base.wire.message import Message
 
 
+class OfGeneration(Message, frozen=True):
+    """A message about generation `number`; one about an earlier generation changes nothing."""
+
+    number: int
+
+
 class Hello(Message, frozen=True):
     """The first message of a worker: it called `init()` and listens for its peers at `address`."""
 
@@ -23,45 +29,38 @@ class Elastic(Message, frozen=True):
     yet asks to be admitted and is READY for any generation."""
 
 
-class Ready(Message, frozen=True):
+class Ready(OfGeneration, frozen=True):
     """The main thread is quiescent: no collective of an older generation can touch its memory any more."""
 
-    number: int
 
-
-class Synced(Message, frozen=True):
+class Synced(OfGeneration, frozen=True):
     """The state of this worker equals the source's in generation `number`: it is a holder now."""
 
-    number: int
 
-
-class LinkBroken(Message, frozen=True):
+class LinkBroken(OfGeneration, frozen=True):
     """A data connection of generation `number` failed, or its main thread has left the generation by itself, as
     `detail` says. This is a hint, never a verdict."""
 
-    number: int
     peer: str
     direction: str  # "send" | "receive" | "connect" | "left"
     detail: str
 
 
-class Probed(Message, frozen=True):
+class Probed(OfGeneration, frozen=True):
     """The worker has tried to connect to its neighbours' data listeners in generation `number`, with these results. The
     reason is that no data moved, or that it was asked to. The coordinator judges the evidence."""
 
-    number: int
     reachable: tuple[str, ...]
     unreachable: tuple[str, ...]
 
 
-class Connected(Message, frozen=True):
+class Connected(OfGeneration, frozen=True):
     """The way that tensors move in generation `number` has changed to this one. From rank 0, for the log only."""
 
-    number: int
     way: str
 
 
-class FirstStep(Message, frozen=True):
+class FirstStep(OfGeneration, frozen=True):
     """The first step of generation `number` is decided here. When all survivors have sent it, the recovery is over: the
     coordinator reports it and starts the replacement (coordinator/regroup.py). Once per regroup; durations, one after
     the other.
@@ -78,7 +77,6 @@ class FirstStep(Message, frozen=True):
             and steps_redone are this worker's steps since then, which are done again.
     """
 
-    number: int
     ready_s: float
     waited_s: float
     connected_s: float
@@ -90,7 +88,7 @@ class FirstStep(Message, frozen=True):
     began_at: int = 0
 
 
-class StatesDiffered(Message, frozen=True):
+class StatesDiffered(OfGeneration, frozen=True):
     """Members of generation `number` had different states after `step` steps. From rank 0, for the log only.
 
     Attributes:
@@ -99,7 +97,6 @@ class StatesDiffered(Message, frozen=True):
         is_fatal: The job ends instead.
     """
 
-    number: int
     step: int
     name: str
     objects: int
@@ -108,17 +105,16 @@ class StatesDiffered(Message, frozen=True):
     is_fatal: bool
 
 
-class StateHashed(Message, frozen=True):
+class StateHashed(OfGeneration, frozen=True):
     """The members of generation `number` have a state with this hash after `step` steps. From rank 0, for the log
     only."""
 
-    number: int
     step: int
     epoch: int
     hash: str
 
 
-class ShardDiffered(Message, frozen=True):
+class ShardDiffered(OfGeneration, frozen=True):
     """In generation `number` some ranks have computed a shard of strict mode wrongly. From these ranks, and from the
     lowest other one.
 
@@ -129,14 +125,13 @@ class ShardDiffered(Message, frozen=True):
         witnesses: The ranks that have computed it, too, and agree on another result.
     """
 
-    number: int
     step: int
     shard: int
     ranks: tuple[int, ...]
     witnesses: tuple[int, ...]
 
 
-class StragglerSeen(Message, frozen=True):
+class StragglerSeen(OfGeneration, frozen=True):
     """A member of generation `number` has computed slowly for many steps. From rank 0, for the log only.
 
     Attributes:
@@ -144,7 +139,6 @@ class StragglerSeen(Message, frozen=True):
         is_slow: False: it was slow before, and is not any more.
     """
 
-    number: int
     step: int
     rank: int
     percent: int
@@ -183,7 +177,7 @@ class Failed(Message, frozen=True):
     traceback: str
 
 
-class Finished(Message, frozen=True):
+class Finished(OfGeneration, frozen=True):
     """The elastic function returned on this worker, in generation `number`.
 
     Attributes:
@@ -192,7 +186,6 @@ class Finished(Message, frozen=True):
             generation as a static job, for this reason; empty: it has not.
     """
 
-    number: int
     shortfall: Shortfall | None = None
     static_because: str = ""
 
@@ -254,26 +247,22 @@ class Newcomer(Message, frozen=True):
     step: int = 0
 
 
-class Abort(Message, frozen=True):
+class Abort(OfGeneration, frozen=True):
     """A fault: all operations of generations below `number` must end now. Answer: Ready(number)."""
 
-    number: int
     reason: str
 
 
-class Probe(Message, frozen=True):
+class Probe(OfGeneration, frozen=True):
     """Request to test the connections to the neighbours of generation `number`, since a peer cannot reach this worker.
     Answer: Probed, also while the main thread computes."""
 
-    number: int
 
-
-class Prepare(Message, frozen=True):
+class Prepare(OfGeneration, frozen=True):
     """A planned change: move to generation `number` at a boundary that all members agree on. Answer, once there:
     Ready(number). An Abort with a higher number cancels it. `update` is the kind of change, in Horovod's numbers: 1
     workers go, 2 workers come, 3 both."""
 
-    number: int
     reason: str
     update: int = 0
 
@@ -295,10 +284,8 @@ class Start(Message, frozen=True):
     data_key: bytes = b""
 
 
-class Released(Message, frozen=True):
+class Released(OfGeneration, frozen=True):
     """Every member of generation `number` has finished: the elastic function may return. The answer to Finished."""
-
-    number: int
 
 
 class Left(Message, frozen=True):
