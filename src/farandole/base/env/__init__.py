@@ -24,7 +24,6 @@ from farandole.base.env.agent_env import (
     read_timeline as read_timeline,
     read_token as read_token,
     read_torchrun_rank_and_size as read_torchrun_rank_and_size,
-    read_transport as read_transport,
     read_worker_env as read_worker_env,
     set_torchrun_world_size as set_torchrun_world_size,
     strict_environment as strict_environment,

@@ -137,11 +137,6 @@ def read_mkl_reproducibility(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(MKL_CBWR, "")
 
 
-def read_transport() -> str:
-    """Return the way in which tensors travel between workers."""
-    return read_job_env().transport
-
-
 def read_token(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the token from FARANDOLE_TOKEN: for an agent that is to join a job, whose workers never inherit it, and
     for processes that another launcher has started."""

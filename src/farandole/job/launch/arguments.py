@@ -21,7 +21,6 @@ from farandole.base.env import (
     read_slurm_variables,
     read_start_timeout_s,
     read_timeline,
-    read_transport,
     strict_environment,
 )
 from farandole.errors import ConfigError
@@ -109,9 +108,15 @@ def _job_spec(options: argparse.Namespace, command: Sequence[str], program: Prog
         environment |= strict_environment()
         if config.max_np is None and config.fills_slots:
             config = dataclasses.replace(config, max_np=strict)
+    ledger = ""
+    if options.sample_ledger is not None:
+        from farandole.job.launch.job_files import ready_ledger_folder
+
+        # A job that may resume from a checkpoint may continue its ledger, too.
+        ledger = str(ready_ledger_folder(options.sample_ledger, may_hold_records=options.checkpoint is not None))
     job_env = JobEnv(
-        transport=options.transport or read_transport(),
-        sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
+        transport=options.transport or read_job_env().transport,
+        sample_ledger=ledger,
         in_place=config.num_proc if options.in_place else 0,
         strict=strict > 0,
         shards=strict or (options.max_num_proc or 0),
@@ -250,16 +255,6 @@ def _leaves_nodes_idle(options: argparse.Namespace) -> bool:
     if inside is None or inside.step_tasks or has_agents or source_of_hosts(options):
         return False
     return "," in inside.node_list or "[" in inside.node_list
-
-
-def _ledger_folder(folder: Path | None, may_go_on: bool) -> str:
-    """Prepare the ledger folder and return its path; empty for no ledger. `may_go_on`: the job may resume from a
-    checkpoint, and its ledger may continue, too."""
-    if folder is None:
-        return ""
-    from farandole.job.launch.job_files import ready_ledger_folder
-
-    return str(ready_ledger_folder(folder, may_hold_records=may_go_on))
 
 
 def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from farandole.base.config import JobConfig
-from farandole.base.env import JobEnv, environment_of, inherited_environment, read_transport, strict_environment
+from farandole.base.env import JobEnv, environment_of, inherited_environment, read_job_env, strict_environment
 from farandole.errors import ConfigError
 from farandole.job.launch.arguments import checkpoint_settings, start_timeout_s
 from farandole.job.launch.job_spec import JobSpec
@@ -79,7 +79,7 @@ def job_of(options: Mapping[str, Any], sizes: JobConfig, **others: Any) -> JobSp
     """Return the job of a call with these FunctionOptions. `sizes`: the configuration as far as the numbers of workers
     determine it; `others`: as in function_job(). Raises ConfigError where the options cannot work."""
     asked, tls = options.get, tls_folder(options.get("tls"))
-    check_encryption(tls, read_transport())
+    check_encryption(tls, read_job_env().transport)
     elastic_timeout = asked("elastic_timeout")
     config = dataclasses.replace(
         sizes,

@@ -190,7 +190,9 @@ class EventFile:
             ) from error
         os.set_blocking(self._descriptor, True)
         self._is_torn = self._has_failed = False
-        self._writer: BackgroundWriter[str] = BackgroundWriter("events", self._write, self._on_dropped)
+        self._writer: BackgroundWriter[str] = BackgroundWriter(
+            "events", self._write, lambda dropped: self._complain(f"writing is too slow, {dropped} bytes are lost")
+        )
 
     def on_event(self, event: Event) -> None:
         """Append the event. Never waits."""
@@ -212,9 +214,6 @@ class EventFile:
             self._complain(f"{error.strerror}")
         else:
             self._is_torn = False
-
-    def _on_dropped(self, dropped_bytes: int) -> None:
-        self._complain(f"writing is too slow, {dropped_bytes} bytes are lost")
 
     def _complain(self, why: str) -> None:
         if not self._has_failed:
