@@ -124,7 +124,8 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    """`_replace` is a documented method of named tuples: its name only differs from those of their fields."""
+    return name.startswith("_") and not name.startswith("__") and name != "_replace"
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
