@@ -6,7 +6,7 @@ import contextlib
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farandole.base.env.agent_env import Port, Seconds, WholeNumber, read_value
@@ -74,6 +74,14 @@ class _Names:
     job: tuple[str, ...] = ()
 
 
+_PMI = _Names(
+    marks=("PMI_RANK", "PMI_SIZE"),
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
+)
+
 # In the order of the attempts. A launcher may itself run under Slurm: Hydra starts its own helpers with srun, and then
 # the SLURM_ variables of a worker are those of the helper.
 _LAUNCHERS = {
@@ -94,13 +102,7 @@ _LAUNCHERS = {
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE",),
     ),
-    "mpirun": _Names(  # Hydra: MPICH and Intel MPI
-        marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-    ),
+    "mpirun": replace(_PMI, marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")),  # Hydra: MPICH and Intel MPI
     # A shell of sbatch or salloc has SLURM_PROCID too, but no step.
     "srun": _Names(
         marks=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -112,13 +114,7 @@ _LAUNCHERS = {
         hosts="SLURM_STEP_NUM_NODES",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
-    "a launcher with PMI": _Names(
-        marks=("PMI_RANK", "PMI_SIZE"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-    ),
+    "a launcher with PMI": _PMI,
 }
 
 
