@@ -55,10 +55,10 @@ def agent_command(arguments: Sequence[str]) -> int:
         service = serve(options, report, preemption, ends_with_input=given.token_file == _STANDARD_INPUT)
         return service.exit_code if service.end is EndOfService.JOB_ENDED else int(given.left_exit_code)
     except ConfigError as error:
-        report.error(str(error))
+        report.note(str(error))
         return USAGE_ERROR
     except CannotJoin as error:
-        report.error(str(error))
+        report.note(str(error))
         return CANNOT_JOIN
     finally:
         report.close()

@@ -117,5 +117,5 @@ def _launch(spec: JobSpec, factory: CoordinatorFactory | None) -> int:
             report.ended(outcome.exit_code, outcome.reason)
             return outcome.exit_code
         except ConfigError as error:
-            report.error(str(error))
+            report.note(str(error))
             return USAGE_ERROR

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from farandole.base.command_parser import USAGE_ERROR
+from farandole.base.events.event import count
 from farandole.base.events.worker_events import main_first
 from farandole.base.machine import local_time, wall_time_s
 from farandole.base.wire.control import (
@@ -277,9 +278,7 @@ def format_status(status: Status) -> list[str]:
     there = sum(each.slots for each in status.hosts if not (each.is_drained or each.out_for_s))
     if there < status.wanted:
         missing = status.wanted - there
-        lines.append(
-            f"waiting for {missing} more slot{'' if missing == 1 else 's'} ({there} of {status.wanted} are available)"
-        )
+        lines.append(f"waiting for {count(missing, 'more slot')} ({there} of {status.wanted} are available)")
     lines += [
         f"slot {each.slot} on {each.host} is in backoff for {each.for_s:.1f} s more, "
         f"after {each.failures} failures in a row"
@@ -305,7 +304,7 @@ def _headline(status: Status) -> str:
     if status.spares:
         waiting = sum(each.state == "waits" for each in status.newcomers)
         parts.append(f"{waiting} of {status.spares} spares wait")
-    parts.append(f"{status.regroups} regroups" if status.regroups != 1 else "1 regroup")
+    parts.append(count(status.regroups, "regroup"))
     parts.append(f"coordinator pid {status.coordinator_pid}")
     return ", ".join(parts)
 
@@ -367,7 +366,7 @@ def _host_state(host: HostStatus) -> str:
         return "drained" if host.workers == 0 else "is being drained"
     if host.out_for_s:
         how_long = "permanently" if host.out_for_s < 0 else f"for {host.out_for_s:.0f} s more"
-        return f"excluded {how_long}, after {host.failures} failure{'' if host.failures == 1 else 's'}"
+        return f"excluded {how_long}, after {count(host.failures, 'failure')}"
     return "in use" if host.is_connected else "no agent"
 
 

@@ -22,6 +22,7 @@ import psutil
 
 from farandole import __version__
 from farandole.base.env import read_runtime_folder
+from farandole.base.events.event import count
 from farandole.base.liveness import exit_notice
 from farandole.base.machine import affinity_cores, usable_cores
 from farandole.base.membership import Address
@@ -147,13 +148,13 @@ def ask_python(python: str) -> str:
 
 def devices(described: Mapping[str, object], has_nvidia: bool) -> Finding:
     """Judge the devices. `has_nvidia`: NVIDIA's driver is installed."""
-    count = int(str(described.get("devices", 0)))
-    if count:
-        nccl = "NCCL" if described.get("nccl") else "no NCCL"
+    number = int(str(described.get("devices", 0)))
+    if number:
+        found = count(number, "CUDA device")
         if described.get("nccl"):
-            return Finding("devices", "ok", f"{count} CUDA device{'s' if count > 1 else ''}, {nccl}")
+            return Finding("devices", "ok", f"{found}, NCCL")
         advice = "install a build of torch with NCCL: gradients of devices travel through the hosts' memory without it"
-        return Finding("devices", "warning", f"{count} CUDA device{'s' if count > 1 else ''}, {nccl}", advice)
+        return Finding("devices", "warning", f"{found}, no NCCL", advice)
     if has_nvidia and "error" not in described:
         what = "torch finds none of them" if described.get("cuda") else f"torch {described.get('torch')} has no CUDA"
         advice = "see `nvidia-smi` and CUDA_VISIBLE_DEVICES, or install a build of torch with CUDA"
@@ -174,7 +175,7 @@ def memory(workers: int, available: int) -> Finding:
     """Judge the memory, in bytes."""
     text = f"{available / _GB:.1f} GB available"
     if available < workers * _OF_A_WORKER:
-        needed = f"{workers} worker{'s' if workers > 1 else ''} with torch and a small model need"
+        needed = f"{count(workers, 'worker')} with torch and a small model need"
         advice = f"{needed} {workers * _OF_A_WORKER / _GB:.1f} GB; the kernel kills workers when there is none left"
         return Finding("memory", "warning", text, advice)
     return Finding("memory", "ok", text)

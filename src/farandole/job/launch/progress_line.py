@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from farandole.base.events.event import Event
+from farandole.base.events.event import Event, count
 from farandole.base.events.generation_events import Recovered
 from farandole.job.coordinator.control_requests import JobSummary
 
@@ -141,7 +141,7 @@ def _joined(parts: Sequence[Part]) -> str:
 def _workers(summary: JobSummary) -> str:
     if summary.members != summary.wanted:
         return f"{summary.members} of {summary.wanted} workers"
-    return "1 worker" if summary.members == 1 else f"{summary.members} workers"
+    return count(summary.members, "worker")
 
 
 def _rate(per_s: float) -> str:

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import TextIO, TypeAlias
 
 from farandole.base.config import JobConfig
-from farandole.base.events.event import Event
+from farandole.base.events.event import Event, count
 from farandole.base.events.generation_events import ChangePlanned, GenerationStarted, Recovered, TransportChosen
 from farandole.base.events.host_events import AgentJoined
 from farandole.base.events.job_events import (
@@ -105,8 +105,8 @@ class Report:
         """Report that the job is about to begin."""
         self._started_s = self._clock()
         if self._loudness >= Loudness.NORMAL:
-            workers = f"{_count(config.num_proc, 'worker')} ({_limits(config)})"
-            workers += f" and {_count(config.spares, 'spare')}" if config.spares else ""
+            workers = f"{count(config.num_proc, 'worker')} ({_limits(config)})"
+            workers += f" and {count(config.spares, 'spare')}" if config.spares else ""
             self._print(f"{workers} to run {shlex.join(command)}")
 
     def on_event(self, event: Event) -> None:
@@ -128,10 +128,10 @@ class Report:
     def ended(self, exit_code: int, reason: str) -> None:
         """Report the result of a job that is over. `reason` is a whole sentence."""
         counts = (
-            _count(self._generations, "generation"),
-            f"{_count(self._losses, 'worker')} lost",
+            count(self._generations, "generation"),
+            f"{count(self._losses, 'worker')} lost",
             f"{len(self._newcomers)} joined",
-            *([f"{_count(self._restarts_of_all, 'restart')} of all workers"] if self._restarts_of_all else []),
+            *([f"{count(self._restarts_of_all, 'restart')} of all workers"] if self._restarts_of_all else []),
             f"{self._clock() - self._started_s:.1f} s",
         )
         self._print(", ".join(counts))
@@ -149,13 +149,13 @@ class Report:
         if self._raised and exit_code == 0:
             who, first = next(iter(self._raised.items()))
             others = len(self._raised) - 1
-            more = f", and {_count(others, 'other worker')} raised exceptions, too" if others else ""
+            more = f", and {count(others, 'other worker')} raised exceptions, too" if others else ""
             remarks.append(f"{who} raised {first}{more}")
         remarked = f"with remarks: {'; '.join(remarks)}" if remarks else ""
         alone = ""
         if self._alone:
             each = "each for itself" if len(self._alone) > 1 else "for itself"
-            alone = f"{_count(len(self._alone), 'worker')} trained {each}, not together with the others"
+            alone = f"{count(len(self._alone), 'worker')} trained {each}, not together with the others"
         if exit_code != 0:
             return ", ".join(filter(None, [f"failed (exit code {exit_code})", alone and f"and {alone}", remarked]))
         ended = "" if self._cut_short is None else self._cut_short.verdict()
@@ -164,17 +164,13 @@ class Report:
         return ", ".join(filter(None, [alone, ended, remarked])) or "success"
 
     def note(self, text: str) -> None:
-        """Show a note to the user; also when quiet."""
+        """Show a note to the user, or why the job could not be run; also when quiet."""
         self._print(text)
 
     def detail(self, text: str) -> None:
         """Show a note to the user, unless quiet."""
         if self._loudness >= Loudness.NORMAL:
             self._print(text)
-
-    def error(self, text: str) -> None:
-        """Report that the job could not be run."""
-        self._print(text)
 
     def close(self) -> None:
         """Write the remaining lines; waits for that with a time limit. Idempotent."""
@@ -256,11 +252,6 @@ class Report:
 
 def _limits(config: JobConfig) -> str:
     if config.max_restarts is not None:
-        times = _count(config.max_restarts, "restart") if config.max_restarts else "no restart"
+        times = count(config.max_restarts, "restart") if config.max_restarts else "no restart"
         return f"{times} of all workers after a failure"
     return f"at least {config.min_np}" + ("" if config.max_np is None else f", at most {config.max_np}")
-
-
-def _count(number: int, noun: str) -> str:
-    """Format a count: `1 worker`, `2 workers`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
