@@ -47,6 +47,7 @@ from farandole.job.launch.control_client import (
 )
 from farandole.job.launch.control_parser import control_parser
 from farandole.job.launch.job_files import JobFile, running
+from farandole.job.launch.job_history import epoch_of
 
 _MOST_NAMED = 16
 _CLEARED = "\x1b[H\x1b[2J"  # the cursor is at the top of an empty screen: ECMA-48, CUP and ED
@@ -298,7 +299,9 @@ def _headline(status: Status) -> str:
         parts.append(f"change to generation {status.change} under way")
     if status.step is not None:
         parts.append(f"step {status.step}")
-    parts += _epoch(status.members)
+    epoch, trained, samples = epoch_of(status)
+    if samples:
+        parts.append(f"epoch {epoch} ({trained:,} of {samples:,} samples, {trained / samples:.0%})")
     most = "" if status.max_np is None else f", at most {status.max_np}"
     parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}{most})")
     if status.spares:
@@ -307,16 +310,6 @@ def _headline(status: Status) -> str:
     parts.append(count(status.regroups, "regroup"))
     parts.append(f"coordinator pid {status.coordinator_pid}")
     return ", ".join(parts)
-
-
-def _epoch(members: Sequence[WorkerSummary]) -> list[str]:
-    """Return how much of the epoch was trained, as the furthest worker tells it; empty where no loader does."""
-    seen = [each.telemetry for each in members if each.telemetry is not None and each.telemetry.samples]
-    if not seen:
-        return []
-    newest = max(seen, key=lambda each: (each.epoch, each.trained))
-    share = newest.trained / newest.samples
-    return [f"epoch {newest.epoch} ({newest.trained:,} of {newest.samples:,} samples, {share:.0%})"]
 
 
 def _workers(workers: Sequence[WorkerSummary]) -> list[str]:
