@@ -17,7 +17,6 @@ class Command(NamedTuple):
     summary   what it does, for the same
     function  gets the arguments behind the name, and returns the exit code
     parser    returns the parser of its options, for completion
-    words     the words with which it begins, in all its forms
     takes_command  the command of a program follows
     """
 
@@ -25,7 +24,6 @@ class Command(NamedTuple):
     summary: str
     function: str
     parser: str
-    words: tuple[tuple[str, ...], ...]
     takes_command: bool = False
 
 
@@ -35,7 +33,6 @@ COMMANDS = {
         "train with torchrun's command line",
         "integrations.torchrun.torchrun_command:torchrun_command",
         "integrations.torchrun.torchrun_parser:torchrun_parser",
-        (("torchrun",),),
         takes_command=True,
     ),
     "page": Command(
@@ -43,21 +40,18 @@ COMMANDS = {
         "serve the live page of a job, and its metrics",
         "integrations.page.page_command:page_command",
         "integrations.page.page_command:page_parser",
-        (("page",),),
     ),
     "agent": Command(
         "agent --join HOST:PORT [options]",
         "offer this machine's slots to a job of another machine",
         "job.launch.agent_command:agent_command",
         "job.launch.agent_command:agent_parser",
-        (("agent",),),
     ),
     "kubernetes": Command(
         "kubernetes manifest [options] command ...",
         "print the objects of a job on Kubernetes",
         "integrations.kubernetes.kubernetes_command:kubernetes_command",
         "integrations.kubernetes.kubernetes_command:manifest_parser",
-        (("kubernetes", "manifest"),),
         takes_command=True,
     ),
     "slurm": Command(
@@ -65,42 +59,36 @@ COMMANDS = {
         "add nodes to a job, or remove them",
         "integrations.slurm.slurm_command:slurm_command",
         "integrations.slurm.slurm_command:slurm_parser",
-        (("slurm", "grow"), ("slurm", "shrink")),
     ),
     "ledger": Command(
         "ledger check DIR",
         "prove that each sample was trained once",
         "training.ledger.ledger_command:ledger_command",
         "training.ledger.ledger_command:ledger_parser",
-        (("ledger", "check"),),
     ),
     "doctor": Command(
         "doctor [options]",
         "look at this machine, and at hosts, before a job runs",
         "job.launch.doctor_command:doctor_command",
         "job.launch.doctor_command:doctor_parser",
-        (("doctor",),),
     ),
     "certificates": Command(
         "certificates DIR",
         "make the certificates of a job whose connections are encrypted",
         "job.launch.certificates_command:certificates_command",
         "job.launch.certificates_command:certificates_parser",
-        (("certificates",),),
     ),
     "completion": Command(
         "completion bash|zsh|fish",
         "print what lets a shell complete commands",
         "job.launch.completion_command:completion_command",
         "job.launch.completion_command:completion_parser",
-        (("completion",),),
     ),
     "demo": Command(
         "demo",
         "three workers train, one is killed, another one joins",
         "integrations.demo.demo_command:demo_command",
         "integrations.demo.demo_command:demo_parser",
-        (("demo",),),
     ),
 }
 

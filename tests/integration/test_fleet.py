@@ -20,7 +20,7 @@ from farandole.job.coordinator.server import Coordinator
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
 from farandole.job.engines.fleet import Fleet
 from farandole.job.engines.host_list import HostSlots
-from farandole.job.engines.local_engine import LocalEngine
+from farandole.job.engines.local_engine import HostsEngine
 from farandole.job.launch.output import OutputOptions, OutputSink
 from tests.support.waiting import EventLog, run
 
@@ -76,6 +76,10 @@ def fleet_of(engine: Engine, events: EventLog, gone: list[tuple[str, str]], must
         must_succeed=must_succeed,
         again_s=BACKOFF,
     )
+
+
+async def no_addresses() -> tuple[Address, ...]:
+    return ()
 
 
 def test_a_host_that_can_never_be_used_ends_the_job_before_it_trains() -> None:
@@ -154,7 +158,7 @@ def test_a_drained_host_gets_no_other_agent_before_it_has_been_gone() -> None:
             made.append(Agent(config, sink, events))
             return made[-1]
 
-        fleet = fleet_of(LocalEngine(make_agent), events, [])
+        fleet = fleet_of(HostsEngine(make_agent, None, (), no_addresses), events, [])
         try:
             for _ in range(2):
                 joined = asyncio.create_task(events.next(AgentJoined))

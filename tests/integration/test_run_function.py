@@ -23,8 +23,7 @@ import pytest
 
 import farandole as fd
 from farandole.errors import ConfigError
-from farandole.job.launch.function_results import FunctionFailed
-from farandole.job.launch.run_function import BY_POSITION
+from farandole.job.launch.run_function import BY_POSITION, FunctionFailed
 from tests.support.certificates import made
 from tests.support.jobs import processes_with
 
@@ -303,7 +302,7 @@ def test_a_result_above_the_limit_is_an_error_of_the_worker() -> None:
 
 
 def test_a_call_above_the_limit_is_refused_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.job.launch.function_results.LARGEST_BYTES", 1000)
+    monkeypatch.setattr("farandole.job.launch.run_function.LARGEST_BYTES", 1000)
     with pytest.raises(TypeError, match="at most 1000 can be sent to the workers; load large data inside"):
         fd.run(len, (bytes(1001),))
 

@@ -72,7 +72,6 @@ def _import_all() -> None:
         "farandole.job.launch.launcher",
         "farandole.job.coordinator.coordinator_factory",
         "farandole.job.launch.control_commands",
-        "farandole.job.launch.stacks_command",
         "farandole.integrations.horovod",
     )
     for name in (*PRELOADED, *launcher, "torch.optim.swa_utils", "torch.nn.parallel", "torch.utils.data"):

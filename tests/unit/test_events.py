@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import string
 import subprocess
 import sys
 
 import msgspec
+import pytest
 
+from farandole.base.events.event import Event
 from farandole.base.events.generation_events import (
     ChangePlanned,
     GenerationStarted,
@@ -42,6 +46,7 @@ from farandole.base.events.job_events import (
     WorkersNeverMet,
     WorkerTrainsAlone,
 )
+from farandole.base.events.kinds import KINDS
 from farandole.base.events.worker_events import (
     AllWorkersRestart,
     CollectiveStalled,
@@ -120,6 +125,13 @@ def test_every_event_has_a_line_and_fields_for_json() -> None:
         assert event.line()
         assert event.level in ("info", "warning")
         assert json.loads(json.dumps(event.fields()))["event"] == type(event).__name__
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_sentence_has_fields_of_its_event(kind: type[Event]) -> None:
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if "line" not in vars(kind):
+        assert {name for _, name, _, _ in string.Formatter().parse(kind.sentence) if name} <= fields
 
 
 def test_a_line_says_one_slot_and_two_workers() -> None:

@@ -83,8 +83,8 @@ USED: dict[str, set[str]] = {
     },
     "integrations/torchrun/torchrun_parser.py": {"_ArgumentGroup"},
     "job/agent/fork_server_process.py": {"_is_device_backend_autoload_enabled", "_run_module_as_main"},
-    "job/launch/common_options.py": {"_ActionsContainer"},
-    "job/launch/completion_scripts.py": {"_actions", "_expand_help", "_get_formatter"},
+    "job/launch/run_parser.py": {"_ActionsContainer"},
+    "job/launch/completion_command.py": {"_actions", "_expand_help", "_get_formatter"},
     "testing/quick_start.py": {"_dynamo"},
     "training/collectives/torch_versions.py": {
         "_C",
@@ -123,7 +123,8 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    """`_replace` is a documented method of named tuples: its name only differs from those of their fields."""
+    return name.startswith("_") and not name.startswith("__") and name != "_replace"
 
 
 def defined(tree: ast.AST) -> Iterator[str]:

@@ -53,11 +53,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def value_counts(parser: argparse.ArgumentParser) -> Mapping[str, int]:
     """Return the number of values of each flag that has values."""
-    counts = {flag: _value_count(action) for action in parser._actions for flag in action.option_strings}
-    return {flag: count for flag, count in counts.items() if count}
-
-
-def _value_count(action: argparse.Action) -> int:
-    if action.nargs is None:
-        return 1
-    return action.nargs if isinstance(action.nargs, int) else 0
+    counts: dict[str, int] = {}
+    for action in parser._actions:
+        count = 1 if action.nargs is None else action.nargs
+        if isinstance(count, int) and count:
+            counts |= dict.fromkeys(action.option_strings, count)
+    return counts

@@ -108,30 +108,31 @@ class JobConfig:
         return self.may_change or bool(self.max_restarts)
 
     def __post_init__(self) -> None:
-        if self.num_proc < 1:
-            raise ConfigError(f"-np must be at least 1, got {self.num_proc}")
+        for flag, number in (("-np", self.num_proc), ("--min-np", self.min_np)):
+            if number < 1:
+                raise ConfigError(f"{flag} must be at least 1, got {number}")
         for flag, number in (("-np", self.num_proc), ("--max-np", self.max_np or 0), ("--spares", self.spares)):
             if number > MOST_WORKERS:
                 raise ConfigError(f"{flag} must be at most {MOST_WORKERS}, got {number}")
-        if self.min_np < 1:
-            raise ConfigError(f"--min-np must be at least 1, got {self.min_np}")
         if self.max_np is not None and self.min_np > self.max_np:
             raise ConfigError(f"--min-np {self.min_np} is above --max-np {self.max_np}")
         if self.min_np > self.num_proc:
             raise ConfigError(f"--min-np {self.min_np} is above -np {self.num_proc}")
         if self.max_np is not None and self.num_proc > self.max_np:
             raise ConfigError(f"-np {self.num_proc} is above --max-np {self.max_np}")
-        if self.restarts < 0:
-            raise ConfigError(f"--restarts must not be negative, got {self.restarts}")
-        if self.max_restarts is not None and self.max_restarts < 0:
-            raise ConfigError(f"--max-restarts must not be negative, got {self.max_restarts}")
+        for flag, most in (
+            ("--restarts", self.restarts),
+            ("--max-restarts", self.max_restarts),
+            ("--spares", self.spares),
+            ("--reset-limit", self.reset_limit),
+        ):
+            if most is not None and most < 0:
+                raise ConfigError(f"{flag} must not be negative, got {most}")
         if self.max_restarts is not None and self.on_failure == "host":
             raise ConfigError(
                 f"--max-restarts {self.max_restarts} and --on-failure host contradict each other: all workers are "
                 "started again, on the same hosts; give one of them"
             )
-        if self.spares < 0:
-            raise ConfigError(f"--spares must not be negative, got {self.spares}")
         if self.spares and self.fills_slots and self.max_np is None:
             raise ConfigError(
                 f"--spares {self.spares} needs --max-np: this job trains in every slot that its hosts offer, which "
@@ -141,16 +142,15 @@ class JobConfig:
             ("--elastic-timeout", self.elastic_timeout_s),
             ("--start-timeout", self.start_timeout_s),
             ("--detection-budget", self.detection_budget_s),
+            ("--step-timeout", self.step_timeout_s),
         ):
-            if not 0 < value < float("inf"):
+            if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{flag} must be a positive number of seconds, got {value}")
         if self.detection_budget_s < LEAST_DETECTION_BUDGET_S:
             raise ConfigError(
                 f"--detection-budget must be at least {LEAST_DETECTION_BUDGET_S} s, got {self.detection_budget_s:g}: "
                 "a process that waits for a core can be silent for that long"
             )
-        if self.step_timeout_s is not None and not 0 < self.step_timeout_s < float("inf"):
-            raise ConfigError(f"--step-timeout must be a positive number of seconds, got {self.step_timeout_s}")
         if not 0 <= self.grace_s < float("inf"):
             raise ConfigError(f"--grace must be a number of seconds >= 0, got {self.grace_s}")
         if self.on_failure not in ("slot", "host"):
@@ -162,8 +162,6 @@ class JobConfig:
                     f"--blacklist-cooldown-range needs two positive numbers of seconds, the smaller one first, "
                     f"got {low} {high}"
                 )
-        if self.reset_limit is not None and self.reset_limit < 0:
-            raise ConfigError(f"--reset-limit must not be negative, got {self.reset_limit}")
 
 
 CLOUDS = ("auto", "aws", "gcp", "azure", "none")

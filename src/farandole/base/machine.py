@@ -22,12 +22,9 @@ _PROC = Path("/proc/self")
 
 
 def usable_cores(proc: Path = _PROC) -> int:
-    """Return the number of cores that this process may use, at least 1.
+    """Return the number of cores that this process may use, at least 1. The control groups in `proc` are read once.
 
     A quota of 2.5 cores counts as 2: with a third busy thread, all of them would wait for the next period.
-
-    Args:
-        proc: The /proc folder of the process whose control groups count. They are read once.
     """
     return max(1, min(affinity_cores(), math.floor(_quota_cores(proc))))
 
@@ -41,11 +38,9 @@ def affinity_cores() -> int:
 
 @functools.cache  # it is called in each generation, and takes milliseconds where /proc is slow
 def _quota_cores(proc: Path) -> float:
-    """Return the lowest CPU quota of the process's control group and its ancestors, in cores.
-
-    A very large number where there is none. Supports both versions of control groups: cgroups(7), "cpu.max" in the
-    kernel's admin-guide/cgroup-v2 and "cpu.cfs_quota_us" in scheduler/sched-bwc.
-    """
+    """Return the lowest CPU quota of the process's control group and its ancestors, in cores. A very large number where
+    there is none. Supports both versions of control groups: cgroups(7), "cpu.max" in the kernel's admin-guide/cgroup-v2
+    and "cpu.cfs_quota_us" in scheduler/sched-bwc."""
     quotas = [float(1 << 20)]
     with contextlib.suppress(OSError, ValueError):  # not Linux, or hidden by a sandbox: the affinity must suffice
         for folder in _cpu_groups(proc):
@@ -98,19 +93,15 @@ def _first_version(group: Path) -> float:
 
 def may_spin(local_size: int) -> bool:
     """Return whether a worker, one of `local_size` on its host, may wait for the others for a moment without sleeping.
-
-    It may only while no other thread needs the core. To sleep and to be woken costs 10 to 100 us.
-    """
+    It may only while no other thread needs the core. To sleep and to be woken costs 10 to 100 us."""
     return usable_cores() >= local_size
 
 
 @functools.cache
 def network_stack() -> str:
-    """Return an identifier of this process's network stack; empty where the system has none.
-
-    Processes with the same one reach each other at loopback addresses. It is made of the kernel's boot and of the
-    process's network namespace: namespaces(7).
-    """
+    """Return an identifier of this process's network stack; empty where the system has none. Processes with the same
+    one reach each other at loopback addresses. It is made of the kernel's boot and of the process's network namespace:
+    namespaces(7)."""
     with contextlib.suppress(OSError):  # not Linux, or hidden by a sandbox
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{(_PROC / 'ns/net').stat().st_ino}"
     return ""
@@ -152,11 +143,8 @@ _sockets: WeakSet[socket.socket] = WeakSet()
 
 
 def close_at_fork(sock: socket.socket) -> None:
-    """Have a forked child close its copy of `sock` before any other code runs in it.
-
-    Only the child's descriptor is closed; the connection of the parent is not affected. Using `sock` in the child
-    raises OSError.
-    """
+    """Have a forked child close its copy of `sock` before any other code runs in it. Only the child's descriptor is
+    closed; the connection of the parent is not affected. Using `sock` in the child raises OSError."""
     _sockets.add(sock)
 
 

@@ -35,6 +35,14 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @classmethod
+    def parse(cls, text: str) -> Address | None:
+        """Return the address in HOST:PORT; None: there is none."""
+        host, _, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        is_port = port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+        return cls(host, int(port)) if host and is_port else None
+
 
 class DataAddress(Address, frozen=True, array_like=True):
     """The address of a worker for its peers.
@@ -62,11 +70,8 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """The ranks of a worker in one generation.
-
-    All ranks are dense and may change with the generation; the slot of a worker does not. The local rank is the number
-    of the slot, while the host has no empty slots below.
-    """
+    """The ranks of a worker in one generation. All ranks are dense and may change with the generation; the slot of a
+    worker does not. The local rank is the number of the slot, while the host has no empty slots below."""
 
     rank: int
     size: int
@@ -150,10 +155,8 @@ class Meeting(enum.IntEnum):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """The status of a worker at one moment. An equal `count` means that nothing has changed.
-
-    `step` counts decided steps, or commits where steps are not counted.
-    """
+    """The status of a worker at one moment. An equal `count` means that nothing has changed. `step` counts decided
+    steps, or commits where steps are not counted."""
 
     count: int
     generation: int

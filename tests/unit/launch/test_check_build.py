@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.job.launch.build_description import format_build
 from farandole.job.launch.cli import main
+from farandole.job.launch.machine_check import format_build
 
 ALL = {"torch": "9.9", "cuda": True, "rocm": False, "gloo": True, "nccl": True, "mpi": False}
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from farandole.job.launch.cli import _main_parser
-from farandole.job.launch.completion_command import all_commands
-from farandole.job.launch.completion_scripts import Value, bash_script, describe, fish_script, zsh_script
+from farandole.job.launch.completion_command import SHELLS, all_commands, completion_script
 from tests.support.terminal import OnTerminal
 
 LONG_S = 30.0
@@ -22,7 +21,7 @@ ASK = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _farandole; printf "%s\\n" "${
 
 @functools.cache
 def script() -> str:
-    return bash_script(all_commands())
+    return completion_script("bash")
 
 
 def found(*words: str) -> set[str]:
@@ -35,11 +34,12 @@ def found(*words: str) -> set[str]:
 
 def test_every_command_is_completed() -> None:
     (action,) = (action for action in _main_parser()._actions if action.dest == "command")
-    assert {command.words[0] for command in all_commands() if command.words} == {*(action.choices or ())}
+    assert {name.split()[0] for name in all_commands()} == {*(action.choices or ()), "horovodrun"}
     assert found("farandole", "s") == {"status", "stacks", "scale", "slurm"}
     assert found("farandole", "to") == {"torchrun", "top"}
     assert {"run", "agent", "page", "doctor", "completion"} < found("farandole", "")
-    assert found("farandole", "kubernetes", "") == {"manifest", "--help"}
+    assert found("farandole", "kubernetes", "") == {"manifest"}
+    assert found("farandole", "kubernetes", "--h") == {"--help"}
     assert found("farandole", "slurm", "g") == {"grow"}
 
 
@@ -96,38 +96,23 @@ def test_the_tabulator_completes_a_command_line_in_bash(tmp_path: Path) -> None:
             bash.wait_until(lambda screen, shown=shown: screen.last == f"$ {shown}", LONG_S)
 
 
-def test_kinds_of_values_follow_from_the_parser() -> None:
-    parser = argparse.ArgumentParser(description="Do it. And more.")
-    parser.add_argument("--file", metavar="FILE", help="a file (of any kind), 100%% of it")
-    parser.add_argument("--folder", metavar="DIR")
-    parser.add_argument("--path", type=Path, metavar="PLACE")
-    parser.add_argument("--mode", choices=("a", "b"))
-    parser.add_argument("--flag", action="store_true")
-    parser.add_argument("--maybe", nargs="?")
-    parser.add_argument("--two", nargs=2, metavar=("MIN", "MAX"))
-    parser.add_argument("--hidden", help=argparse.SUPPRESS)
-    parser.add_argument("what", choices=["do"])
-    parser.add_argument("folder", metavar="DIR", nargs="*")
-    command = describe(["do"], parser)
-    values = {option.flags[0]: option.value for option in command.options}
-    assert values["--file"] == Value(1, "files", (), "FILE")
-    assert (values["--folder"].kind, values["--path"].kind) == ("folders", "files")
-    assert values["--mode"] == Value(1, "words", ("a", "b"), "MODE")
-    assert [values[flag].count for flag in ("--flag", "--maybe", "--two")] == [0, 0, 2]
-    assert "--hidden" not in values
-    assert command.arguments == (Value(1, "folders", (), "DIR"),)
-    assert (command.name, command.help) == ("do", "Do it")
-    assert next(each.help for each in command.options if each.flags == ("--file",)) == "a file"
+def test_files_and_folders_are_offered_where_a_value_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own-file").touch()
+    (tmp_path / "own-folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert found("farandole", "run", "--tls", "own") == {"own-folder"}
+    assert found("farandole", "run", "--job-file", "own") == {"own-file", "own-folder"}
+    assert found("farandole", "ledger", "check", "own") == {"own-folder"}
+    assert found("farandole", "run", "--host", "own") == set()
 
 
-@pytest.mark.parametrize(("shell", "make"), [("bash", bash_script), ("zsh", zsh_script), ("fish", fish_script)])
-def test_shells_can_read_their_scripts(shell: str, make: object, tmp_path: Path) -> None:
-    assert callable(make)
-    text = make(all_commands())
-    for command in all_commands():
-        assert all(word in text for word in command.words)
-        for option in command.options:
-            assert all(flag.lstrip("-") in text for flag in option.flags), option
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_can_read_their_scripts(shell: str, tmp_path: Path) -> None:
+    text = completion_script(shell)
+    for name, parser in all_commands().items():
+        assert all(word in text for word in name.split())
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        assert all(flag.lstrip("-") in text for action in shown for flag in action.option_strings), name
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     file = tmp_path / "script"

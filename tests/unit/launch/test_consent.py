@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.job.launch import consent
+from farandole.job.launch import control_client
 from farandole.job.launch.cli import main
-from farandole.job.launch.consent import NoConsent, require_consent
+from farandole.job.launch.control_client import NoConsent, require_consent
 
 
 class Terminal(io.StringIO):
@@ -24,7 +24,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "job"
     path.write_text("{}")
     here = os.getuid()
-    monkeypatch.setattr(consent.os, "getuid", lambda: here + 54321)
+    monkeypatch.setattr(control_client.os, "getuid", lambda: here + 54321)
     return path
 
 

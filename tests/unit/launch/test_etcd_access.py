@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.base.env.etcd_variables import EtcdVariables, take_etcd_variables
+from farandole.base.env.cluster_variables import EtcdVariables, take_etcd_variables
 from farandole.errors import ConfigError
 from farandole.integrations.etcd.etcd_client import EtcdAccess
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def nobody(text: str) -> None:
 
 def test_each_event_is_a_line_with_its_time(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    with EventFile(path, nobody) as events:
+    with closing(EventFile(path, nobody)) as events:
         events.on_event(ScaleChanged(1, 2))
         events.on_event(WorkerEnded("w1", 1, "left\nwell"))
     first, second = map(json.loads, path.read_text().splitlines())
@@ -35,7 +36,7 @@ def test_each_event_is_a_line_with_its_time(tmp_path: Path) -> None:
 def test_lines_are_added_to_those_that_are_there(tmp_path: Path) -> None:
     path = tmp_path / "events"
     for size in (2, 3):
-        with EventFile(path, nobody) as events:
+        with closing(EventFile(path, nobody)) as events:
             events.on_event(ScaleChanged(1, size))
     assert [json.loads(line)["new"] for line in path.read_text().splitlines()] == [2, 3]
 
@@ -61,7 +62,7 @@ def test_a_full_disk_is_said_once_and_raises_nothing() -> None:
         said.append(text)
         has_said.set()
 
-    with EventFile(Path("/dev/full"), say) as events:
+    with closing(EventFile(Path("/dev/full"), say)) as events:
         events.on_event(ScaleChanged(1, 2))
         assert has_said.wait(10.0)
         events.on_event(ScaleChanged(2, 3))
@@ -71,7 +72,7 @@ def test_a_full_disk_is_said_once_and_raises_nothing() -> None:
 def test_a_line_that_was_cut_by_a_full_disk_spoils_no_later_one(tmp_path: Path) -> None:
     path = tmp_path / "events"
     path.touch()
-    with EventFile(path, nobody) as events:
+    with closing(EventFile(path, nobody)) as events:
         events._is_torn = True
         path.write_text('{"event": "Scale')
         events.on_event(ScaleChanged(2, 3))

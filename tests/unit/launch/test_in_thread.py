@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from farandole.job.launch.job_thread import in_thread
+from farandole.job.launch.run_function import in_thread
 
 
 def test_the_result_comes_from_another_thread_also_while_a_loop_runs_in_this_one() -> None:

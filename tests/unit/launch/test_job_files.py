@@ -31,7 +31,8 @@ def put(folder: Path, job: str, pid: int, born_: int | None, processes: str | No
 
 def test_a_job_is_found_while_it_runs_and_its_file_is_the_user_s_alone(tmp_path: Path) -> None:
     folder = tmp_path / "jobs"
-    with announced("abc", ADDRESS, b"token", ["train.py", "--x"], folder) as problem:
+    file = JobFile("abc", os.getpid(), born(os.getpid()), ADDRESS, b"token", ("train.py", "--x"), 1.0)
+    with announced(msgspec.structs.replace(file, processes=own_namespace()), folder) as problem:
         assert problem == ""
         (found,) = running(folder)
         assert (found.job, found.pid, found.coordinator) == ("abc", os.getpid(), ADDRESS)
@@ -78,7 +79,7 @@ def test_a_folder_that_others_may_use_is_refused_and_the_job_runs_all_the_same(t
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="not a private folder of this user"):
         running(folder)
-    with announced("abc", ADDRESS, b"token", [], folder) as problem:
+    with announced(job_file(), folder) as problem:
         assert "XDG_RUNTIME_DIR" in problem
     assert list(folder.iterdir()) == []
 

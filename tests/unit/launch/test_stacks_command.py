@@ -6,7 +6,7 @@ import pytest
 
 from farandole.base.wire.control import StacksOfWorker, Status, WorkerSummary
 from farandole.errors import ConfigError
-from farandole.job.launch.stacks_command import as_dict, chosen_workers, format_stacks
+from farandole.job.launch.control_commands import chosen_workers, format_stacks, stacks_as_dict
 
 STACKS = 'Thread 0x1f (most recent call first):\n  File "queues.py", line 3 in get\n\n'
 STACKS += 'Current thread 0x2e (most recent call first):\n  File "train.py", line 9 in step\n'
@@ -67,5 +67,5 @@ def test_the_main_thread_comes_first() -> None:
 def test_a_worker_that_could_not_write_them_is_shown_without() -> None:
     answer = StacksOfWorker("w5", "", "it is stopped")
     assert "no stacks" in format_stacks(worker("w5", None), answer)
-    told = as_dict(worker("w5", None), answer)
+    told = stacks_as_dict(worker("w5", None), answer)
     assert (told["rank"], told["stacks"], told["problem"]) == (None, "", "it is stopped")

@@ -11,16 +11,15 @@ import pytest
 from farandole.base.events.event import Event
 from farandole.base.events.host_events import StateUnwritten, StateWritten
 from farandole.job.coordinator.journal import Journal, JournalFiles, files_in_memory
-from farandole.job.launch import state_copies
-from farandole.job.launch.job_state import StateUnavailable
-from farandole.job.launch.state_copies import CopiesFailed, StateCopies
+from farandole.job.launch import job_state
+from farandole.job.launch.job_state import CopiesFailed, StateCopies, StateUnavailable
 
 JOB = "a-job"
 
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> Iterator[JournalFiles]:
-    monkeypatch.setattr(state_copies, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(job_state, "_COPY_AGAIN_S", 0.001)
     opened = files_in_memory()
     yield opened
     for descriptor in opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,10 @@ def test_without_the_timeline_of_a_worker_the_file_has_the_generations(tmp_path:
 
 def test_a_file_that_cannot_be_written_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    with JobTimeline(tmp_path / "missing" / "t.json", told.append) as timeline:
+    with closing(JobTimeline(tmp_path / "missing" / "t.json", told.append)) as timeline:
         timeline.on_event(started(1, "w0"))
     assert len(told) == 1
     assert "lacks the generations of the job: No such file or directory" in told[0]
     monkeypatch.setattr(job_timeline, "append", None)  # a job without a generation writes nothing
-    with JobTimeline(tmp_path / "t.json", told.append):
+    with closing(JobTimeline(tmp_path / "t.json", told.append)):
         pass

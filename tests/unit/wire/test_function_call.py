@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from farandole.base.wire.call_messages import CallComes, CallPart, CallReceived
-from farandole.base.wire.function_call import LARGEST_BYTES, receive_call, send_call
+from farandole.base.wire.function_call import LARGEST_BYTES, CallComes, CallPart, CallReceived, receive_call, send_call
 from farandole.base.wire.link_messages import Stop
 from farandole.base.wire.message import Message
 from farandole.errors import ProtocolError

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from farandole.base import membership
-from farandole.base.wire import call_messages, control, link_messages, messages
+from farandole.base.wire import control, function_call, link_messages, messages
 from farandole.base.wire.message import PROTOCOL_VERSION, Message
 
 
@@ -16,7 +16,7 @@ def description() -> str:
     """All types of messages with their fields, one a line."""
     types = {Message} | {
         each
-        for module in (call_messages, link_messages, messages, control, membership)
+        for module in (function_call, link_messages, messages, control, membership)
         for each in vars(module).values()
         if inspect.isclass(each) and issubclass(each, msgspec.Struct)
     }

@@ -137,11 +137,6 @@ def read_mkl_reproducibility(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(MKL_CBWR, "")
 
 
-def read_transport() -> str:
-    """Return the way in which tensors travel between workers."""
-    return read_job_env().transport
-
-
 def read_token(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the token from FARANDOLE_TOKEN: for an agent that is to join a job, whose workers never inherit it, and
     for processes that another launcher has started."""
@@ -222,9 +217,8 @@ class HorovodSettings(Struct, frozen=True):
 
 
 def read_horovod_settings(environ: Mapping[str, str] | None = None) -> HorovodSettings:
-    """Return the user's current HOROVOD_ settings: scripts set them in os.environ just before init().
-
-    Raises ConfigError for a value that makes no sense."""
+    """Return the user's current HOROVOD_ settings: scripts set them in os.environ just before init(). Raises
+    ConfigError for a value that makes no sense."""
     return read_variables(os.environ if environ is None else environ, HorovodSettings)
 
 
@@ -297,19 +291,9 @@ def torchrun_environment(
     role: str = "default",
     error_file: str = "",
 ) -> dict[str, str]:
-    """Return the variables that torchrun sets for a worker.
-
-    Args:
-        placement: The place that the worker will most likely get.
-        store: The address of the job's store.
-        run_id: Names the job.
-        group_rank: The place of the worker's host among the hosts.
-        group_size: The number of hosts.
-        attempt: How often all workers have been started anew before.
-        max_restarts: How often they may be.
-        role: The name of the role that all workers have.
-        error_file: Where torch's `@record` writes the exception that ends the worker.
-    """
+    """Return the variables that torchrun sets for a worker: `group_rank`, `group_size` and `attempt` as in Spawn
+    (wire/messages.py), `placement` as its `expected`. Torch's `@record` writes the exception that ends the worker into
+    `error_file`."""
     return environment_of(
         TorchrunPlace(
             rank=placement.rank,
@@ -332,11 +316,9 @@ def torchrun_environment(
 
 
 def set_torchrun_world_size(size: int) -> None:
-    """Set the number of workers in torchrun's variables, for scripts that compute batch sizes from it.
-
-    A worker beyond that number, a spare, has the last rank in them: scripts and libraries expect ranks below the number
-    of workers. It keeps its local rank, which is the number of its device.
-    """
+    """Set the number of workers in torchrun's variables, for scripts that compute batch sizes from it. A worker beyond
+    that number, a spare, has the last rank in them: scripts and libraries expect ranks below the number of workers. It
+    keeps its local rank, which is the number of its device."""
     os.environ.update({name: str(size) for name in ("WORLD_SIZE", "ROLE_WORLD_SIZE") if name in os.environ})
     for name in ("RANK", "ROLE_RANK"):
         value = os.environ.get(name, "")

@@ -11,10 +11,6 @@ from pathlib import Path
 
 from farandole.base.env.agent_env import BUCKET_MB, EXIT_NOTICE, RECONFIGURE, HorovodPlace, TorchrunPlace
 
-# Variables for tuning -------------------------------------------------------------------------------------------------
-#
-# Variables by which a user tunes a process: memory allocation and NCCL; and the folder of running jobs.
-
 # Memory allocation ----------------------------------------------------------------------------------------------------
 
 _MALLOC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
@@ -149,16 +145,8 @@ _PLACES = frozenset((*HorovodPlace.__struct_encode_fields__, *TorchrunPlace.__st
 
 _OF_THE_MACHINE = frozenset(
     (
-        *(
-            "PATH",
-            "LD_LIBRARY_PATH",
-            "LD_PRELOAD",
-            "DYLD_LIBRARY_PATH",
-            "VIRTUAL_ENV",
-            "PYTHONHOME",
-            "MANPATH",
-            "INFOPATH",
-        ),
+        *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONHOME"),
+        *("MANPATH", "INFOPATH"),
         *("HOME", "USER", "LOGNAME", "SHELL", "SHLVL", "MAIL", "HOSTNAME", "PWD", "OLDPWD", "_"),
         *("TMPDIR", "TEMP", "TMP", "TERM", "COLORTERM", "COLUMNS", "LINES", "DISPLAY", "WAYLAND_DISPLAY", "EDITOR"),
         *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NVIDIA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
@@ -166,16 +154,8 @@ _OF_THE_MACHINE = frozenset(
     )
 )
 _PREFIXES_OF_THE_MACHINE = (
-    "SSH_",
-    "XDG_",
-    "CONDA_",
-    "PYENV_",
-    "DBUS_",
-    "SLURM_",
-    "PBS_",
-    "LSB_",
-    "KUBERNETES_",
-    "TERM_",
+    *("SSH_", "XDG_", "DBUS_", "TERM_", "CONDA_", "PYENV_"),
+    *("SLURM_", "PBS_", "LSB_", "KUBERNETES_"),
 )
 _WORDS_OF_SECRETS = frozenset(
     {"TOKEN", "TOKENS", "SECRET", "SECRETS", "CREDENTIAL", "CREDENTIALS", "KEY", "APIKEY", "PAT"}

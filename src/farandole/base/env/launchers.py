@@ -6,11 +6,11 @@ import contextlib
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farandole.base.env.agent_env import Port, Seconds, WholeNumber, read_value
-from farandole.base.env.slurm_variables import each_node
+from farandole.base.env.cluster_variables import each_node
 from farandole.errors import ConfigError
 
 
@@ -74,6 +74,14 @@ class _Names:
     job: tuple[str, ...] = ()
 
 
+_PMI = _Names(
+    marks=("PMI_RANK", "PMI_SIZE"),
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
+)
+
 # In the order of the attempts. A launcher may itself run under Slurm: Hydra starts its own helpers with srun, and then
 # the SLURM_ variables of a worker are those of the helper.
 _LAUNCHERS = {
@@ -94,13 +102,7 @@ _LAUNCHERS = {
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
         job=("PMIX_NAMESPACE",),
     ),
-    "mpirun": _Names(  # Hydra: MPICH and Intel MPI
-        marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-    ),
+    "mpirun": replace(_PMI, marks=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")),  # Hydra: MPICH and Intel MPI
     # A shell of sbatch or salloc has SLURM_PROCID too, but no step.
     "srun": _Names(
         marks=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -112,13 +114,7 @@ _LAUNCHERS = {
         hosts="SLURM_STEP_NUM_NODES",
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
-    "a launcher with PMI": _Names(
-        marks=("PMI_RANK", "PMI_SIZE"),
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-    ),
+    "a launcher with PMI": _PMI,
 }
 
 
@@ -129,7 +125,11 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
         raise ConfigError(f"the environment is that of {launcher}, but lacks {', '.join(missing)}")
     rank, size, local_rank = (read_value(environ, name, WholeNumber) for name in needed[:3])
     host = read_value(environ, names.host, WholeNumber) if names.host else None
-    local_size = _local_size(environ, names.local_size, host or 0)
+    # "4": of all hosts, or of this one; "2(x3),1": of each host.
+    sizes = each_node(environ[names.local_size], names.local_size)
+    if len(sizes) > 1 and (host or 0) >= len(sizes):
+        raise ConfigError(f"{names.local_size}={environ[names.local_size]} has no host number {host or 0}")
+    local_size = sizes[host or 0] if len(sizes) > 1 else sizes[0]
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         values = ", ".join(f"{name}={environ[name]}" for name in needed)
         raise ConfigError(f"{launcher} set {values}, which contradict each other")
@@ -150,17 +150,6 @@ def _read(environ: Mapping[str, str], launcher: str, names: _Names) -> FixedEnv:
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_master_port(environ, launcher, names, is_one_host=local_size == size),
     )
-
-
-def _local_size(environ: Mapping[str, str], name: str, host: int) -> int:
-    """Return the number of workers of host number `host`, from "4" (all hosts, or this one) or from "2(x3),1" (each
-    host)."""
-    sizes = each_node(environ[name], name)
-    if len(sizes) == 1:
-        return sizes[0]
-    if host >= len(sizes):
-        raise ConfigError(f"{name}={environ[name]} has no host number {host}")
-    return sizes[host]
 
 
 def _master_port(environ: Mapping[str, str], launcher: str, names: _Names, is_one_host: bool) -> int:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import ClassVar, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias, dataclass_transform
 
 Level: TypeAlias = Literal["info", "warning"]
 Field: TypeAlias = str | int | float | bool | tuple[str, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
 class Event:
-    """Base of all events. `level` is the log level, `line()` the text for people, `fields()` the values for
-    programs."""
+    """Base of all events, which are frozen dataclasses. `level`, an argument of the class, is the log level, `line()`
+    the text for people, `fields()` the values for programs."""
 
-    level: ClassVar[Level] = "info"
+    level: ClassVar[Level]
+    sentence: ClassVar[str]
+    """The line of an event, with fields in braces, where it needs no more than these."""
+
+    def __init_subclass__(cls, level: Level = "info") -> None:
+        cls.level = level
+        dataclass(frozen=True)(cls)
 
     def line(self) -> str:
         """Return one sentence without a full stop, for the log."""
-        raise NotImplementedError
+        return self.sentence.format(**vars(self))
 
     def fields(self) -> dict[str, Field]:
         """Return the event's name and values, ready for JSON."""
-        return {"event": type(self).__name__, **asdict(self)}
+        return {"event": type(self).__name__, **vars(self)}
 
 
 def count(number: int, noun: str) -> str:

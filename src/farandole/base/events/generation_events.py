@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
-from farandole.base.events.event import Event, Level, count, named
+from farandole.base.events.event import Event, count, named
 
 
-@dataclass(frozen=True)
-class RegroupBegan(Event):
+class RegroupBegan(Event, level="warning"):
     """A fault ended the running generation; `number` is the next one."""
 
     number: int
     reason: str
     survivors: tuple[str, ...]
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         who = f"with {named(self.survivors)}" if self.survivors else "without survivors"
         return f"regrouping for generation {self.number} {who}: {self.reason}"
 
 
-@dataclass(frozen=True)
 class ChangePlanned(Event):
     """Members were asked to move to generation `number` at their next boundary."""
 
+    sentence = "generation {number} is planned: {reason}"
     number: int
     reason: str
 
-    def line(self) -> str:
-        return f"generation {self.number} is planned: {self.reason}"
 
-
-@dataclass(frozen=True)
-class TooFewWorkers(Event):
+class TooFewWorkers(Event, level="warning"):
     """Survivors are ready, and wait until enough other workers have come."""
 
     number: int
     present: int
     min_np: int
     timeout_s: float
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return (
@@ -50,7 +42,6 @@ class TooFewWorkers(Event):
         )
 
 
-@dataclass(frozen=True)
 class GenerationStarted(Event):
     """A generation started. `workers` by rank. `regroup_s`: from the fault or the plan to START; 0 for the first
     generation."""
@@ -66,20 +57,16 @@ class GenerationStarted(Event):
         return f"generation {self.number} starts{after} with {who}"
 
 
-@dataclass(frozen=True)
 class TransportChosen(Event):
     """The transport of a generation was chosen. `way` describes it for people; later generations have the same unless a
     new event reports another."""
 
+    sentence = "transport of generation {number}: {way}"
     number: int
     way: str
 
-    def line(self) -> str:
-        return f"transport of generation {self.number}: {self.way}"
 
-
-@dataclass(frozen=True)
-class LinksDistrusted(Event):
+class LinksDistrusted(Event, level="warning"):
     """Connections between living workers kept failing, or were proved to be broken; these workers are stopped to remove
     them. `between`: the hosts and addresses of those that were between hosts."""
 
@@ -88,7 +75,6 @@ class LinksDistrusted(Event):
     workers: tuple[str, ...]
     is_proved: bool = False
     between: tuple[str, ...] = ()
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         what = "between living workers are broken" if self.is_proved else "failed again"
@@ -96,7 +82,6 @@ class LinksDistrusted(Event):
         return f"connections {what} in generation {self.number} ({where}); stopping {named(self.workers)}"
 
 
-@dataclass(frozen=True)
 class Recovered(Event):
     """All members have applied a step again, after a fault or a planned change; the event has the durations.
     Milliseconds, one after the other; those after START are of `slowest`, the member that took longest.

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from farandole.base.events.event import Event, Level, count, named
+from farandole.base.events.event import Event, count, named
 
 
-@dataclass(frozen=True)
 class AgentJoined(Event):
     """An agent has joined the job, and offers its slots."""
 
@@ -20,21 +16,18 @@ class AgentJoined(Event):
         return f"agent {self.agent} on {self.host} joined with {count(self.slots, 'slot')}"
 
 
-@dataclass(frozen=True)
-class AgentWasLost(Event):
+class AgentWasLost(Event, level="warning"):
     """An agent is gone, and `workers` are lost with it."""
 
     agent: str
     reason: str
     workers: tuple[str, ...]
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         workers = named(self.workers) or "none"
         return f"agent {self.agent} is lost with its workers ({workers}): {self.reason}"
 
 
-@dataclass(frozen=True)
 class AgentServes(Event):
     """An agent of another machine reports that it has joined the job."""
 
@@ -45,7 +38,6 @@ class AgentServes(Event):
         return f"joined job {self.job} with {count(self.slots, 'slot')}"
 
 
-@dataclass(frozen=True)
 class CoresShared(Event):
     """The workers of this host compute with this number of threads each, since the user has not set one."""
 
@@ -61,31 +53,22 @@ class CoresShared(Event):
         )
 
 
-@dataclass(frozen=True)
-class AgentWaits(Event):
+class AgentWaits(Event, level="warning"):
     """An agent reports that it cannot join yet."""
 
+    sentence = "{why}; trying again for {retry_s:g} s (--retry)"
     why: str
     retry_s: float
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"{self.why}; trying again for {self.retry_s:g} s (--retry)"
 
 
-@dataclass(frozen=True)
-class AgentRejoins(Event):
+class AgentRejoins(Event, level="warning"):
     """An agent that lost its coordinator reports that its workers are gone, and that it offers its slots again."""
 
+    sentence = "joining {coordinator} again, without workers: {reason}"
     coordinator: str
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"joining {self.coordinator} again, without workers: {self.reason}"
 
 
-@dataclass(frozen=True)
 class AgentsAwaited(Event):
     """Agents of other machines may join here. Their machine needs a copy of the token file, or access to the job
     file."""
@@ -102,61 +85,45 @@ class AgentsAwaited(Event):
         return f"other machines join with: {how}; connections are authenticated, not encrypted: use a trusted network"
 
 
-@dataclass(frozen=True)
-class CoordinatorRestarted(Event):
+class CoordinatorRestarted(Event, level="warning"):
     """The coordinator's process has died; another one takes over from its journal."""
 
+    sentence = "the coordinator (pid {pid}) {how}; another one takes over, and the workers continue"
     pid: int
     how: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"the coordinator (pid {self.pid}) {self.how}; another one takes over, and the workers continue"
 
 
-@dataclass(frozen=True)
-class JobRebuilding(Event):
+class JobRebuilding(Event, level="warning"):
     """The coordinator's journal is lost. For `within_s` at least, agents may tell of their workers, which continue."""
 
+    sentence = (
+        "the state of the job is lost ({reason}); it will be rebuilt from what the agents tell within "
+        "{within_s:g} s, and the workers continue"
+    )
     reason: str
     within_s: float
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return (
-            f"the state of the job is lost ({self.reason}); it will be rebuilt from what the agents tell within "
-            f"{self.within_s:g} s, and the workers continue"
-        )
 
 
-@dataclass(frozen=True)
-class StateUnwritten(Event):
+class StateUnwritten(Event, level="warning"):
     """The newest state cannot be written to the store of `--state`. The workers train on; decisions wait for it, for
     `patience_s` at most."""
 
+    sentence = (
+        "the state of the job cannot be written ({reason}); the workers continue, and decisions about the "
+        "job wait for it, for at most {patience_s:g} s"
+    )
     reason: str
     patience_s: float
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return (
-            f"the state of the job cannot be written ({self.reason}); the workers continue, and decisions about the "
-            f"job wait for it, for at most {self.patience_s:g} s"
-        )
 
 
-@dataclass(frozen=True)
 class StateWritten(Event):
     """The newest state could be written again."""
 
+    sentence = "the state of the job was written after {seconds:.1f} s; decisions continue"
     seconds: float
 
-    def line(self) -> str:
-        return f"the state of the job was written after {self.seconds:.1f} s; decisions continue"
 
-
-@dataclass(frozen=True)
-class JobRebuilt(Event):
+class JobRebuilt(Event, level="warning"):
     """The job was rebuilt from what the agents have told: of these workers, and of all but `missing` members of the
     newest generation. Nobody has told what the job knew besides: counts of failures, drained hosts, a size that was set
     by a command."""
@@ -165,7 +132,6 @@ class JobRebuilt(Event):
     generation: int
     missing: int
     reason: str
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         missing = f"; {count(self.missing, 'member')} of it told nothing" if self.missing else ""
@@ -176,44 +142,34 @@ class JobRebuilt(Event):
         )
 
 
-@dataclass(frozen=True)
-class CoordinatorUnreachable(Event):
+class CoordinatorUnreachable(Event, level="warning"):
     """The connection to the coordinator has ended; the workers continue for up to `patience_s`; None: for any time."""
 
     agent: str
     reason: str
     patience_s: float | None
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         limit = f" for up to {self.patience_s:g} s" if self.patience_s is not None else ""
         return f"agent {self.agent} has no connection to the coordinator ({self.reason}); its workers continue{limit}"
 
 
-@dataclass(frozen=True)
 class CoordinatorBack(Event):
     """The agent has reached the coordinator again, or another one that has taken over."""
 
+    sentence = "agent {agent} has reached the coordinator again after {after_s:.2f} s"
     agent: str
     after_s: float
 
-    def line(self) -> str:
-        return f"agent {self.agent} has reached the coordinator again after {self.after_s:.2f} s"
 
-
-@dataclass(frozen=True)
-class CoordinatorLost(Event):
+class CoordinatorLost(Event, level="warning"):
     """An agent without its coordinator ends its workers."""
 
+    sentence = "agent {agent} lost the coordinator and ends its workers: {reason}"
     agent: str
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"agent {self.agent} lost the coordinator and ends its workers: {self.reason}"
 
 
-@dataclass(frozen=True)
 class HostAdded(Event):
     """A host was added. `slots` is the number of all its slots; `old_slots` its previous offer, 0 for a new host."""
 
@@ -227,7 +183,6 @@ class HostAdded(Event):
         return f"host {self.host} offers {count(self.slots, 'slot')}"
 
 
-@dataclass(frozen=True)
 class HostRemoved(Event):
     """A host, or a part of it, was withdrawn. `slots` are left: 0 for the whole host. `workers` leave at the next
     boundary."""
@@ -242,7 +197,6 @@ class HostRemoved(Event):
         return f"host {self.host} {what}; workers that leave: {workers}"
 
 
-@dataclass(frozen=True)
 class HostDrained(Event):
     """A host is drained because of `reason`: no further workers are started there. `workers` leave at the next
     boundary."""
@@ -255,112 +209,81 @@ class HostDrained(Event):
         return f"host {self.host} is drained: {self.reason}; workers that leave: {named(self.workers) or 'none'}"
 
 
-@dataclass(frozen=True)
 class HostUndrained(Event):
     """A drained host may be used again, by a user's request."""
 
+    sentence = "host {host} may be used again"
     host: str
 
-    def line(self) -> str:
-        return f"host {self.host} may be used again"
 
-
-@dataclass(frozen=True)
-class HostRefused(Event):
+class HostRefused(Event, level="warning"):
     """Host discovery named a host that cannot be used; the job continues with the others."""
 
+    sentence = "host {host} is not used: {reason}"
     host: str
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"host {self.host} is not used: {self.reason}"
 
 
-@dataclass(frozen=True)
-class HostDiscoveryFailed(Event):
+class HostDiscoveryFailed(Event, level="warning"):
     """Host discovery failed; the job keeps the hosts that it knows."""
 
+    sentence = "{reason}; the list of hosts stays unchanged, and discovery is repeated"
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"{self.reason}; the list of hosts stays unchanged, and discovery is repeated"
 
 
-@dataclass(frozen=True)
-class AgentNotStarted(Event):
+class AgentNotStarted(Event, level="warning"):
     """The agent of a host could not be started, or has ended too early. It is started again after `again_s`."""
 
+    sentence = "host {host} has no agent: {reason}; another attempt follows in {again_s:.1f} s"
     host: str
     reason: str
     again_s: float
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"host {self.host} has no agent: {self.reason}; another attempt follows in {self.again_s:.1f} s"
 
 
-@dataclass(frozen=True)
-class AgentPrinted(Event):
+class AgentPrinted(Event, level="warning"):
     """The agent of a host has printed a line."""
 
+    sentence = "host {host}: {text}"
     host: str
     text: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"host {self.host}: {self.text}"
 
 
-@dataclass(frozen=True)
 class PreemptionWatched(Event):
     """The metadata service of a cloud is asked whether this machine will be taken away."""
 
+    sentence = "preemption notices of {cloud} are watched (--preemption)"
     cloud: str
 
-    def line(self) -> str:
-        return f"preemption notices of {self.cloud} are watched (--preemption)"
 
-
-@dataclass(frozen=True)
-class PreemptionUnwatched(Event):
+class PreemptionUnwatched(Event, level="warning"):
     """Preemption notices cannot be received, for the moment or at all."""
 
     reason: str
     is_tried_again: bool
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         again = "; trying again" if self.is_tried_again else ""
         return f"no preemption notices can be received: {self.reason}{again}"
 
 
-@dataclass(frozen=True)
-class PreemptionAnnounced(Event):
+class PreemptionAnnounced(Event, level="warning"):
     """The cloud announces that this machine will be taken away (`must_leave`), or only that it may be."""
 
     reason: str
     must_leave: bool
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return self.reason if self.must_leave else f"{self.reason}; training goes on here"
 
 
-@dataclass(frozen=True)
-class PodsNotWatched(Event):
+class PodsNotWatched(Event, level="warning"):
     """The coordinator cannot see the pods of the job. Deaths are still detected by the agents' heartbeats."""
 
+    sentence = "the pods of the job cannot be watched: {reason}; the job goes on, and this is tried again"
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"the pods of the job cannot be watched: {self.reason}; the job goes on, and this is tried again"
 
 
-@dataclass(frozen=True)
-class HostBlacklisted(Event):
+class HostBlacklisted(Event, level="warning"):
     """A worker was lost on the host: no further workers are started there, for `cooldown_s` or for ever (None).
     `workers` were stopped because of it."""
 
@@ -368,7 +291,6 @@ class HostBlacklisted(Event):
     failures: int
     cooldown_s: float | None
     workers: tuple[str, ...]
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         how_long = "permanently" if self.cooldown_s is None else f"for {self.cooldown_s:.1f} s"
@@ -376,11 +298,8 @@ class HostBlacklisted(Event):
         return f"host {self.host} is excluded {how_long} after {count(self.failures, 'failure')}{stopped}"
 
 
-@dataclass(frozen=True)
 class HostCooledDown(Event):
     """The time is over for which a host was excluded."""
 
+    sentence = "host {host} may be used again: its cool-down is over"
     host: str
-
-    def line(self) -> str:
-        return f"host {self.host} may be used again: its cool-down is over"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from farandole.base.events.event import Event, Level, count, named
+from farandole.base.events.event import Event, count, named
 from farandole.base.membership import Shortfall
 
 
-@dataclass(frozen=True)
 class ScaleChanged(Event):
     """The job has another target size, by a user's request: `old` and `new` workers."""
 
@@ -20,14 +16,12 @@ class ScaleChanged(Event):
         return f"the target size of the job changes from {self.old} to {count(self.new, 'worker')}"
 
 
-@dataclass(frozen=True)
-class ScaleRefused(Event):
+class ScaleRefused(Event, level="warning"):
     """A request for `size` workers is outside of the limits `low` and `high`; None: no limit."""
 
     size: int
     low: int
     high: int | None
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         limits = f"at least {self.low} (--min-np)"
@@ -36,7 +30,6 @@ class ScaleRefused(Event):
         return f"the requested size of {self.size} workers was refused: the job must have {limits}"
 
 
-@dataclass(frozen=True)
 class TrainingFinished(Event):
     """The elastic function has returned on all workers of generation `number`."""
 
@@ -47,15 +40,13 @@ class TrainingFinished(Event):
         return f"all {count(len(self.workers), 'worker')} of generation {self.number} have finished training"
 
 
-@dataclass(frozen=True)
-class JobBecameStatic(Event):
+class JobBecameStatic(Event, level="warning"):
     """The script does something that cannot follow the membership. All workers have left the elastic function, in the
     middle of the script, and train on as a static job."""
 
     number: int
     workers: tuple[str, ...]
     reason: str
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return (
@@ -64,19 +55,15 @@ class JobBecameStatic(Event):
         )
 
 
-@dataclass(frozen=True)
-class TrainingCutShort(Event):
-    """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised.
-
-    The script may have intended that (`break`, early stopping) or not: only its author can tell. Fields as in Shortfall
-    (membership.py); all are 0 when no worker has returned from the function: what was left is not known then.
-    """
+class TrainingCutShort(Event, level="warning"):
+    """The elastic function returned before all was done that epochs(total), or a framework's trainer, had promised. The
+    script may have intended that (`break`, early stopping) or not: only its author can tell. Fields as in Shortfall
+    (membership.py); all are 0 when no worker has returned from the function: what was left is not known then."""
 
     epochs: int = 0
     epochs_left: int = 0
     steps: int = 0
     steps_left: int = 0
-    level: ClassVar[Level] = "warning"
 
     @classmethod
     def of(cls, left: Shortfall) -> TrainingCutShort:
@@ -101,37 +88,29 @@ class TrainingCutShort(Event):
         return f"ended by the script after {whole} of {count(self.epochs, 'whole epoch')}"
 
 
-@dataclass(frozen=True)
-class JobRemarked(Event):
+class JobRemarked(Event, level="warning"):
     """Something that the result of the training needs to be read with: what was skipped, not trained, or not compared.
     It stands in the last line of the job; a later one of the same topic replaces it."""
 
+    sentence = "remark: {text}"
     topic: str
     text: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"remark: {self.text}"
 
 
-@dataclass(frozen=True)
 class NumberOfWorkersFixed(Event):
     """What a job trains depends on the number of its workers: it waits for the replacement of each lost one."""
 
     workers: int
     because: str
-    level: ClassVar[Level] = "info"
 
     def line(self) -> str:
         return f"each step needs {count(self.workers, 'worker')}, so lost ones are waited for: {self.because}"
 
 
-@dataclass(frozen=True)
-class NumberOfWorkersFreed(Event):
+class NumberOfWorkersFreed(Event, level="warning"):
     """A lost worker of a job with a fixed number of workers cannot be replaced: the job goes on without it."""
 
     workers: int
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return (
@@ -140,14 +119,12 @@ class NumberOfWorkersFreed(Event):
         )
 
 
-@dataclass(frozen=True)
-class WorkerTrainsAlone(Event):
+class WorkerTrainsAlone(Event, level="warning"):
     """A worker has made a step of an optimizer, and has not met the others: neither in init(), nor in a process group
     of torch.distributed. They may have trained as many models as there are workers."""
 
     worker: str
     workers: int
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return (
@@ -157,24 +134,19 @@ class WorkerTrainsAlone(Event):
         )
 
 
-@dataclass(frozen=True)
 class WorkerMetOthers(Event):
     """A worker of which it was said that it trains alone has met the others: the steps before were its own."""
 
+    sentence = "{worker} has met the other workers now: it does not train alone"
     worker: str
 
-    def line(self) -> str:
-        return f"{self.worker} has met the other workers now: it does not train alone"
 
-
-@dataclass(frozen=True)
-class WorkersNeverMet(Event):
+class WorkersNeverMet(Event, level="warning"):
     """Workers have ended with exit code 0 without having called init_process_group(), and others, `waiting`, have
     called it."""
 
     workers: tuple[str, ...]
     waiting: tuple[str, ...]
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         ended, waiting = named(self.workers), named(self.waiting)
@@ -184,13 +156,11 @@ class WorkersNeverMet(Event):
         )
 
 
-@dataclass(frozen=True)
-class ExitsAwaited(Event):
+class ExitsAwaited(Event, level="warning"):
     """The training is finished for `after_s` seconds, and these workers still run."""
 
     workers: tuple[str, ...]
     after_s: float
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return (
@@ -200,47 +170,35 @@ class ExitsAwaited(Event):
         )
 
 
-@dataclass(frozen=True)
 class CheckpointSaved(Event):
     """A checkpoint was saved: the state after `step` decided steps is in the folder `name`, and `worker` wrote it in
     this time."""
 
+    sentence = "{worker} saved step {step} as {name} in {took_s:.1f} s"
     worker: str
     step: int
     name: str
     took_s: float
 
-    def line(self) -> str:
-        return f"{self.worker} saved step {self.step} as {self.name} in {self.took_s:.1f} s"
 
-
-@dataclass(frozen=True)
-class CheckpointFailed(Event):
+class CheckpointFailed(Event, level="warning"):
     """A checkpoint failed. Training continues; earlier checkpoints are untouched, and the next one is tried at its
     time."""
 
+    sentence = "{worker} could not save step {step}: {reason}; earlier checkpoints are untouched"
     worker: str
     step: int
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"{self.worker} could not save step {self.step}: {self.reason}; earlier checkpoints are untouched"
 
 
-@dataclass(frozen=True)
-class StateLost(Event):
+class StateLost(Event, level="warning"):
     """No worker that held the state is left. Newcomers continue from the newest checkpoint, in `run_id`."""
 
+    sentence = "no worker that held the state is left ({reason}); continuing from the newest checkpoint"
     run_id: int
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"no worker that held the state is left ({self.reason}); continuing from the newest checkpoint"
 
 
-@dataclass(frozen=True)
 class StopAsked(Event):
     """A signal requested the end of the job. `grace_s`: the time that workers may take."""
 
@@ -256,47 +214,32 @@ class StopAsked(Event):
         )
 
 
-@dataclass(frozen=True)
 class JobEnds(Event):
     """The last event of a job."""
 
+    sentence = "the job ends with exit code {exit_code}: {reason}"
     exit_code: int
     reason: str
 
-    def line(self) -> str:
-        return f"the job ends with exit code {self.exit_code}: {self.reason}"
 
-
-@dataclass(frozen=True)
-class ConnectionRefused(Event):
+class ConnectionRefused(Event, level="warning"):
     """A connection was refused: the peer did not send, or prove, the data that is needed to be served. The job is
     unharmed."""
 
+    sentence = "refused a connection from {who}: {reason}"
     who: str
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"refused a connection from {self.who}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class JobNotAnnounced(Event):
+class JobNotAnnounced(Event, level="warning"):
     """Commands such as `farandole status` will not find the job. It still runs."""
 
+    sentence = "farandole status, scale and drain will not find this job: {reason}"
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"farandole status, scale and drain will not find this job: {self.reason}"
 
 
-@dataclass(frozen=True)
-class CoordinatorStalled(Event):
+class CoordinatorStalled(Event, level="warning"):
     """The coordinator could not run for a while; its deadlines are extended by that time."""
 
+    sentence = "the coordinator could not run for {stalled_s:.2f} s; all deadlines are extended by that time"
     stalled_s: float
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"the coordinator could not run for {self.stalled_s:.2f} s; all deadlines are extended by that time"

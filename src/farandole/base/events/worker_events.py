@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from farandole.base.events.event import Event, Level, count, named
+from farandole.base.events.event import Event, count, named
 
 
-@dataclass(frozen=True)
 class WorkerSpawned(Event):
     """A worker was started. `restart` is 0 for the first worker of a slot, `rank` and `local_rank` the ranks that it
     will most likely get, `attempt` how often all workers have been started again."""
@@ -28,61 +24,47 @@ class WorkerSpawned(Event):
         return f"starting {self.worker} in slot {self.slot} on {self.host}{again}"
 
 
-@dataclass(frozen=True)
 class ForkServerReady(Event):
     """The fork server is ready: workers are forked by this process from now on."""
 
+    sentence = "the fork server (process {pid}) is ready"
     pid: int
 
-    def line(self) -> str:
-        return f"the fork server (process {self.pid}) is ready"
 
-
-@dataclass(frozen=True)
-class ForkServerLost(Event):
+class ForkServerLost(Event, level="warning"):
     """The fork server was lost: workers are started in the plain way until there is another one."""
 
+    sentence = "the fork server is lost ({reason}); workers are started without it"
     reason: str
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"the fork server is lost ({self.reason}); workers are started without it"
 
 
-@dataclass(frozen=True)
 class SpareWaits(Event):
     """A worker waits at its elastic function, and is admitted when a member is lost."""
 
+    sentence = "{worker} (slot {slot}) waits as a spare on {host}"
     worker: str
     slot: int
     host: str
 
-    def line(self) -> str:
-        return f"{self.worker} (slot {self.slot}) waits as a spare on {self.host}"
 
-
-@dataclass(frozen=True)
-class SparesMissing(Event):
+class SparesMissing(Event, level="warning"):
     """The job has no slots for some of the requested spares."""
 
     spares: int
     missing: int
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         spares = f"{count(self.spares, 'spare')} (--spares)"
         return f"{self.missing} of {spares} cannot be started: the hosts have no more slots"
 
 
-@dataclass(frozen=True)
-class SlotsMissing(Event):
+class SlotsMissing(Event, level="warning"):
     """The hosts have fewer slots than the job wants workers. `ends_in_s`: time until the start is abandoned; None once
     there is a generation, whose workers continue."""
 
     missing: int
     wanted: int
     ends_in_s: float | None
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         there = self.wanted - self.missing
@@ -90,26 +72,21 @@ class SlotsMissing(Event):
         return text if self.ends_in_s is None else f"{text}; the job ends in {self.ends_in_s:.0f} s (--start-timeout)"
 
 
-@dataclass(frozen=True)
-class SlotBackoff(Event):
+class SlotBackoff(Event, level="warning"):
     """A slot's workers fail repeatedly: `failures` in a row failed soon after their start, so no other one is started
     there for `pause_s`."""
 
+    sentence = (
+        "slot {slot} on {host} is in backoff for {pause_s:g} s: {failures} workers in a row "
+        "failed there soon after their start"
+    )
     slot: int
     host: str
     failures: int
     pause_s: float
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return (
-            f"slot {self.slot} on {self.host} is in backoff for {self.pause_s:g} s: {self.failures} workers in a row "
-            "failed there soon after their start"
-        )
 
 
-@dataclass(frozen=True)
-class WorkerLost(Event):
+class WorkerLost(Event, level="warning"):
     """A worker was lost. `last_lines` is the end of its stderr, as far as its agent had it. `restarts_left` of its
     slot; None where no budget counts, because a lost worker costs its host."""
 
@@ -118,14 +95,12 @@ class WorkerLost(Event):
     how: str
     restarts_left: int | None
     last_lines: tuple[str, ...] = ()
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         left = "" if self.restarts_left is None else f"; {count(self.restarts_left, 'restart')} left for its slot"
         return f"lost {self.worker} (slot {self.slot}): it {self.how}{left}"
 
 
-@dataclass(frozen=True)
 class WorkerFailed(Event):
     """The failure of a worker in detail, where no worker had entered an elastic function. Several workers may fail in
     one attempt; the root cause is the earliest failure.
@@ -157,8 +132,7 @@ class WorkerFailed(Event):
         return f"rank {self.rank} ({self.worker}, process {self.pid} on {self.host}) failed{what}"
 
 
-@dataclass(frozen=True)
-class AllWorkersRestart(Event):
+class AllWorkersRestart(Event, level="warning"):
     """A worker failed while none had entered an elastic function, or there are slots for more workers: all are stopped
     and started again, `workers` of them. `attempt` counts from 1; `attempts` is None where no worker failed."""
 
@@ -166,7 +140,6 @@ class AllWorkersRestart(Event):
     attempt: int
     attempts: int | None
     reason: str
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         whom = f"all {self.workers} workers" if self.workers != 1 else "the worker"
@@ -175,51 +148,41 @@ class AllWorkersRestart(Event):
         return f"restarting {whom} (attempt {self.attempt} of {self.attempts}): {self.reason}"
 
 
-@dataclass(frozen=True)
 class WorkerEnded(Event):
     """The end of a worker that the job does not need any more: it finished, or it left, or it was not needed."""
 
+    sentence = "{worker} (slot {slot}) {how}"
     worker: str
     slot: int
     how: str
 
-    def line(self) -> str:
-        return f"{self.worker} (slot {self.slot}) {self.how}"
 
-
-@dataclass(frozen=True)
 class WorkerLeaves(Event):
     """A worker was asked to leave, and leaves at the next boundary."""
 
+    sentence = "{worker} (slot {slot}) was asked to leave and does so at the next boundary"
     worker: str
     slot: int
 
-    def line(self) -> str:
-        return f"{self.worker} (slot {self.slot}) was asked to leave and does so at the next boundary"
 
-
-@dataclass(frozen=True)
-class UserCodeFailed(Event):
+class UserCodeFailed(Event, level="warning"):
     """An exception of the script has ended a worker."""
 
     worker: str
     summary: str
     traceback: str
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return f"{self.worker} raised {self.summary}\n{self.traceback}".rstrip()
 
 
-@dataclass(frozen=True)
-class StallNoticed(Event):
+class StallNoticed(Event, level="warning"):
     """No member has made progress for long, and there is no step timeout: the stall is only reported."""
 
     step: int
     in_own_code: tuple[str, ...]
     waiting: tuple[str, ...]
     stalled_s: float
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         hung = f"{named(self.in_own_code)} in their own code" if self.in_own_code else "no worker in its own code"
@@ -229,14 +192,12 @@ class StallNoticed(Event):
         )
 
 
-@dataclass(frozen=True)
-class WorkersHung(Event):
+class WorkersHung(Event, level="warning"):
     """Workers hang: they have made no progress since `step` while all others wait for them; they are stopped."""
 
     step: int
     workers: tuple[str, ...]
     stalled_s: float
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         who = named(self.workers)
@@ -245,13 +206,11 @@ class WorkersHung(Event):
         )
 
 
-@dataclass(frozen=True)
-class WorkerStacks(Event):
+class WorkerStacks(Event, level="warning"):
     """The stacks of the threads of a worker that was stopped for making no progress."""
 
     worker: str
     stacks: str
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return f"the threads of {self.worker} when it was stopped:\n{main_first(self.stacks)}".rstrip()
@@ -265,14 +224,12 @@ def main_first(stacks: str) -> str:
     return "\n\n".join(["\n".join(["The main thread (most recent call first):", *frames]), *others])
 
 
-@dataclass(frozen=True)
-class CollectiveStalled(Event):
+class CollectiveStalled(Event, level="warning"):
     """All members wait for each other since `step`: a connection between them is broken, or they run different code."""
 
     step: int
     workers: tuple[str, ...]
     stalled_s: float
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return (
@@ -281,21 +238,17 @@ class CollectiveStalled(Event):
         )
 
 
-@dataclass(frozen=True)
 class StateHash(Event):
     """In strict mode, at the end of an epoch, or with `--hash-every` within it: the SHA-256 of parameters, buffers and
     optimizer state after `step` steps."""
 
+    sentence = "the state after step {step}, of epoch {epoch}: {hash}"
     step: int
     epoch: int
     hash: str
 
-    def line(self) -> str:
-        return f"the state after step {self.step}, of epoch {self.epoch}: {self.hash}"
 
-
-@dataclass(frozen=True)
-class ShardWrong(Event):
+class ShardWrong(Event, level="warning"):
     """In strict mode, a worker has computed a shard wrongly; `witnesses` did so rightly. The step was not applied.
     The worker ends, and no other one is started in its slot."""
 
@@ -304,7 +257,6 @@ class ShardWrong(Event):
     worker: str
     host: str
     witnesses: tuple[str, ...]
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         return (
@@ -314,44 +266,36 @@ class ShardWrong(Event):
         )
 
 
-@dataclass(frozen=True)
-class StragglerFound(Event):
+class StragglerFound(Event, level="warning"):
     """With `--balance auto`: a worker has computed slowly for 20 steps in a row. Its speed is below half of the others'
     median, `percent` of it. It gets fewer samples of each global batch meanwhile."""
 
+    sentence = (
+        "{worker} (rank {rank}) on {host} is a straggler at step {step}: it computes at "
+        "{percent} % of the others' speed"
+    )
     worker: str
     rank: int
     host: str
     percent: int
     step: int
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return (
-            f"{self.worker} (rank {self.rank}) on {self.host} is a straggler at step {self.step}: it computes at "
-            f"{self.percent} % of the others' speed"
-        )
 
 
-@dataclass(frozen=True)
 class StragglerRecovered(Event):
     """With `--balance auto`: a worker that was a straggler has reached 60 % of the others' median speed, or more."""
 
+    sentence = (
+        "{worker} (rank {rank}) on {host} is no straggler any more at step {step}: it "
+        "computes at {percent} % of the others' speed"
+    )
     worker: str
     rank: int
     host: str
     percent: int
     step: int
 
-    def line(self) -> str:
-        return (
-            f"{self.worker} (rank {self.rank}) on {self.host} is no straggler any more at step {self.step}: it "
-            f"computes at {self.percent} % of the others' speed"
-        )
 
-
-@dataclass(frozen=True)
-class StatesDiverged(Event):
+class StatesDiverged(Event, level="warning"):
     """States differ: these workers had another state than `source` after `step` steps. `name`: the first parameter,
     buffer or other tensor that differed, of `objects`. They have copied the state of `source`, or the job ends."""
 
@@ -361,7 +305,6 @@ class StatesDiverged(Event):
     workers: tuple[str, ...]
     source: str
     is_fatal: bool
-    level: ClassVar[Level] = "warning"
 
     def line(self) -> str:
         more = f" and {count(self.objects - 1, 'more tensor')}" if self.objects > 1 else ""
@@ -370,13 +313,9 @@ class StatesDiverged(Event):
         return f"the states of workers differed at step {self.step}: {self.name}{more} of {who}; {done}"
 
 
-@dataclass(frozen=True)
-class StoppedWorkerKilled(Event):
+class StoppedWorkerKilled(Event, level="warning"):
     """A worker was stopped (SIGSTOP) for longer than the detection budget, and was killed because of it."""
 
+    sentence = "{worker} was stopped by a signal for {budget_s:g} s; it is killed"
     worker: str
     budget_s: float
-    level: ClassVar[Level] = "warning"
-
-    def line(self) -> str:
-        return f"{self.worker} was stopped by a signal for {self.budget_s:g} s; it is killed"

@@ -36,11 +36,13 @@ _EXITING = 0x4  # PF_EXITING of the kernel's task flags: include/linux/sched.h
 _FLAGS = 6  # of /proc/PID/stat (man 5 proc_pid_stat), counted from the state
 
 
+@functools.cache
 def is_supported() -> bool:
     """Return whether this system has all required features: futex_waitv came with Linux 5.16."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    return _has_waitv()
+    _syscall()(_FUTEX_WAITV, None, 0, 0, None, 0)  # without words: ENOSYS, or a sandbox's EPERM, where it is missing
+    return ctypes.get_errno() == errno.EINVAL
 
 
 def lock(memory: mmap.mmap, offset: int) -> None:
@@ -75,11 +77,6 @@ def is_marked(word: int) -> bool:
     return bool(word & _OWNER_DIED)
 
 
-def is_held(word: int) -> bool:
-    """Return whether some thread holds the mutex, or held it when it ended."""
-    return word != 0
-
-
 def is_main_thread_ending(pid: int) -> bool:
     """Return whether the main thread of a process has begun to end, or is gone."""
     try:
@@ -92,10 +89,8 @@ def is_main_thread_ending(pid: int) -> bool:
 
 
 def wait(words: Sequence[tuple[int, int]], timeout_s: float) -> None:
-    """Sleep until one of these (address, value) has another value and its waiters are woken, or for `timeout_s`.
-
-    May return early. Releases the interpreter's lock. At most MOST_WORDS + 1 words.
-    """
+    """Sleep until one of these (address, value) has another value and its waiters are woken, or for `timeout_s`. May
+    return early. Releases the interpreter's lock. At most MOST_WORDS + 1 words."""
     waiters = (_Waiter * len(words))(*[_Waiter(value, address, _SIZE_32, 0) for address, value in words])
     until_s = now_s() + timeout_s
     limit = _TimeSpec(int(until_s), int(until_s % 1 * 1e9))
@@ -121,13 +116,6 @@ class _TimeSpec(ctypes.Structure):
 
 
 _CLOCK_MONOTONIC = 1
-
-
-@functools.cache
-def _has_waitv() -> bool:
-    """Probe the call without words: EINVAL where it exists; ENOSYS, or a sandbox's EPERM, where not."""
-    _syscall()(_FUTEX_WAITV, None, 0, 0, None, 0)
-    return ctypes.get_errno() == errno.EINVAL
 
 
 @functools.cache

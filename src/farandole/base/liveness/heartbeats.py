@@ -25,11 +25,9 @@ _EACH_AGENT_S = 0.0015
 
 
 def heartbeat_period_s(budget_s: float, agents: int = 1) -> float:
-    """Return the seconds between two heartbeats where silence may last `budget_s`, in a job with so many agents.
-
-    Above about 200 agents heartbeats are rarer than ten in a budget, but never rarer than four: the coordinator would
-    else spend most of its idle time on them.
-    """
+    """Return the seconds between two heartbeats where silence may last `budget_s`, in a job with so many agents. Above
+    about 200 agents heartbeats are rarer than ten in a budget, but never rarer than four: the coordinator would else
+    spend most of its idle time on them."""
     return max(min(budget_s / 10, LONGEST_HEARTBEAT_S), min(budget_s / 4, agents * _EACH_AGENT_S))
 
 
@@ -54,10 +52,8 @@ class Heartbeats:
         return self.sequence
 
     def record(self, sequence: int, received: int) -> bool:
-        """Record heartbeat `sequence` of the other side, which acknowledges this side's `received`.
-
-        Returns whether that is news of both directions: the same heartbeat may come twice, on two paths.
-        """
+        """Record heartbeat `sequence` of the other side, which acknowledges this side's `received`. Returns whether
+        that is news of both directions: the same heartbeat may come twice, on two paths."""
         self.received = max(self.received, sequence)
         before_s = self.reached_s
         while self._sent and self._sent[0][0] <= received:

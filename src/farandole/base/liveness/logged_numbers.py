@@ -63,11 +63,8 @@ class LoggedNumbers:
 
 
 def number_of(name: str, value: Any) -> Any:
-    """Return a value that float() accepts later, without the graph of a tensor.
-
-    Raises:
-        TypeError: The value is neither a number nor a tensor with one element.
-    """
+    """Return a value that float() accepts later, without the graph of a tensor. Raises TypeError for what is neither a
+    number nor a tensor with one element."""
     try:
         if getattr(value, "is_cpu", False):
             return float(value.item())

@@ -1,7 +1,7 @@
 """Report this worker's status to its agent through a page of shared memory. Worker, collectives and state call it.
 
-Every function may be called anywhere and at any time: without a page, in a process that no agent started, it does
-nothing. A call costs well below a microsecond.
+Every function may be called anywhere and at any time: in a process that no agent started, nobody reads what it writes.
+A call costs well below a microsecond.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
@@ -32,23 +31,19 @@ _numbers = LoggedNumbers()
 
 
 class OwnStatus:
-    """The status of this process, as far as it is known without a page; and its page, None until it is open."""
+    """The status of this process, and the page in which it is written: until the agent's is open, or where there is
+    none, one that nobody reads."""
 
     def __init__(self) -> None:
-        self.page: OwnStatusPage | None = None
+        self.page = OwnStatusPage()
         self.phase = Phase.OUTSIDE
         self.main = threading.main_thread().ident
 
 
-OWN = OwnStatus()
-
-
 def open_status_page(path: str, *, gives_exit_notice: bool) -> None:
-    """Open the status page, so that the agent sees the status of this worker. Called by the main thread.
-
-    In another thread, or when the page cannot be opened, the status stays unreported, which does the worker no harm.
-    With `gives_exit_notice` the agent may learn of this process's death before its memory is freed.
-    """
+    """Open the status page, so that the agent sees the status of this worker. Called by the main thread. In another
+    thread, or when the page cannot be opened, the status stays unreported, which does the worker no harm. With
+    `gives_exit_notice` the agent may learn of this process's death before its memory is freed."""
     if threading.current_thread() is not threading.main_thread():
         return
     OWN.main = threading.get_ident()
@@ -67,53 +62,48 @@ def set_phase(phase: Phase) -> Phase:
     before = OWN.phase
     if before != phase and (threading.get_ident() == OWN.main or _is_of_autograd()):
         OWN.phase = phase
-        if OWN.page is not None:
-            OWN.page.set_phase(phase)
-        else:
-            _waiting.set_phase(phase)
+        OWN.page.set_phase(phase)
     return before
 
 
 def waited_ns() -> int:
     """Return for how long the main thread has waited for other workers, in nanoseconds: for differences."""
-    return _waiting.waited_ns if OWN.page is None else OWN.page.waited_ns
+    return OWN.page.waited_ns
 
 
 def set_step(generation: int, step: int, epoch: int = 0, trained: int = 0, samples: int = 0) -> None:
     """Set the number of decided steps, and the generation; with a loader also its epoch, and how many of the samples of
     this epoch were trained (`samples` 0: their number is unknown)."""
-    if OWN.page is not None:
-        OWN.page.set_step(generation, step, epoch, trained, samples)
-        if _numbers.is_due():
-            OWN.page.write_values(_numbers.take())
+    OWN.page.set_step(generation, step, epoch, trained, samples)
+    _write_numbers()
 
 
 def log_numbers(numbers: Mapping[str, object]) -> None:
     """Set numbers of the user's, to be shown beside the status: see logged_numbers.py. They are written to the page at
     most twice a second: here, or with the next step. Raises TypeError for what is no number."""
     _numbers.log(numbers)
-    if OWN.page is not None and _numbers.is_due():
+    _write_numbers()
+
+
+def _write_numbers() -> None:
+    if OWN.page.is_read and _numbers.is_due():
         OWN.page.write_values(_numbers.take())
 
 
 def set_balance(share: float, speed: float) -> None:
     """Set this worker's part of a global batch, from 0 to 1, and its speed in samples per second, 0 if unknown, where
     local batches follow the speed of the workers."""
-    if OWN.page is not None:
-        OWN.page.set_balance(share, speed)
+    OWN.page.set_balance(share, speed)
 
 
 def report_progress() -> None:
     """Report progress: a boundary was passed, a batch evaluated."""
-    if OWN.page is not None:
-        OWN.page.report_progress()
+    OWN.page.report_progress()
 
 
 def report_meeting(path: str, has_met: bool) -> None:
-    """Report that this worker has met the others, or else that it trains without having met them.
-
-    For a worker that may not have opened its page, because it never calls init(): `path` is that of the page.
-    """
+    """Report that this worker has met the others, or else that it trains without having met them. For a worker that may
+    not have opened its page, because it never calls init(): `path` is that of the page."""
     with contextlib.suppress(OSError):
         page = OwnStatusPage(path)
         page.set_meeting(Meeting.MET if has_met else Meeting.ALONE)
@@ -131,9 +121,7 @@ class InPhase:
     def __enter__(self) -> None:
         self._before = set_phase(self._phase)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         set_phase(self._before)
 
 
@@ -146,35 +134,14 @@ class WaitingForPeers(InPhase):
         self._phase = Phase.WAITING
 
 
-class _Waiting:
-    """The time that the main thread has spent in the phase WAITING."""
-
-    def __init__(self) -> None:
-        self.waited_ns = 0
-        self._since_ns = 0  # 0: it does not wait
-
-    def set_phase(self, phase: int) -> None:
-        if phase == Phase.WAITING:
-            self._since_ns = now_ns()
-        elif self._since_ns:
-            self.waited_ns += now_ns() - self._since_ns
-            self._since_ns = 0
-
-
-_waiting = _Waiting()
-"""Of a process without a page."""
-
-
 def _is_of_autograd() -> bool:
-    """Return whether this thread was not made by Python.
-
-    torch computes the gradients of devices in threads of its own, for which the main thread waits.
-    """
+    """Return whether this thread was not made by Python. torch computes the gradients of devices in threads of its own,
+    for which the main thread waits."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _forget() -> None:
-    OWN.page = None
+    OWN.page = OwnStatusPage()
 
 
 if hasattr(os, "register_at_fork"):  # a loader process must not report for its worker
@@ -329,20 +296,24 @@ class StatusPage:
 
 
 class OwnStatusPage:
-    """The worker's end. Raises OSError when it cannot be opened, or does not exist any more."""
+    """The worker's end; without a path, one that nobody reads. Raises OSError when it cannot be opened, or does not
+    exist any more."""
 
-    def __init__(self, path: str) -> None:
-        file, _, inode = path.partition("#")
-        self.descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, path: str = "") -> None:
+        self.is_read = bool(path)
+        self.descriptor = -1
         """A descriptor in the area for stacks: data written to it is stored there, one text behind the other."""
-        if str(os.fstat(self.descriptor).st_ino) != inode:
-            os.close(self.descriptor)
-            raise FileNotFoundError(f"{file} is another file than the page that was there")
-        self.memory = mmap.mmap(self.descriptor, STACKS_AT)
+        if path:
+            file, _, inode = path.partition("#")
+            self.descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            if str(os.fstat(self.descriptor).st_ino) != inode:
+                os.close(self.descriptor)
+                raise FileNotFoundError(f"{file} is another file than the page that was there")
+            os.lseek(self.descriptor, STACKS_AT, os.SEEK_SET)
+        self.memory = mmap.mmap(self.descriptor, STACKS_AT)  # of -1: anonymous memory
         self._words = memoryview(self.memory)[: 8 * _WORDS].cast("q")
         self._measured = _measured_words(self.memory)
         self._waits_since_ns = 0  # 0: the main thread does not wait
-        os.lseek(self.descriptor, STACKS_AT, os.SEEK_SET)
 
     def set_phase(self, phase: int) -> None:
         words = self._words
@@ -403,3 +374,5 @@ def _measured_words(memory: mmap.mmap) -> memoryview[int]:
 
 _ADD_SEALS = 1033
 _SEAL_SHRINK, _SEAL_GROW = 0x0002, 0x0004
+
+OWN = OwnStatus()

@@ -74,12 +74,14 @@ def checked_token(text: bytes, where: str) -> bytes:
 
 def derive_key(secret: bytes, *parts: bytes) -> bytes:
     """Return a key of 32 bytes for exactly these parts; it says nothing about the secret, nor about other keys."""
-    return _derive(secret, *parts)
+    # Each part is prefixed by its length, so that no two lists are encoded alike.
+    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(secret, text, "sha256")
 
 
 def derive_data_key(token: bytes, generation: GenerationId) -> bytes:
     """Return the key (32 bytes) by which data connections of one generation prove their identity at both ends."""
-    return _derive(token, b"data", msgspec.msgpack.encode(generation))
+    return derive_key(token, b"data", msgspec.msgpack.encode(generation))
 
 
 class Role(enum.Enum):
@@ -94,16 +96,10 @@ class Role(enum.Enum):
 
 
 class Proofs:
-    """The proofs of one handshake: that each end knows a key.
+    """The proofs of one handshake: that each end knows the key, the job token or one that is derived from a secret.
 
-    Every value depends on all fields that both ends have seen, each end's nonce and the versions of the protocol among
-    them. So nothing can be replayed, moved to a connection between others, or be of another version; and the proofs of
-    the two roles differ, so that neither can be sent back as the other.
-
-    Args:
-        key: The job token, or a key that is derived from a secret.
-        purpose: The kind of connection.
-        fields: What both ends have seen.
+    Every value depends on the purpose and on all fields that both ends have seen, each end's nonce and the versions of
+    the protocol among them. So nothing can be replayed, moved to a connection between others, or be of another version.
     """
 
     def __init__(self, key: bytes, purpose: bytes, *fields: bytes) -> None:
@@ -122,7 +118,7 @@ class Proofs:
         return Session(self._derive(b"frames of", own), self._derive(b"frames of", own.other), version)
 
     def _derive(self, what: bytes, role: Role) -> bytes:
-        return _derive(self._key, what, role.value, *self._fields)
+        return derive_key(self._key, what, role.value, *self._fields)
 
 
 class Session:
@@ -139,11 +135,8 @@ class Session:
         return payload + mac
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the payload of the next sealed frame.
-
-        Raises AuthenticationError when the other side did not send exactly this frame next; the connection must be
-        closed then.
-        """
+        """Return the payload of the next sealed frame. Raises AuthenticationError when the other side did not send
+        exactly this frame next; the connection must be closed then."""
         payload, mac = sealed[:-MAC_BYTES], sealed[-MAC_BYTES:]
         if not hmac.compare_digest(mac, _frame_mac(self._receive_key, self._received, payload)):
             raise AuthenticationError(f"frame {self._received} of the connection has a wrong MAC")
@@ -236,13 +229,8 @@ class _Handshake:
 
 
 class DialerHandshake(_Handshake):
-    """The dialer's end. Send begin() first.
-
-    Args:
-        purpose: The kind of connection.
-        key: The job's token, or a key that is derived from a secret.
-        subject: Whom it wants to reach: the id of a job, or an encoded Introduction. Empty: any job.
-    """
+    """The dialer's end. Send begin() first. `subject`: whom it wants to reach: the id of a job, or an encoded
+    Introduction; empty: any job."""
 
     role = Role.DIALER
 
@@ -300,10 +288,8 @@ class ListenerHandshake(_Handshake):
         return left >= 0 and _MAGIC.startswith(beginning)
 
     def challenge(self, key: bytes, name: bytes = b"") -> bytes:
-        """Return the challenge for the dialer, with this side's name.
-
-        One that is too old gets it, too: it says then which versions differ.
-        """
+        """Return the challenge for the dialer, with this side's name. One that is too old gets it, too: it says then
+        which versions differ."""
         assert self.subject is not None, "the dialer has not said whom it wants to reach"
         self._name = name
         if self._dialers_version >= OLDEST_PROTOCOL_VERSION:
@@ -351,12 +337,6 @@ def spoken_versions() -> str:
     if OLDEST_PROTOCOL_VERSION == PROTOCOL_VERSION:
         return f"version {PROTOCOL_VERSION}"
     return f"versions {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
-
-
-def _derive(key: bytes, *parts: bytes) -> bytes:
-    """Derive a key from exactly these parts. Each is prefixed by its length, so that no two lists are encoded alike."""
-    text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    return hmac.digest(key, text, "sha256")
 
 
 def _frame_mac(key: bytes, sequence: int, payload: bytes) -> bytes:

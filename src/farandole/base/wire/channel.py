@@ -54,10 +54,8 @@ class Channel(Generic[T]):
         self._session, self._decoder = session, decoder
 
     def send(self, message: Message) -> None:
-        """Pass `message` to the kernel now, or as soon as it accepts more.
-
-        A broken connection raises no error here: `receive` raises it, in the one task that handles it.
-        """
+        """Pass `message` to the kernel now, or as soon as it accepts more. A broken connection raises no error here:
+        `receive` raises it, in the one task that handles it."""
         if self._writer.is_closing():
             return
         self._writer.write(self._sealed(message))
@@ -111,12 +109,15 @@ class Channel(Generic[T]):
             raise _as_lost(error) from None
 
     async def receive(self) -> T:
-        """Return the next message.
-
-        Raises ConnectionError when the other side is gone, and ProtocolError or AuthenticationError when it sent an
-        invalid frame; the channel must be closed after any of them.
-        """
-        sealed = await _read_frame(self._reader, AGENT_FRAME_LIMIT + MAC_BYTES)
+        """Return the next message. Raises ConnectionError when the other side is gone, and ProtocolError or
+        AuthenticationError when it sent an invalid frame; the channel must be closed after any of them."""
+        try:
+            prefix = await self._reader.readexactly(LENGTH.size)
+            sealed = await self._reader.readexactly(frame_length(prefix, AGENT_FRAME_LIMIT + MAC_BYTES))
+        except asyncio.IncompleteReadError:
+            raise ConnectionError("the other side closed the connection") from None
+        except OSError as error:
+            raise _as_lost(error) from None
         return decode(self._decoder, self._session.open(sealed))
 
     def expecting(self, decoder: msgspec.msgpack.Decoder[U]) -> Channel[U]:
@@ -153,7 +154,15 @@ async def connect(
     """
     try:
         async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-            return await _dial(host, port, token, job_id, decoder, tls)
+            try:
+                connected = await _connected(host, port)
+            except OSError as error:
+                raise _as_lost(error) from None
+            try:
+                return await _channel(connected, _End(Role.DIALER, token, job_id), decoder, tls)
+            except BaseException:
+                connected.close()
+                raise
     except TimeoutError:
         raise ConnectionError(f"{host}:{port} did not answer within {HANDSHAKE_DEADLINE_S:g} s") from None
 
@@ -175,25 +184,6 @@ async def accept(
     except OSError as error:
         connected.close()
         raise _as_lost(error) from None
-    except BaseException:
-        connected.close()
-        raise
-
-
-async def _dial(
-    host: str,
-    port: int,
-    token: bytes,
-    job_id: str | None,
-    decoder: msgspec.msgpack.Decoder[T],
-    tls: Certificates | None,
-) -> Channel[T]:
-    try:
-        connected = await _connected(host, port)
-    except OSError as error:
-        raise _as_lost(error) from None
-    try:
-        return await _channel(connected, _End(Role.DIALER, token, job_id), decoder, tls)
     except BaseException:
         connected.close()
         raise
@@ -393,19 +383,7 @@ class _EncryptedReader:
 _DECRYPTED_AT_ONCE, _RECEIVED_AT_ONCE = 16 << 10, 1 << 18
 
 
-async def _read_frame(reader: _Reader, limit: int) -> bytes:
-    try:
-        prefix = await reader.readexactly(LENGTH.size)
-        return await reader.readexactly(frame_length(prefix, limit))
-    except asyncio.IncompleteReadError:
-        raise ConnectionError("the other side closed the connection") from None
-    except OSError as error:
-        raise _as_lost(error) from None
-
-
 def _as_lost(error: OSError) -> ConnectionError:
-    """Convert the error to a ConnectionError.
-
-    The kernel also reports "timed out" and "no route to host", which Python counts among other errors.
-    """
+    """Convert the error to a ConnectionError. The kernel also reports "timed out" and "no route to host", which Python
+    counts among other errors."""
     return error if isinstance(error, ConnectionError) else ConnectionError(str(error))

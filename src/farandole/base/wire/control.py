@@ -32,9 +32,7 @@ class AskScale(Message, frozen=True):
 
 class AskDrain(Message, frozen=True):
     """Request that the workers of `host` leave at the next boundary, and that no further workers are started there.
-
-    Answer: Accepted or Declined.
-    """
+    Answer: Accepted or Declined."""
 
     host: str
 

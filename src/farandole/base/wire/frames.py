@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from farandole.base.wire.call_messages import CallReceived
 from farandole.base.wire.control import ClientMessage, ToClient
+from farandole.base.wire.function_call import CallReceived
 from farandole.base.wire.link_messages import ToWorker, WorkerMessage
 from farandole.base.wire.message import Message
 from farandole.base.wire.messages import AgentDied, AgentMessage, GuardHello, ToAgent
@@ -61,10 +61,8 @@ def frame(payload: bytes) -> bytes:
 
 
 def frame_length(prefix: bytes, limit: int) -> int:
-    """Return the length in the first four bytes of a frame. Raises ProtocolError above `limit`.
-
-    The limit bounds the time and the memory that a peer can make this process spend.
-    """
+    """Return the length in the first four bytes of a frame. Raises ProtocolError above `limit`. The limit bounds the
+    time and the memory that a peer can make this process spend."""
     (length,) = LENGTH.unpack(prefix)
     if length > limit:
         raise ProtocolError(f"a frame of {length} bytes was announced, at most {limit} are allowed here")
@@ -87,11 +85,8 @@ class FrameBuffer:
         return LENGTH.size + frame_length(bytes(self._bytes[: LENGTH.size]), self.limit) - len(self._bytes)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the payloads that `data` completes, in order.
-
-        Raises ProtocolError as soon as a frame announces more than the limit; the stream cannot be decoded then and the
-        connection must be closed.
-        """
+        """Return the payloads that `data` completes, in order. Raises ProtocolError as soon as a frame announces more
+        than the limit; the stream cannot be decoded then and the connection must be closed."""
         self._bytes += data
         payloads = []
         start = 0

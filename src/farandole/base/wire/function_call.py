@@ -1,5 +1,5 @@
 """The call of farandole.run() and the returns of its workers: their files in the scratch folder of an agent, and their
-way over the connection between the agent and the coordinator.
+way over the connection between the agent and the coordinator, with its messages.
 
 The launcher pickles the call. The coordinator sends it to each agent before Welcome, and the agent writes it into its
 scratch folder, where each worker (worker/function_task.py) reads it. A worker leaves its result, or its traceback, in
@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from farandole.base.wire.call_messages import CallComes, CallPart, CallReceived, ReturnPart
 from farandole.base.wire.message import Message
 from farandole.errors import ProtocolError
 
@@ -37,15 +36,50 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Return(msgspec.Struct, frozen=True):
-    """The return of a worker: its pickled result, or, with `is_error`, the text of its traceback in UTF-8.
-
-    `rank` is the worker's rank in the last generation, and `size` the number of workers in it.
-    """
+    """The return of a worker: its pickled result, or, with `is_error`, the text of its traceback in UTF-8. `rank` is
+    the worker's rank in the last generation, and `size` the number of workers in it."""
 
     rank: int
     is_error: bool
     data: bytes
     size: int = 1
+
+
+class CallComes(Message, frozen=True):
+    """Before Welcome: the call of farandole.run() follows, `size` bytes in several CallPart. Answer: CallReceived."""
+
+    size: int
+
+
+class CallPart(Message, frozen=True):
+    """The next part of the call."""
+
+    data: bytes
+
+
+class CallReceived(Message, frozen=True):
+    """Answer to CallComes: all parts of the call have arrived."""
+
+
+class ReturnPart(Message, frozen=True):
+    """A part of the file in which a worker of farandole.run() has left its result or its traceback; before its
+    WorkerExited. Answer: PartReceived, for which the agent waits before it sends the next part.
+
+    Attributes:
+        data: At most PART_BYTES of wire/function_call.py.
+        age_s: The time since the worker wrote the file.
+    """
+
+    worker: str
+    data: bytes
+    is_last: bool
+    age_s: float
+
+
+class PartReceived(Message, frozen=True):
+    """Answer to a ReturnPart of this worker."""
+
+    worker: str
 
 
 def call_file(scratch: Path) -> Path:

@@ -8,6 +8,12 @@ from farandole.base.membership import DataAddress, GenerationId, Peer, Placement
 from farandole.base.wire.message import Message
 
 
+class OfGeneration(Message, frozen=True):
+    """A message about generation `number`; one about an earlier generation changes nothing."""
+
+    number: int
+
+
 class Hello(Message, frozen=True):
     """The first message of a worker: it called `init()` and listens for its peers at `address`."""
 
@@ -19,53 +25,42 @@ class Hello(Message, frozen=True):
 
 
 class Elastic(Message, frozen=True):
-    """The main thread entered an elastic function: a member is recoverable from now on.
-
-    A worker that is not a member yet asks to be admitted and is READY for any generation.
-    """
+    """The main thread entered an elastic function: a member is recoverable from now on. A worker that is not a member
+    yet asks to be admitted and is READY for any generation."""
 
 
-class Ready(Message, frozen=True):
+class Ready(OfGeneration, frozen=True):
     """The main thread is quiescent: no collective of an older generation can touch its memory any more."""
 
-    number: int
 
-
-class Synced(Message, frozen=True):
+class Synced(OfGeneration, frozen=True):
     """The state of this worker equals the source's in generation `number`: it is a holder now."""
 
-    number: int
 
-
-class LinkBroken(Message, frozen=True):
+class LinkBroken(OfGeneration, frozen=True):
     """A data connection of generation `number` failed, or its main thread has left the generation by itself, as
     `detail` says. This is a hint, never a verdict."""
 
-    number: int
     peer: str
     direction: str  # "send" | "receive" | "connect" | "left"
     detail: str
 
 
-class Probed(Message, frozen=True):
-    """The worker has tried to connect to its neighbours' data listeners in generation `number`, with these results.
+class Probed(OfGeneration, frozen=True):
+    """The worker has tried to connect to its neighbours' data listeners in generation `number`, with these results. The
+    reason is that no data moved, or that it was asked to. The coordinator judges the evidence."""
 
-    The reason is that no data moved, or that it was asked to. The coordinator judges the evidence.
-    """
-
-    number: int
     reachable: tuple[str, ...]
     unreachable: tuple[str, ...]
 
 
-class Connected(Message, frozen=True):
+class Connected(OfGeneration, frozen=True):
     """The way that tensors move in generation `number` has changed to this one. From rank 0, for the log only."""
 
-    number: int
     way: str
 
 
-class FirstStep(Message, frozen=True):
+class FirstStep(OfGeneration, frozen=True):
     """The first step of generation `number` is decided here. When all survivors have sent it, the recovery is over: the
     coordinator reports it and starts the replacement (coordinator/regroup.py). Once per regroup; durations, one after
     the other.
@@ -82,7 +77,6 @@ class FirstStep(Message, frozen=True):
             and steps_redone are this worker's steps since then, which are done again.
     """
 
-    number: int
     ready_s: float
     waited_s: float
     connected_s: float
@@ -94,7 +88,7 @@ class FirstStep(Message, frozen=True):
     began_at: int = 0
 
 
-class StatesDiffered(Message, frozen=True):
+class StatesDiffered(OfGeneration, frozen=True):
     """Members of generation `number` had different states after `step` steps. From rank 0, for the log only.
 
     Attributes:
@@ -103,7 +97,6 @@ class StatesDiffered(Message, frozen=True):
         is_fatal: The job ends instead.
     """
 
-    number: int
     step: int
     name: str
     objects: int
@@ -112,17 +105,16 @@ class StatesDiffered(Message, frozen=True):
     is_fatal: bool
 
 
-class StateHashed(Message, frozen=True):
+class StateHashed(OfGeneration, frozen=True):
     """The members of generation `number` have a state with this hash after `step` steps. From rank 0, for the log
     only."""
 
-    number: int
     step: int
     epoch: int
     hash: str
 
 
-class ShardDiffered(Message, frozen=True):
+class ShardDiffered(OfGeneration, frozen=True):
     """In generation `number` some ranks have computed a shard of strict mode wrongly. From these ranks, and from the
     lowest other one.
 
@@ -133,14 +125,13 @@ class ShardDiffered(Message, frozen=True):
         witnesses: The ranks that have computed it, too, and agree on another result.
     """
 
-    number: int
     step: int
     shard: int
     ranks: tuple[int, ...]
     witnesses: tuple[int, ...]
 
 
-class StragglerSeen(Message, frozen=True):
+class StragglerSeen(OfGeneration, frozen=True):
     """A member of generation `number` has computed slowly for many steps. From rank 0, for the log only.
 
     Attributes:
@@ -148,7 +139,6 @@ class StragglerSeen(Message, frozen=True):
         is_slow: False: it was slow before, and is not any more.
     """
 
-    number: int
     step: int
     rank: int
     percent: int
@@ -187,7 +177,7 @@ class Failed(Message, frozen=True):
     traceback: str
 
 
-class Finished(Message, frozen=True):
+class Finished(OfGeneration, frozen=True):
     """The elastic function returned on this worker, in generation `number`.
 
     Attributes:
@@ -196,7 +186,6 @@ class Finished(Message, frozen=True):
             generation as a static job, for this reason; empty: it has not.
     """
 
-    number: int
     shortfall: Shortfall | None = None
     static_because: str = ""
 
@@ -206,11 +195,9 @@ class Leaving(Message, frozen=True):
 
 
 class MayPublish(Message, frozen=True):
-    """All files but the manifest of the checkpoint `name` are on the disk. Answer: PublishAnswer.
-
-    With `file` the request is not for a checkpoint but for a file of the script's own, by this path; `name` then only
-    distinguishes requests.
-    """
+    """All files but the manifest of the checkpoint `name` are on the disk. Answer: PublishAnswer. With `file` the
+    request is not for a checkpoint but for a file of the script's own, by this path; `name` then only distinguishes
+    requests."""
 
     name: str
     progress: Progress
@@ -253,39 +240,29 @@ WorkerMessage: TypeAlias = (
 
 
 class Newcomer(Message, frozen=True):
-    """Answer to a Hello while the job already runs: this worker is a world of one until it is admitted.
-
-    `members` is the number of workers of the running generation, `step` that of the steps it has decided at least.
-    """
+    """Answer to a Hello while the job already runs: this worker is a world of one until it is admitted. `members` is
+    the number of workers of the running generation, `step` that of the steps it has decided at least."""
 
     members: int
     step: int = 0
 
 
-class Abort(Message, frozen=True):
+class Abort(OfGeneration, frozen=True):
     """A fault: all operations of generations below `number` must end now. Answer: Ready(number)."""
 
-    number: int
     reason: str
 
 
-class Probe(Message, frozen=True):
+class Probe(OfGeneration, frozen=True):
     """Request to test the connections to the neighbours of generation `number`, since a peer cannot reach this worker.
-
-    Answer: Probed, also while the main thread computes.
-    """
-
-    number: int
+    Answer: Probed, also while the main thread computes."""
 
 
-class Prepare(Message, frozen=True):
-    """A planned change: move to generation `number` at a boundary that all members agree on.
+class Prepare(OfGeneration, frozen=True):
+    """A planned change: move to generation `number` at a boundary that all members agree on. Answer, once there:
+    Ready(number). An Abort with a higher number cancels it. `update` is the kind of change, in Horovod's numbers: 1
+    workers go, 2 workers come, 3 both."""
 
-    Answer, once there: Ready(number). An Abort with a higher number cancels it. `update` is the kind of change, in
-    Horovod's numbers: 1 workers go, 2 workers come, 3 both.
-    """
-
-    number: int
     reason: str
     update: int = 0
 
@@ -307,10 +284,8 @@ class Start(Message, frozen=True):
     data_key: bytes = b""
 
 
-class Released(Message, frozen=True):
+class Released(OfGeneration, frozen=True):
     """Every member of generation `number` has finished: the elastic function may return. The answer to Finished."""
-
-    number: int
 
 
 class Left(Message, frozen=True):
@@ -318,10 +293,8 @@ class Left(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """The job ends for the given `reason`. The worker exits.
-
-    With `saves` this worker writes an emergency checkpoint first; only one worker does.
-    """
+    """The job ends for the given `reason`. The worker exits. With `saves` this worker writes an emergency checkpoint
+    first; only one worker does."""
 
     reason: str
     saves: bool = False

@@ -55,13 +55,8 @@ class FailureBudget:
 
 
 class Strangers(Generic[T]):
-    """The connections of one listener that have not proved themselves, the oldest first.
-
-    Args:
-        drop: Called with a connection that has to make room. It is forgotten then.
-        budget: Counts those that fail.
-        most: Their number, at most.
-    """
+    """The connections of one listener that have not proved themselves, the oldest first, `most` of them. `drop` is
+    called with one that has to make room, and is forgotten; `budget` counts those that fail."""
 
     def __init__(self, drop: Callable[[T], None], budget: FailureBudget, most: int = STRANGERS_LIMIT) -> None:
         self._drop, self._budget, self._most = drop, budget, most
@@ -96,13 +91,8 @@ class Strangers(Generic[T]):
 
 
 class Listener:
-    """Accepts connections at any number of sockets.
-
-    Args:
-        on_connection: Called with each new connection, which is non-blocking, and the address of its other end, which
-            is empty for a unix socket.
-        budget: Of the connections that fail.
-    """
+    """Accepts connections at any number of sockets, as fast as `budget` permits. `on_connection` is called with each
+    new one, which is non-blocking, and the address of its other end, which is empty for a unix socket."""
 
     def __init__(self, on_connection: Callable[[socket.socket, str], None], budget: FailureBudget) -> None:
         self._on_connection, self._budget = on_connection, budget

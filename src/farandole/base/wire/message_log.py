@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
-from farandole.base.wire.call_messages import PartReceived, ReturnPart
+from farandole.base.wire.function_call import PartReceived, ReturnPart
 from farandole.base.wire.message import Message
 from farandole.base.wire.messages import (
     AgentLeaving,

@@ -20,7 +20,7 @@ from farandole.base.membership import (
     WorkerStatus,
     WorkerTelemetry,
 )
-from farandole.base.wire.call_messages import CallComes, CallPart, PartReceived, ReturnPart
+from farandole.base.wire.function_call import CallComes, CallPart, PartReceived, ReturnPart
 from farandole.base.wire.link_messages import Start, ToWorker, WorkerMessage
 from farandole.base.wire.message import Message
 
@@ -69,11 +69,8 @@ class GuardHello(Message, frozen=True):
 
 
 class AgentDied(Message, frozen=True):
-    """The agent's process has ended without a farewell, and its workers are killed.
-
-    The agent seals this message when it starts, and hands it to its guard together with the connection: a guard knows
-    no token.
-    """
+    """The agent's process has ended without a farewell, and its workers are killed. The agent seals this message when
+    it starts, and hands it to its guard together with the connection: a guard knows no token."""
 
 
 class FromWorker(Message, frozen=True):
@@ -120,10 +117,8 @@ class WorkerExited(Message, frozen=True):
 
 
 class WorkerDying(Message, frozen=True):
-    """A worker's main thread has ended and its process group was killed: it will not act any more.
-
-    Its exit, with the code, follows when the kernel has freed its memory; the slot is not free before.
-    """
+    """A worker's main thread has ended and its process group was killed: it will not act any more. Its exit, with the
+    code, follows when the kernel has freed its memory; the slot is not free before."""
 
     worker: str
 
@@ -137,9 +132,7 @@ class SpawnFailed(Message, frozen=True):
 
 class AgentLeaving(Message, frozen=True):
     """The agent was asked to end (SIGTERM, as a preemption notice): its workers are to leave at the next boundary.
-
-    Answer, once they have left: Dismissed.
-    """
+    Answer, once they have left: Dismissed."""
 
     reason: str
 
@@ -183,10 +176,8 @@ class Heartbeat(Message, frozen=True):
 
 
 class WorkerPrinted(Message, frozen=True):
-    """Lines that a worker wrote, without their ends.
-
-    `dropped_bytes` is the amount of its output lost before them, because the connection could not take it.
-    """
+    """Lines that a worker wrote, without their ends. `dropped_bytes` is the amount of its output lost before them,
+    because the connection could not take it."""
 
     worker: str
     stream: Literal["stdout", "stderr"]
@@ -401,10 +392,8 @@ class Spawn(Message, frozen=True):
 
 
 class Kill(Message, frozen=True):
-    """End a worker: SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0.
-
-    With `dumps_stacks` it writes the stacks of its threads before, for its WorkerExited.
-    """
+    """End a worker: SIGTERM, then SIGKILL after `grace_s` seconds; at once when it is 0. With `dumps_stacks` it writes
+    the stacks of its threads before, for its WorkerExited."""
 
     worker: str
     grace_s: float
@@ -434,10 +423,8 @@ class StartWorkers(Message, frozen=True):
 
 
 class Dismissed(Message, frozen=True):
-    """The job goes on without this host, which has no worker of it any more; the agent ends.
-
-    With `is_drained` a user has requested that: no other agent is to be started there.
-    """
+    """The job goes on without this host, which has no worker of it any more; the agent ends. With `is_drained` a user
+    has requested that: no other agent is to be started there."""
 
     reason: str
     is_drained: bool = False

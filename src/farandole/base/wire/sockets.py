@@ -16,10 +16,8 @@ _ASK_AFTER_S, _AGAIN_EVERY_S, _ASK_TIMES = 60, 15, 4
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Enable keep-alive on a TCP socket; it may be connected or not.
-
-    A peer whose kernel answers is kept, however long it computes.
-    """
+    """Enable keep-alive on a TCP socket; it may be connected or not. A peer whose kernel answers is kept, however long
+    it computes."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", _ASK_AFTER_S),
@@ -36,17 +34,11 @@ _PORTS_TRIED = 16
 
 
 def listening_sockets(hosts: Sequence[str], port: int = 0) -> list[socket.socket]:
-    """Return sockets that are bound to these numeric addresses, or to "localhost", and all to one port.
+    """Return sockets that are bound to these numeric addresses, or to "localhost", and all to one port; 0: to one that
+    is free at all of them. Raises OSError when an address cannot be used, or there is none.
 
     An address that this machine does not have, or not any more, is left out as long as there is another one: networks
     of a machine come and go.
-
-    Args:
-        hosts: At least one.
-        port: 0: one that is free at all of them.
-
-    Raises:
-        OSError: An address cannot be used, or there is none.
     """
     for attempt in range(_PORTS_TRIED):
         sockets: list[socket.socket] = []
@@ -95,10 +87,8 @@ class HasDescriptor(Protocol):
 
 
 def can_read(descriptor: int | HasDescriptor, within_s: float | None) -> bool:
-    """Return whether a read would not block: there is data, or the end.
-
-    Waits for up to `within_s` seconds, for ever with None. Raises ValueError for a closed descriptor.
-    """
+    """Return whether a read would not block: there is data, or the end. Waits for up to `within_s` seconds, for ever
+    with None. Raises ValueError for a closed descriptor."""
     return _is_ready(descriptor, select.POLLIN, within_s)
 
 

@@ -1,5 +1,6 @@
 """The secret by which processes of one user recognize each other where no agent has given them a key: under torchrun,
-mpirun and srun, and in groups that a script makes by itself. Also the private folder of the user's files.
+mpirun and srun, and in groups that a script makes by itself. Also the private folder of the user's files, and how such
+files are replaced.
 
 The secret is that of FARANDOLE_TOKEN, or of a file that only this user can read. It never leaves the process: keys are
 derived from it and from values that everybody may know, such as what the ranks have left in torch's store.
@@ -22,14 +23,9 @@ _ADVICE = "set FARANDOLE_TOKEN to the same text of at least 32 random characters
 
 
 def user_secret(folder: Path | None = None) -> bytes:
-    """Return the secret of this process's user.
-
-    Args:
-        folder: The private folder of the file, which is made when it is missing; None: the one of the environment.
-
-    Raises:
-        ConfigError: FARANDOLE_TOKEN is too short; or it is not set, and there is no file that only this user can read.
-    """
+    """Return the secret of this process's user. `folder`: the private one of the file, which is made when it is
+    missing; None: that of the environment. Raises ConfigError when FARANDOLE_TOKEN is too short, or when it is not set
+    and there is no file that only this user can read."""
     token = read_token()
     if token is not None:
         return checked_token(token.encode(), "FARANDOLE_TOKEN")
@@ -59,12 +55,30 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def may_others_read(descriptor: int) -> bool:
-    """Return whether an open file can be read by others than its owner.
+def replace_file(path: Path, data: bytes, mode: int = 0o600, *, is_durable: bool = False) -> None:
+    """Write the whole file or no part of it, which is never readable by more users than `mode` permits. Raises OSError.
+    With `is_durable` it survives a power failure, as do the other names in its folder."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.unlink(missing_ok=True)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        if is_durable:
+            file.flush()
+            os.fsync(descriptor)
+    beside.replace(path)
+    if is_durable:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # to flush a file does not flush its name: man 2 fsync
+        finally:
+            os.close(folder)
 
-    A file of another owner may be readable by a group of this user: so a cluster hands a Secret to a container that
-    does not run as root (fsGroup, in the Kubernetes documentation of security contexts).
-    """
+
+def may_others_read(descriptor: int) -> bool:
+    """Return whether an open file can be read by others than its owner. A file of another owner may be readable by a
+    group of this user: so a cluster hands a Secret to a container that does not run as root (fsGroup, in the Kubernetes
+    documentation of security contexts)."""
     found = os.fstat(descriptor)
     others = 0o077 if found.st_uid == os.geteuid() else 0o007
     return stat.S_ISREG(found.st_mode) and bool(found.st_mode & others)

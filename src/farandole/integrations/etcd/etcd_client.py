@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from farandole.base.env.etcd_variables import EtcdVariables
+from farandole.base.env.cluster_variables import EtcdVariables
 from farandole.errors import ConfigError, FarandoleError
 
 DEADLINE_S = 2.0

@@ -24,7 +24,7 @@ import msgspec
 
 from farandole.base.config import JobConfig
 from farandole.base.env import CheckpointEnv
-from farandole.base.env.etcd_variables import take_etcd_variables
+from farandole.base.env.cluster_variables import take_etcd_variables
 from farandole.base.machine import now_s
 from farandole.base.wire.authentication import derive_key
 from farandole.errors import ConfigError
@@ -68,7 +68,7 @@ def etcd_state(url: str, command: Sequence[str], config: JobConfig, token: bytes
 
     Args:
         url: As in EtcdAccess.parse; the identity is in the environment.
-        command, config: As in locked_state.
+        command, config: As in FolderState.
         token: Of the job.
 
     Raises:

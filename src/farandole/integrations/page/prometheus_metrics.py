@@ -70,13 +70,13 @@ class _JobCollector:
 
     def _of_events(self) -> Iterator[Metric]:
         history = self._history
-        for name, text, value in (
-            ("farandole_workers_lost", "Workers that were lost.", history.lost),
-            ("farandole_workers_joined", "Workers that joined a generation after the first one.", history.joined),
-            ("farandole_steps_redone", "Steps that were begun and repeated.", history.steps_redone),
-            ("farandole_samples_redone", "Samples of repeated steps.", history.samples_redone),
+        for name, text, total in (
+            ("farandole_workers_lost", "Workers that were lost.", "lost"),
+            ("farandole_workers_joined", "Workers that joined a generation after the first one.", "joined"),
+            ("farandole_steps_redone", "Steps that were begun and repeated.", "steps_redone"),
+            ("farandole_samples_redone", "Samples of repeated steps.", "samples_redone"),
         ):
-            yield CounterMetricFamily(name, text, value=value)
+            yield CounterMetricFamily(name, text, value=history.totals[total])
         events = CounterMetricFamily("farandole_events", "Events of the job.", labels=("event", "level"))
         for (event, level), count in history.counts.items():
             events.add_metric((event, level), count)

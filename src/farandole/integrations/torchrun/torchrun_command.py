@@ -45,7 +45,7 @@ def _reported(options: TorchrunOptions, factory: CoordinatorFactory | None) -> i
         except KeyboardInterrupt:
             return _INTERRUPTED
         except ConfigError as error:
-            report.error(str(error))
+            report.note(str(error))
             return USAGE_ERROR
 
 
@@ -164,6 +164,6 @@ def _join(options: TorchrunOptions, node: Node, report: Report) -> int:
         reserve_descriptors(options.workers)
         code = serve(join, report).exit_code
     except CannotJoin as error:
-        report.error(str(error))
+        report.note(str(error))
         return FAILED
     return code if code in (0, _INTERRUPTED) else FAILED

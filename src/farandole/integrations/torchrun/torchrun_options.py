@@ -16,7 +16,7 @@ from pathlib import Path
 
 from farandole.base.command_parser import value_counts
 from farandole.base.config import JobConfig
-from farandole.base.env import TorchrunSettings, read_torchrun_settings, read_transport
+from farandole.base.env import TorchrunSettings, read_job_env, read_torchrun_settings
 from farandole.base.machine import affinity_cores
 from farandole.errors import ConfigError
 from farandole.integrations.torchrun.torchrun_parser import (
@@ -135,7 +135,7 @@ def _options(options: argparse.Namespace, command: Sequence[str], settings: Torc
     if grace_s is not None and grace_s < 0:
         raise ConfigError(f"--shutdown-timeout must not be negative, got {grace_s:g}")
     tls = tls_folder(options.tls)
-    check_encryption(tls, read_transport())
+    check_encryption(tls, read_job_env().transport)
     if tls and most_nodes > 1:
         notes.append(STORE_IS_PLAIN)
     run_command = _command(options, command, settings)

@@ -9,7 +9,7 @@ from typing import Any
 
 from farandole import __version__
 from farandole.base.command_parser import Parser
-from farandole.job.launch.common_options import add_loudness, add_page
+from farandole.job.launch.run_parser import add_loudness, add_page
 
 PROGRAM = "farandole torchrun"
 STATIC_PORT = 29500

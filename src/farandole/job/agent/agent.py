@@ -24,10 +24,9 @@ from farandole.base.liveness.heartbeats import Heartbeats, heartbeat_period_s
 from farandole.base.machine import now_s, since_boot_s
 from farandole.base.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry
 from farandole.base.wire.authentication import derive_data_key, derive_key
-from farandole.base.wire.call_messages import PartReceived
 from farandole.base.wire.channel import Channel, connect
 from farandole.base.wire.frames import TO_AGENT
-from farandole.base.wire.function_call import call_file, return_file
+from farandole.base.wire.function_call import PartReceived, call_file, return_file
 from farandole.base.wire.link_messages import Hello, Stop, WorkerMessage
 from farandole.base.wire.listening import RefusalReports
 from farandole.base.wire.message import PROTOCOL_VERSION

@@ -19,11 +19,10 @@ from farandole.base.events.event import Event
 from farandole.base.events.host_events import AgentRejoins, AgentServes, AgentWaits
 from farandole.base.machine import installed_software, now_s
 from farandole.base.membership import Address
-from farandole.base.wire.call_messages import CallComes
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel, TokenRefused, connect
 from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.frames import TO_AGENT
-from farandole.base.wire.function_call import receive_call
+from farandole.base.wire.function_call import CallComes, receive_call
 from farandole.base.wire.message import PROTOCOL_VERSION, Message
 from farandole.base.wire.messages import (
     AgentHello,

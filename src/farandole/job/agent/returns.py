@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from farandole.base.machine import wall_time_s
-from farandole.base.wire.call_messages import ReturnPart
-from farandole.base.wire.function_call import PART_BYTES
+from farandole.base.wire.function_call import PART_BYTES, ReturnPart
 
 
 class Returns:

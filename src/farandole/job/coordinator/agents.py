@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from farandole.base.config import JobConfig
 from farandole.base.membership import Address
-from farandole.base.wire.call_messages import PartReceived, ReturnPart
 from farandole.base.wire.channel import Channel
-from farandole.base.wire.function_call import FunctionJob
+from farandole.base.wire.function_call import FunctionJob, PartReceived, ReturnPart
 from farandole.base.wire.message_log import is_counted
 from farandole.base.wire.messages import (
     AgentHello,

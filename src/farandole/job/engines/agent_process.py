@@ -45,11 +45,7 @@ class AgentProcess:
         judge: Callable[[int, str], AgentExit] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> AgentProcess:
-        """Start the command, and give it the token. `environment`: None: that of this process.
-
-        Raises:
-            StartFailed: The command cannot be started.
-        """
+        """Start the command, and give it the token. `environment`: None: that of this process. Raises StartFailed."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -110,14 +106,8 @@ class AgentProcess:
 def exit_of_agent(
     code: int, last_lines: str, where: str = "there", advice: str = "install it on all hosts"
 ) -> AgentExit:
-    """Return what the exit code of `farandole agent` and the last lines of its output mean.
-
-    Args:
-        code: Negative: the number of the signal that killed it.
-        last_lines: Of its standard error.
-        where: For the error when Farandole is not installed: where it is missing.
-        advice: For the same error: what the user can do.
-    """
+    """Return what the exit code of `farandole agent` and the last lines of its standard error mean. A code below 0 is
+    that of the signal that killed it. `where` and `advice`: where Farandole is not installed, and what to do then."""
     if code == 0:
         return AgentExit()
     if _MISSING.search(last_lines):

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from farandole.base.membership import Address
 from farandole.errors import FarandoleError
-
-NoticeListener: TypeAlias = Callable[[str, str], None]
-"""Called with a host that will be taken away soon, and the reason: its workers leave at the next boundary."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,8 @@ class AgentOrder:
     tls: str = ""
 
     def arguments(self) -> list[str]:
-        """Return the arguments of `python -m farandole` for this agent.
-
-        It reads the token, a line, from standard input, which must then stay open: its end ends the agent at once.
-        """
+        """Return the arguments of `python -m farandole` for this agent. It reads the token, a line, from standard
+        input, which must then stay open: its end ends the agent at once."""
         return [
             *("agent", "--join", ",".join(map(str, self.coordinators)), "--host", self.host),
             *("--slots", str(self.slots), "--retry", f"{self.retry_s:g}", "--token-file", "-", "--quiet"),

@@ -114,7 +114,9 @@ class Fleet:
                 failures = failures + 1 if end.reason else 0
                 if end.is_final and self._must_succeed:
                     raise ConfigError(f"host {name}: {end.reason}")
-                again_s = self._delay_s(failures)
+                first_s, longest_s = self._again_s
+                again_s = min(longest_s, first_s * 2.0 ** max(0, failures - 1))
+                again_s *= random.uniform(0.8, 1.2)  # hosts that failed together do not all return together
                 if end.reason:
                     self._on_event(AgentNotStarted(name, end.reason, again_s))
                 await asyncio.sleep(again_s)
@@ -136,11 +138,6 @@ class Fleet:
         if end.are_workers_gone:
             self._on_gone(name, end.reason or "its agent has ended")
         return end
-
-    def _delay_s(self, failures: int) -> float:
-        """Return how long to wait before the next start: hosts that failed together do not all return together."""
-        first_s, longest_s = self._again_s
-        return float(min(longest_s, first_s * 2 ** max(0, failures - 1)) * random.uniform(0.8, 1.2))
 
     def _on_life_over(self, life: asyncio.Task[None]) -> None:
         if not life.cancelled() and (error := life.exception()) is not None and not self.broken.done():

@@ -1,4 +1,4 @@
-"""The engine of this machine, whose agents run in this process, and the one that asks it or another one by the host."""
+"""The engine of a job's hosts: an agent of this machine runs in this process, and others are left to another engine."""
 
 from __future__ import annotations
 
@@ -10,20 +10,6 @@ from farandole.base.membership import Address
 from farandole.errors import ConfigError
 from farandole.job.agent.agent import Agent
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
-
-
-class LocalEngine:
-    """`make_agent` makes the agent for an order."""
-
-    def __init__(self, make_agent: Callable[[AgentOrder], Agent]) -> None:
-        self._make_agent = make_agent
-
-    async def start(self, order: AgentOrder) -> LocalAgent:
-        """Start the agent on this event loop."""
-        return LocalAgent(self._make_agent(order))
-
-    async def close(self) -> None:
-        """Do nothing: the agents are closed already."""
 
 
 class LocalAgent:
@@ -49,27 +35,28 @@ class LocalAgent:
 
 
 class HostsEngine:
-    """Starts agents on this machine by one engine, and on others by another one.
+    """Starts agents of this machine in this process, and those of others by another engine.
 
+    make_agent     makes the agent of this machine for an order
     other_hosts    the names of other machines; it may change
     addresses_for  returns the addresses at which other machines may reach the coordinator, which listens there then
     """
 
     def __init__(
         self,
-        local: Engine,
+        make_agent: Callable[[AgentOrder], Agent],
         remote: Engine | None,
         other_hosts: Collection[str],
         addresses_for: Callable[[], Awaitable[tuple[Address, ...]]],
     ) -> None:
-        self._local, self._remote = local, remote
+        self._make_agent, self._remote = make_agent, remote
         self._other_hosts, self._addresses_for = other_hosts, addresses_for
         self._lock = asyncio.Lock()
 
     async def start(self, order: AgentOrder) -> RunningAgent:
         """Start the agent of one host."""
         if self._remote is None or order.host not in self._other_hosts:
-            return await self._local.start(order)
+            return LocalAgent(self._make_agent(order))
         async with self._lock:
             try:
                 addresses = await self._addresses_for()
@@ -78,7 +65,6 @@ class HostsEngine:
         return await self._remote.start(replace(order, coordinators=addresses))
 
     async def close(self) -> None:
-        """Close both engines."""
-        await self._local.close()
+        """Close the other engine."""
         if self._remote is not None:
             await self._remote.close()

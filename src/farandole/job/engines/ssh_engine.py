@@ -43,7 +43,7 @@ class SshEngine:
             self._on_event(AgentPrinted(order.host, line))
 
         def judge(code: int, last_lines: str) -> AgentExit:
-            return exit_of_ssh(code, last_lines, self._python, order.host)
+            return exit_of_ssh(code, last_lines, self._settings.python or sys.executable, order.host)
 
         return await AgentProcess.start(self.command(order), order, on_line, judge)
 
@@ -53,10 +53,6 @@ class SshEngine:
     def command(self, order: AgentOrder) -> list[str]:
         """Return the command that runs the agent; it contains no secret."""
         return ssh_command(self._settings, order.host, order.arguments())
-
-    @property
-    def _python(self) -> str:
-        return self._settings.python or sys.executable
 
 
 def ssh_command(settings: SshSettings, host: str, arguments: Sequence[str]) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,10 +24,11 @@ from farandole.job.agent.network_addresses import own_addresses
 from farandole.job.agent.preemption import Notice, watch_for_notices
 from farandole.job.agent.remote_agent import CannotJoin, JoiningAgent, JoinOptions
 from farandole.job.engines.host_list import HostSlots
-from farandole.job.launch.common_options import PREEMPTION_HELP, add_loudness
+from farandole.job.launch.ending_signals import ending_signals
 from farandole.job.launch.job_files import JobFile, read_job_file
 from farandole.job.launch.joining import read_token_file, tls_folder
 from farandole.job.launch.report import Loudness, Report
+from farandole.job.launch.run_parser import PREEMPTION_HELP, add_loudness
 from farandole.registry import factory
 
 CANNOT_JOIN = 1
@@ -52,10 +55,10 @@ def agent_command(arguments: Sequence[str]) -> int:
         service = serve(options, report, preemption, ends_with_input=given.token_file == _STANDARD_INPUT)
         return service.exit_code if service.end is EndOfService.JOB_ENDED else int(given.left_exit_code)
     except ConfigError as error:
-        report.error(str(error))
+        report.note(str(error))
         return USAGE_ERROR
     except CannotJoin as error:
-        report.error(str(error))
+        report.note(str(error))
         return CANNOT_JOIN
     finally:
         report.close()
@@ -173,7 +176,10 @@ def _options(given: argparse.Namespace) -> JoinOptions:
         tls = tls or file.tls
         find = _finder(given.job_file, file)
     else:
-        addresses, token = tuple(_address(each) for each in given.join.split(",")), _token(given)
+        found = [(text, Address.parse(text)) for text in given.join.split(",")]
+        if wrong := [text for text, address in found if address is None]:
+            raise ConfigError(f"--join needs HOST:PORT, as `farandole run` prints it, got {wrong[0]!r}")
+        addresses, token = tuple(address for _, address in found if address is not None), _token(given)
     folder = None if given.folder is None else os.path.abspath(given.folder)
     if folder is not None and not (os.path.isdir(folder) and os.access(folder, os.X_OK)):
         # Detected before the job counts on this agent.
@@ -217,7 +223,9 @@ def _finder(path: Path, first: JobFile) -> Callable[[], tuple[Address, ...]]:
 
 def _token(given: argparse.Namespace) -> bytes:
     if given.token_file == _STANDARD_INPUT:
-        return checked_token(_read_line(sys.stdin.fileno()), "the first line of standard input")
+        # Without a buffer, nothing is taken from the stream but the line.
+        with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stream:
+            return checked_token(stream.readline(_LONGEST_LINE), "the first line of standard input")
     if given.token_file is not None:
         return read_token_file(given.token_file)
     if (text := read_token()) is not None:
@@ -225,35 +233,11 @@ def _token(given: argparse.Namespace) -> bytes:
     raise ConfigError("the job's token is missing: give --token-file FILE, a copy of the token file of `farandole run`")
 
 
-def _read_line(descriptor: int) -> bytes:
-    """Return a line, without taking more than it from the stream."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE and (byte := os.read(descriptor, 1)):
-        line += byte
-    return line
-
-
-def _address(text: str) -> Address:
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= 65535:
-        raise ConfigError(f"--join needs HOST:PORT, as `farandole run` prints it, got {text!r}")
-    return Address(host, int(port))
-
-
 def serve(
     options: JoinOptions, report: Report, preemption: Preemption | None = None, ends_with_input: bool = False
 ) -> Service:
-    """Serve as an agent, and return how that ended. Raises what JoiningAgent.run() raises.
-
-    Args:
-        preemption: Where preemption notices are looked for; None: nowhere.
-        ends_with_input: The end of standard input means that the process is gone that has started this one.
-    """
-    import asyncio
-    import signal
-
-    from farandole.job.launch.ending_signals import ending_signals
+    """Serve as an agent, and return how that ended. Raises what JoiningAgent.run() raises. With `ends_with_input` the
+    end of standard input means that the process is gone that has started this one."""
 
     async def run() -> Service:
         agent = JoiningAgent(options, report.on_event)
@@ -282,8 +266,6 @@ def serve(
 
 def _on_end_of_input(call: Callable[[], None]) -> None:
     """Call it when standard input ends. Raises ConfigError when it is neither a pipe, a socket nor a terminal."""
-    import asyncio
-
     loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def on_readable() -> None:

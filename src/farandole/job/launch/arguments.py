@@ -21,7 +21,6 @@ from farandole.base.env import (
     read_slurm_variables,
     read_start_timeout_s,
     read_timeline,
-    read_transport,
     strict_environment,
 )
 from farandole.errors import ConfigError
@@ -109,9 +108,15 @@ def _job_spec(options: argparse.Namespace, command: Sequence[str], program: Prog
         environment |= strict_environment()
         if config.max_np is None and config.fills_slots:
             config = dataclasses.replace(config, max_np=strict)
+    ledger = ""
+    if options.sample_ledger is not None:
+        from farandole.job.launch.job_files import ready_ledger_folder
+
+        # A job that may resume from a checkpoint may continue its ledger, too.
+        ledger = str(ready_ledger_folder(options.sample_ledger, may_hold_records=options.checkpoint is not None))
     job_env = JobEnv(
-        transport=options.transport or read_transport(),
-        sample_ledger=_ledger_folder(options.sample_ledger, may_go_on=options.checkpoint is not None),
+        transport=options.transport or read_job_env().transport,
+        sample_ledger=ledger,
         in_place=config.num_proc if options.in_place else 0,
         strict=strict > 0,
         shards=strict or (options.max_num_proc or 0),
@@ -126,7 +131,14 @@ def _job_spec(options: argparse.Namespace, command: Sequence[str], program: Prog
     if options.balance is not None:
         environment[BALANCE] = options.balance  # "off", too: the variable may be set outside
     if options.fork_server == "on":
-        notes += _without_fork_server(run_command)
+        from farandole.job.agent.spawner import forkable
+
+        if forkable(run_command) is None:
+            notes.append(
+                "--fork-server on has no effect: the command is not of the form python script.py or python -m module, "
+                "or its Python is not that of Farandole"
+            )
+    timeline = environment.get("HOROVOD_TIMELINE") or read_timeline()
     return JobSpec(
         config=config,
         command=run_command,
@@ -145,29 +157,16 @@ def _job_spec(options: argparse.Namespace, command: Sequence[str], program: Prog
         fork_server=options.fork_server,
         checkpoint=checkpoint_settings(options.checkpoint, options.checkpoint_every, options.checkpoint_keep),
         state=options.state,
-        patience_s=_patience_s(options),
+        patience_s=options.patience or (PATIENCE_S if options.state is None else STATE_PATIENCE_S),
         output_directory=options.output_filename,
         prefix_timestamp=options.prefix_timestamp,
         events=options.events,
-        timeline=_timeline(environment),
+        timeline=None if timeline in ("", "DYNAMIC") else Path(timeline),
         page=page_options(options.page, options.traces),
         loudness=options.loudness,
         progress=options.progress,
         notes=tuple(notes),
     )
-
-
-def _patience_s(options: argparse.Namespace) -> float:
-    given: float | None = options.patience
-    if options.state is None:
-        return PATIENCE_S
-    return STATE_PATIENCE_S if given is None else given
-
-
-def _timeline(environment: Mapping[str, str]) -> Path | None:
-    """Return the file of the timeline that the options or the environment ask for."""
-    name = environment.get("HOROVOD_TIMELINE") or read_timeline()
-    return Path(name) if name and name != "DYNAMIC" else None
 
 
 def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
@@ -179,16 +178,10 @@ def _strict_shards(options: argparse.Namespace, config: JobConfig) -> int:
     if not options.strict and options.shards is None:
         return 0
     flag = "--strict" if options.shards is None else f"--shards {options.shards}"
-    for is_given, what in (
-        (options.horovod, "--horovod"),
-        (options.in_place, "--in-place"),
-        (options.transport == "nccl", f"--transport {options.transport}"),
-    ):
-        if is_given:
-            raise ConfigError(
-                f"{flag} and {what} contradict each other: strict mode needs an fd.elastic.DataLoader, and "
-                f"adds up gradients in an order of its own; leave one of them out"
-            )
+    why = "strict mode needs an fd.elastic.DataLoader, and adds up gradients in an order of its own"
+    _refuse_others(options, flag, why)
+    if options.transport == "nccl":
+        raise ConfigError(f"{flag} and --transport nccl contradict each other: {why}; leave one of them out")
     most = config.most_workers
     if options.shards is not None and options.shards < most:
         raise ConfigError(
@@ -202,13 +195,16 @@ def _balance(options: argparse.Namespace) -> Literal["auto", "off"]:
     """Return whether local batches follow the speed of the workers. Raises ConfigError where they cannot."""
     if options.balance != "auto":
         return options.balance or read_job_env().balance
+    why = "only an fd.elastic.DataLoader can divide its global batches by the speed of the workers"
+    _refuse_others(options, "--balance auto", why)
+    return "auto"
+
+
+def _refuse_others(options: argparse.Namespace, flag: str, why: str) -> None:
+    """Raise ConfigError where an option is given, too, whose scripts have other loaders."""
     for is_given, what in ((options.horovod, "--horovod"), (options.in_place, "--in-place")):
         if is_given:
-            raise ConfigError(
-                f"--balance auto and {what} contradict each other: only an fd.elastic.DataLoader can divide its global "
-                f"batches by the speed of the workers; leave one of them out"
-            )
-    return "auto"
+            raise ConfigError(f"{flag} and {what} contradict each other: {why}; leave one of them out")
 
 
 def _pods(options: argparse.Namespace) -> PodSelection | None:
@@ -259,27 +255,6 @@ def _leaves_nodes_idle(options: argparse.Namespace) -> bool:
     if inside is None or inside.step_tasks or has_agents or source_of_hosts(options):
         return False
     return "," in inside.node_list or "[" in inside.node_list
-
-
-def _without_fork_server(command: Sequence[str]) -> list[str]:
-    from farandole.job.agent.spawner import forkable
-
-    if forkable(command) is not None:
-        return []
-    return [
-        "--fork-server on has no effect: the command is not of the form python script.py or python -m module, "
-        "or its Python is not that of Farandole"
-    ]
-
-
-def _ledger_folder(folder: Path | None, may_go_on: bool) -> str:
-    """Prepare the ledger folder and return its path; empty for no ledger. `may_go_on`: the job may resume from a
-    checkpoint, and its ledger may continue, too."""
-    if folder is None:
-        return ""
-    from farandole.job.launch.job_files import ready_ledger_folder
-
-    return str(ready_ledger_folder(folder, may_hold_records=may_go_on))
 
 
 def _job_config(options: argparse.Namespace, program: Program, hosts: tuple[HostSlots, ...] | None) -> JobConfig:

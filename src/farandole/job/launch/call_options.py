@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from farandole.base.config import JobConfig
-from farandole.base.env import JobEnv, environment_of, inherited_environment, read_transport, strict_environment
+from farandole.base.env import JobEnv, environment_of, inherited_environment, read_job_env, strict_environment
 from farandole.errors import ConfigError
 from farandole.job.launch.arguments import checkpoint_settings, start_timeout_s
 from farandole.job.launch.job_spec import JobSpec
@@ -52,15 +52,8 @@ class FunctionOptions(ElasticOptions, total=False):
 def by_name(
     function: str, known: Any, options: Mapping[str, Any], others: tuple[Any, ...] = (), order: str = ""
 ) -> dict[str, Any]:
-    """Return the arguments of a function by name. Raises TypeError as Python does.
-
-    Args:
-        function: The name of the function.
-        known: The TypedDict of the arguments.
-        options: Those that were given by name.
-        others: Those that were given by position.
-        order: The names of these, in their order.
-    """
+    """Return the arguments of a function, which the TypedDict `known` has, by name: `options`, and those that were
+    given by position, `others`, whose names are in `order`. Raises TypeError as Python does."""
     names = order.split()
     if len(others) > len(names):
         raise TypeError(f"{function}() has {len(others) - len(names)} positional arguments too many")
@@ -83,18 +76,10 @@ def function_job(
 
 
 def job_of(options: Mapping[str, Any], sizes: JobConfig, **others: Any) -> JobSpec:
-    """Return the job of a call.
-
-    Args:
-        options: As in FunctionOptions.
-        sizes: The configuration as far as the numbers of workers determine it.
-        others: As in function_job().
-
-    Raises:
-        ConfigError: The options cannot work.
-    """
+    """Return the job of a call with these FunctionOptions. `sizes`: the configuration as far as the numbers of workers
+    determine it; `others`: as in function_job(). Raises ConfigError where the options cannot work."""
     asked, tls = options.get, tls_folder(options.get("tls"))
-    check_encryption(tls, read_transport())
+    check_encryption(tls, read_job_env().transport)
     elastic_timeout = asked("elastic_timeout")
     config = dataclasses.replace(
         sizes,
@@ -105,22 +90,21 @@ def job_of(options: Mapping[str, Any], sizes: JobConfig, **others: Any) -> JobSp
         elastic_timeout_s=JobConfig.elastic_timeout_s if elastic_timeout is None else elastic_timeout,
         tls=tls,
     )
-    every, keep = (asked(name, default) for name, default in zip(_SCHEDULE, CHECKPOINT_DEFAULTS, strict=True))
+    every, keep = CHECKPOINT_DEFAULTS
     folder = asked("output_filename")
     return function_job(
         config,
         is_verbose=bool(asked("verbose")),
         environment=_variables(options, config),
         interfaces=tuple(asked("network_interfaces") or ()),
-        checkpoint=checkpoint_settings(asked("checkpoint"), every, keep),
+        checkpoint=checkpoint_settings(
+            asked("checkpoint"), asked("checkpoint_every", every), asked("checkpoint_keep", keep)
+        ),
         output_directory=None if folder is None else Path(folder),
         prefix_timestamp=asked("prefix_output_with_timestamp", False),
         progress=asked("progress", "never"),
         **others,
     )
-
-
-_SCHEDULE = ("checkpoint_every", "checkpoint_keep")
 
 
 def _variables(options: Mapping[str, Any], config: JobConfig) -> Mapping[str, str]:

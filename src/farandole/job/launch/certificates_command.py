@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from farandole.base.command_parser import USAGE_ERROR, Parser, add_json
 from farandole.base.wire.encryption import AUTHORITY, CERTIFICATE, KEY, Certificates
+from farandole.base.wire.user_secret import replace_file
 from farandole.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,11 +81,9 @@ class Made:
 
 
 def make_certificates(folder: Path, days: int = _DAYS, now: datetime.datetime | None = None) -> Made:
-    """Make the files of the folder, and return what was made. `now`: when the days begin; None: now.
-
-    Raises ConfigError when the package `cryptography` is missing, when a file cannot be read or written, and for a
-    folder in which another user can replace files.
-    """
+    """Make the files of the folder, and return what was made. `now`: when the days begin; None: now. Raises ConfigError
+    when the package `cryptography` is missing, when a file cannot be read or written, and for a folder in which another
+    user can replace files."""
     if not 1 <= days <= 36_500:
         raise ConfigError(f"--days must be between 1 and 36500, got {days}")
     try:
@@ -102,24 +99,17 @@ def make_certificates(folder: Path, days: int = _DAYS, now: datetime.datetime | 
         if folder.stat().st_mode & 0o022:
             raise ConfigError(f"others may write into {folder}, and so replace the files: chmod 700 {folder}")
         has_authority = (folder / AUTHORITY).exists() and (folder / AUTHORITY_KEY).exists()
-        authority, authority_key = _read_authority(folder) if has_authority else _make_authority(folder, days, now)
-        valid_until = _make_certificate(folder, days, now, authority, authority_key)
+        until = now + datetime.timedelta(days=days)
+        if has_authority:
+            authority = _read_authority(folder)
+        else:
+            name = "Farandole job certificate authority"
+            authority = _make(folder / AUTHORITY, folder / AUTHORITY_KEY, name, now, until)
+        until = min(until, authority[0].not_valid_after_utc)
+        certificate, _ = _make(folder / CERTIFICATE, folder / KEY, "Farandole job", now, until, authority)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
-    return Made(folder, not has_authority, valid_until)
-
-
-def _make_authority(
-    folder: Path, days: int, now: datetime.datetime
-) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = _name("Farandole job certificate authority")
-    certificate = _signed(name, name, key, key, now, now + datetime.timedelta(days=days), is_authority=True)
-    _write(folder / AUTHORITY_KEY, _private(key), 0o600)
-    _write(folder / AUTHORITY, _public(certificate), 0o644)
-    return certificate, key
+    return Made(folder, not has_authority, certificate.not_valid_after_utc)
 
 
 def _read_authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
@@ -145,54 +135,26 @@ def _read_authority(folder: Path) -> tuple[x509.Certificate, EllipticCurvePrivat
     return certificate, key
 
 
-def _make_certificate(
-    folder: Path,
-    days: int,
-    now: datetime.datetime,
-    authority: x509.Certificate,
-    authority_key: EllipticCurvePrivateKey,
-) -> datetime.datetime:
-    """Make the certificate of the job's processes, and return the time until which it is valid."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    certificate = _signed(
-        _name("Farandole job"),
-        authority.subject,
-        key,
-        authority_key,
-        now,
-        min(now + datetime.timedelta(days=days), authority.not_valid_after_utc),
-        is_authority=False,
-    )
-    _write(folder / KEY, _private(key), 0o600)
-    _write(folder / CERTIFICATE, _public(certificate), 0o644)
-    valid_until: datetime.datetime = certificate.not_valid_after_utc
-    return valid_until
-
-
-def _name(text: str) -> x509.Name:
-    from cryptography import x509
-
-    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
-
-
-def _signed(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: EllipticCurvePrivateKey,
-    issuer_key: EllipticCurvePrivateKey,
+def _make(
+    file: Path,
+    key_file: Path,
+    name: str,
     now: datetime.datetime,
     until: datetime.datetime,
-    *,
-    is_authority: bool,
-) -> x509.Certificate:
-    """Return a certificate for `key`. Its extensions are those that RFC 5280 wants, as
-    far as OpenSSL's strict verification checks them (VERIFY_X509_STRICT, on by default from Python 3.13)."""
+    authority: tuple[x509.Certificate, EllipticCurvePrivateKey] | None = None,
+) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
+    """Make a key, and a certificate for it that the authority signs; None: that of an authority, which signs its own.
+    The extensions are those that RFC 5280 wants, as far as OpenSSL's strict verification checks them
+    (VERIFY_X509_STRICT, on by default from Python 3.13)."""
     from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
+    key, is_authority = ec.generate_private_key(ec.SECP256R1()), authority is None
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    issuer, issuer_key = (subject, key) if authority is None else (authority[0].subject, authority[1])
     usage = x509.KeyUsage(
         digital_signature=not is_authority,
         content_commitment=False,
@@ -204,7 +166,6 @@ def _signed(
         encipher_only=False,
         decipher_only=False,
     )
-    both_ends = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -219,30 +180,9 @@ def _signed(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
     if not is_authority:
+        both_ends = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = builder.add_extension(x509.ExtendedKeyUsage(both_ends), critical=False)
-    return builder.sign(issuer_key, SHA256())
-
-
-def _private(key: EllipticCurvePrivateKey) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    pem: bytes = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return pem
-
-
-def _public(certificate: x509.Certificate) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    pem: bytes = certificate.public_bytes(Encoding.PEM)
-    return pem
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write the file at once, so that a job that begins meanwhile reads the old or the new one."""
-    beside = path.with_name(f".{path.name}.new")
-    with contextlib.suppress(FileNotFoundError):
-        beside.unlink()
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    beside.replace(path)
+    certificate = builder.sign(issuer_key, SHA256())
+    replace_file(key_file, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    replace_file(file, certificate.public_bytes(Encoding.PEM), 0o644)
+    return certificate, key

@@ -5,9 +5,10 @@ date. Used by launcher.py.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from farandole.base.checkpoints.folder import CheckpointFolder, JobLock, begin_job, continue_job
 from farandole.base.checkpoints.store import LocalStore
@@ -18,6 +19,7 @@ from farandole.base.events.job_events import StateLost
 from farandole.base.membership import Origin
 from farandole.errors import ConfigError
 from farandole.job.launch.job_state import JobState
+from farandole.job.launch.output import BackgroundWriter
 
 _CLOSE_S = 5.0
 
@@ -42,101 +44,68 @@ class Beginning:
 def beginning(settings: CheckpointEnv | None, state: JobState | None = None) -> Iterator[Beginning]:
     """Lock the place for as long as the job runs, and begin the job's `state`, or take it over. Raises the errors of
     begin_job(), and ConfigError for a state with other settings."""
-    if state is not None and state.is_continued:
-        yield from _continued(settings, state)
-        return
-    if settings is None:
+    with contextlib.ExitStack() as stack:
+        origin: Origin | None = None
+        notes: tuple[str, ...] = ()
+        watch = Beginning.watch
+        if state is not None and state.is_continued:
+            notes = (f"continuing job {state.job_id}, whose launcher has died",)
+            settings = _former_settings(settings, state)
+            if settings is not None:
+                lock = stack.enter_context(contextlib.closing(continue_job(settings)))
+                numbers = Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=False)
+                watch = stack.enter_context(contextlib.closing(_NumberRecorder(lock, numbers))).watch
+                if state.lost:  # the coordinator does not know them any more
+                    found, _ = CheckpointFolder(lock.store).complete()
+                    origin = replace(numbers, has_checkpoint=bool(found))
+        elif settings is not None:
+            begun = begin_job(settings)
+            lock = stack.enter_context(contextlib.closing(begun.lock))
+            settings, origin, notes = begun.settings, begun.origin, begun.notes
+            watch = stack.enter_context(contextlib.closing(_NumberRecorder(lock, origin))).watch
         if state is not None:
-            state.begin(None)
-        yield Beginning()
-        return
-    begun = begin_job(settings)
-    counting = _NumberRecorder(begun.lock, begun.origin)
-    try:
-        if state is not None:
-            state.begin(begun.settings)
-        yield Beginning(begun.origin, environment_of(begun.settings), begun.notes, counting.watch)
-    finally:
-        counting.close()
-        begun.lock.close()
+            state.begin(settings)
+        yield Beginning(origin, {} if settings is None else environment_of(settings), notes, watch)
 
 
-def _continued(settings: CheckpointEnv | None, state: JobState) -> Iterator[Beginning]:
-    """Yield the beginning of a launcher that continues a job: with the numbers that the job has, and with the settings
-    that its workers have."""
-    note = f"continuing job {state.job_id}, whose launcher has died"
+def _former_settings(settings: CheckpointEnv | None, state: JobState) -> CheckpointEnv | None:
+    """Return the settings that the workers of a continued job have. Raises ConfigError where other ones are given."""
     former = state.checkpoint
-    if former is None or settings is None or former.folder != settings.folder:
-        if former is not settings:
-            given = "without --checkpoint" if settings is None else f"with --checkpoint {settings.folder}"
-            begun = "without it" if former is None else f"with --checkpoint {former.folder}"
-            raise ConfigError(f"the job of --state was begun {begun}, not {given}; give the same options")
-        state.begin(None)
-        yield Beginning(notes=(note,))
-        return
-    lock = continue_job(former)
-    counting = _NumberRecorder(lock, Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=False))
-    try:
-        state.begin(former)
-        yield Beginning(_origin(lock) if state.lost else None, environment_of(former), (note,), counting.watch)
-    finally:
-        counting.close()
-        lock.close()
-
-
-def _origin(lock: JobLock) -> Origin:
-    """Return the numbers of a job that goes on, where its coordinator does not know them any more."""
-    found, _ = CheckpointFolder(lock.store).complete()
-    return Origin(lock.counted.run_id, lock.counted.generation, has_checkpoint=bool(found))
+    if former is not settings and (former is None or settings is None or former.folder != settings.folder):
+        given = "without --checkpoint" if settings is None else f"with --checkpoint {settings.folder}"
+        begun = "without it" if former is None else f"with --checkpoint {former.folder}"
+        raise ConfigError(f"the job of --state was begun {begun}, not {given}; give the same options")
+    return former
 
 
 class _NumberRecorder:
-    """Records each generation and each run id. A full disk must not end the job: the manifests count, too.
-
-    In a folder it writes at once. For an object store, which may take seconds, it writes in a thread, the newest
-    numbers only.
-    """
+    """Records each generation and each run id. A full disk must not end the job: the manifests count, too. In a folder
+    it writes at once. For an object store, which may take seconds, it writes in a thread, the newest numbers only."""
 
     def __init__(self, lock: JobLock, origin: Origin) -> None:
         self._lock = lock
         self._run_id, self._generation = origin.run_id, origin.generation
-        self._changed = threading.Condition()
-        self._is_behind = self._is_closing = False
-        self._thread: threading.Thread | None = None
+        self._writer: BackgroundWriter[None] | None = None
         if not isinstance(lock.store, LocalStore):
-            self._thread = threading.Thread(target=self._run, name="farandole-counting", daemon=True)
-            self._thread.start()
+            self._writer = BackgroundWriter("farandole-counting", self._write, lambda dropped_bytes: None)
 
     def watch(self, event: Event) -> None:
-        with self._changed:
-            if isinstance(event, StateLost):
-                self._run_id = event.run_id
-            elif isinstance(event, GenerationStarted):
-                self._generation = event.number
-            else:
-                return
-            self._is_behind = True
-            self._changed.notify()
-        if self._thread is None:
+        if isinstance(event, StateLost):
+            self._run_id = event.run_id
+        elif isinstance(event, GenerationStarted):
+            self._generation = event.number
+        else:
+            return
+        if self._writer is None:
             self._write()
+        else:
+            self._writer.put(None, b"")
 
     def close(self) -> None:
         """Write the pending numbers, if that takes no longer than the time limit of a store, and stop."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+        if self._writer is not None:
+            self._writer.close(_CLOSE_S)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_behind or self._is_closing)
-                if not self._is_behind:
-                    return
-                self._is_behind = False
-            self._write()
-
-    def _write(self) -> None:
+    def _write(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._lock.count(self._run_id, self._generation)

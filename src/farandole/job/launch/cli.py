@@ -52,10 +52,6 @@ def _command(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else ""
     if name == "run":
         return run_program(arguments[1:], FARANDOLE_RUN)
-    if name == "stacks":
-        from farandole.job.launch.stacks_command import stacks_command
-
-        return stacks_command(arguments[1:])
     if name in CONTROL:
         from farandole.job.launch.control_commands import control_command
 
@@ -121,5 +117,5 @@ def _launch(spec: JobSpec, factory: CoordinatorFactory | None) -> int:
             report.ended(outcome.exit_code, outcome.reason)
             return outcome.exit_code
         except ConfigError as error:
-            report.error(str(error))
+            report.note(str(error))
             return USAGE_ERROR

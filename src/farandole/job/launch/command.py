@@ -42,14 +42,9 @@ def python_script(arguments: Sequence[str]) -> str | None:
             continue
         elif not argument.startswith("-"):
             return argument
-        elif argument == "-" or _gives_code(argument):
+        elif argument == "-" or re.match(r"-[^WXmc]*[mc]", argument):  # as in -um; in -Wonce the c belongs to a value
             return None
     return None
-
-
-def _gives_code(argument: str) -> bool:
-    """Return whether an m or c is among these one-letter options, as in -um; in -Wonce it belongs to a value."""
-    return re.match(r"-[^WXmc]*[mc]", argument) is not None
 
 
 def _why_not(program: str) -> str:

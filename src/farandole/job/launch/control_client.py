@@ -1,5 +1,5 @@
-"""The connection of a command to the coordinator of a running job: which job is meant, and requests and their answers.
-Used by control_commands.py, stacks_command.py and page_command.py.
+"""The connection of a command to the coordinator of a running job: which job is meant, requests and their answers,
+and consent. Used by control_commands.py and page_command.py.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
+import pwd
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -84,10 +86,9 @@ def _elsewhere(options: argparse.Namespace) -> Contact:
             "a job on another machine needs both: --address HOST:PORT, and --token-file with a copy of the token file "
             "of its `farandole run`"
         )
-    host, _, port = options.address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    address = Address.parse(options.address)
+    if address is None:
         raise ConfigError(f"--address must be HOST:PORT, got {options.address!r}")
-    address = Address(host.strip("[]"), int(port))
     token = read_token_file(options.token_file)
     return Contact((address,), token, None, f"the job at {address}", tls_folder(options.tls))
 
@@ -254,7 +255,39 @@ async def connected_client(job: Contact) -> Client:
     return client
 
 
-def print_error(command: str, error: object, code: int) -> int:
-    """Print why the command cannot do what it should, and return the exit code."""
-    print(f"farandole {command}: {error}", file=sys.stderr)
-    return code
+# Consent: who can read the job file of a colleague, such as root, should not change that job by mistake ---------------
+
+
+class NoConsent(FatalError):
+    """The user did not agree, or could not be asked."""
+
+
+def require_consent(job_file: Path | None, change: str) -> None:
+    """Ask on the terminal if the job of this file was started by another user; None: a job of this user on this
+    machine. `change`: what would be done, as in "scale it to 3 workers". Raises NoConsent if the answer is not yes, and
+    without a terminal."""
+    owner = None if job_file is None else _other_owner(job_file)
+    if owner is None:
+        return
+    whose = f"{job_file} is the file of a job of {owner}, and you are {_name(os.getuid())}"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise NoConsent(f"{whose}: to {change}, add --yes")
+    print(f"{whose}. {change.capitalize()}? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise NoConsent("nothing was changed")
+
+
+def _other_owner(path: Path) -> str | None:
+    """Return the name of the file's owner; None if that is this user, or if there is no such file."""
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        return None
+    return None if owner == os.getuid() else _name(owner)
+
+
+def _name(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"

@@ -1,5 +1,5 @@
-"""`farandole status`, `top`, `events`, `jobs`, `scale`, `drain` and `undrain`: requests to a running job, and the
-answers as text."""
+"""`farandole status`, `top`, `events`, `stacks`, `jobs`, `scale`, `drain` and `undrain`: requests to a running job, and
+the answers as text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from farandole.base.command_parser import USAGE_ERROR
+from farandole.base.events.event import count
+from farandole.base.events.worker_events import main_first
 from farandole.base.machine import local_time, wall_time_s
 from farandole.base.wire.control import (
     Accepted,
@@ -21,13 +24,13 @@ from farandole.base.wire.control import (
     AskUndrain,
     ClientMessage,
     HostStatus,
+    StacksOfWorker,
     Status,
     WorkerSummary,
     is_drained,
     is_scaled,
 )
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
-from farandole.job.launch.consent import NoConsent, require_consent
 from farandole.job.launch.control_client import (
     DONE,
     NOT_DONE,
@@ -35,93 +38,102 @@ from farandole.job.launch.control_client import (
     Contact,
     JobEnded,
     NoAnswer,
+    NoConsent,
     chosen_job,
     connected_client,
     line_of,
     list_of,
-    print_error,
+    require_consent,
 )
 from farandole.job.launch.control_parser import control_parser
 from farandole.job.launch.job_files import JobFile, running
+from farandole.job.launch.job_history import epoch_of
+
+_MOST_NAMED = 16
+_CLEARED = "\x1b[H\x1b[2J"  # the cursor is at the top of an empty screen: ECMA-48, CUP and ED
 
 
 def control_command(command: str, arguments: Sequence[str]) -> int:
-    """Run a command. Return DONE; NOT_DONE when the job refused, does not answer, or did not finish in time;
-    USAGE_ERROR where it is not clear which job is meant. Raises SystemExit as argparse does."""
+    """Run a command. Return DONE; NOT_DONE when the job refused, does not answer, or did not finish in time, and when a
+    worker could not write its stacks; USAGE_ERROR where it is not clear which job or worker is meant. Raises SystemExit
+    as argparse does."""
     options = control_parser(command).parse_args(arguments)
     try:
         if command == "jobs":
             return _jobs(options.json)
-        is_chosen = options.job or options.address or options.job_file if command != "jobs" else False
-        if command == "status" and not is_chosen and len(running()) != 1:
-            if options.json:  # always one job's status, or nothing
-                return print_error(command, _not_one(running()), NOT_DONE)
-            return _jobs(as_json=False)
+        if command == "status" and not (options.job or options.address or options.job_file):
+            jobs = running()
+            if len(jobs) != 1 and options.json:  # always one job's status, or nothing
+                how = "--json shows one job, select it with --job (farandole jobs --json lists all jobs)"
+                return _print_error(command, f"{how}; {list_of(jobs)}", NOT_DONE)
+            if len(jobs) != 1:
+                return _jobs(as_json=False)
         if command == "scale" and not options.yes:
             require_consent(options.job_file, f"scale it to {options.size} workers")
         return asyncio.run(_ask(command, options, chosen_job(options)))
     except ConfigError as error:
-        return print_error(command, error, USAGE_ERROR)
+        return _print_error(command, error, USAGE_ERROR)
     except (NoAnswer, NoConsent, AuthenticationError, ProtocolError) as error:
-        return print_error(command, error, NOT_DONE)
+        return _print_error(command, error, NOT_DONE)
+
+
+def _print_error(command: str, error: object, code: int) -> int:
+    """Print why the command cannot do what it should, and return the exit code."""
+    print(f"farandole {command}: {error}", file=sys.stderr)
+    return code
 
 
 async def _ask(command: str, options: argparse.Namespace, job: Contact) -> int:
     client = await connected_client(job)
     try:
-        if command in ("status", "top", "events"):
-            await {"status": _show_status, "top": _show_top, "events": _print_events}[command](client, options)
-            return DONE
-        request, is_done = _request(command, options)
-        answer = await client.ask(request)
-        if not isinstance(answer, Accepted):
-            reason = getattr(answer, "reason", f"unexpected answer {type(answer).__name__}")
-            return print_error(command, f"{job.name}: {reason}", NOT_DONE)
-        show = _show_answer_as_json if options.json else _show_answer
-        await show(client, job, answer, is_done if is_done is not None and options.wait else None, options)
+        match command:
+            case "status":
+                await _show_status(client, options.json, options.watch)
+            case "top":
+                await _show_status(client, options.json, options.every)
+            case "events":
+                await _print_events(client, options)
+            case "stacks":
+                return await _show_stacks(client, options)
+            case _:
+                return await _change(command, client, job, options)
         return DONE
     finally:
         client.close()
 
 
-async def _show_answer(
-    client: Client,
-    job: Contact,
-    answer: Accepted,
-    is_done: Callable[[Status], bool] | None,
-    options: argparse.Namespace,
-) -> None:
-    """Print what the job will do, and with `is_done` that it has done it. Raises NoAnswer when it has not in time."""
-    print(f"{job.name}: {answer.what}", flush=True)
-    if is_done is not None:
-        status = await client.wait_until(is_done, options.timeout)
-        print(f"done: generation {status.generation} has {len(status.members)} workers")
-
-
-async def _show_answer_as_json(
-    client: Client,
-    job: Contact,
-    answer: Accepted,
-    is_done: Callable[[Status], bool] | None,
-    options: argparse.Namespace,
-) -> None:
-    """Print the same as one object of JSON, at the end. `is_done` in it is null unless that was waited for."""
+async def _change(command: str, client: Client, job: Contact, options: argparse.Namespace) -> int:
+    """Print what the job will do, and with --wait that it has done it; as JSON all of it at the end, where `is_done` is
+    null unless that was waited for. Raises NoAnswer when it has not in time."""
+    request, is_done = _request(command, options)
+    answer = await client.ask(request)
+    if not isinstance(answer, Accepted):
+        reason = getattr(answer, "reason", f"unexpected answer {type(answer).__name__}")
+        return _print_error(command, f"{job.name}: {reason}", NOT_DONE)
     told: dict[str, object] = {"job": job.job, "what": answer.what, "is_done": None}
+    if not options.json:
+        print(f"{job.name}: {answer.what}", flush=True)
     try:
-        if is_done is not None:
+        if is_done is not None and options.wait:
             told["is_done"] = False
             status = await client.wait_until(is_done, options.timeout)
             told |= {"is_done": True, "generation": status.generation, "workers": len(status.members)}
+            if not options.json:
+                print(f"done: generation {status.generation} has {len(status.members)} workers")
     finally:
-        print(json.dumps(told))
+        if options.json:
+            print(json.dumps(told))
+    return DONE
 
 
-async def _show_status(client: Client, options: argparse.Namespace) -> None:
-    await _show(client, options.json, options.watch)
-
-
-async def _show_top(client: Client, options: argparse.Namespace) -> None:
-    await _show(client, options.json, every_s=options.every)
+def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, Callable[[Status], bool] | None]:
+    """Return the message to the coordinator, and the condition on its status that shows completion, where that takes a
+    while."""
+    if command == "scale":
+        return AskScale(options.size), partial(is_scaled, size=options.size)
+    if command == "drain":
+        return AskDrain(options.host), partial(is_drained, host=options.host)
+    return AskUndrain(options.host), None
 
 
 async def _print_events(client: Client, options: argparse.Namespace) -> None:
@@ -138,7 +150,7 @@ async def _print_events(client: Client, options: argparse.Namespace) -> None:
         print(error, file=sys.stderr)
 
 
-async def _show(client: Client, as_json: bool, every_s: float | None) -> None:
+async def _show_status(client: Client, as_json: bool, every_s: float | None) -> None:
     """Print the status, and with `every_s` again and again until the job has ended: on a terminal in one place, else
     one after the other."""
     is_screen = every_s is not None and sys.stdout.isatty() and not as_json
@@ -159,19 +171,6 @@ async def _show(client: Client, as_json: bool, every_s: float | None) -> None:
             print()
 
 
-_CLEARED = "\x1b[H\x1b[2J"  # the cursor is at the top of an empty screen: ECMA-48, CUP and ED
-
-
-def _request(command: str, options: argparse.Namespace) -> tuple[ClientMessage, Callable[[Status], bool] | None]:
-    """Return the message to the coordinator, and the condition on its status that shows completion, where that takes a
-    while."""
-    if command == "scale":
-        return AskScale(options.size), partial(is_scaled, size=options.size)
-    if command == "drain":
-        return AskDrain(options.host), partial(is_drained, host=options.host)
-    return AskUndrain(options.host), None
-
-
 def _jobs(as_json: bool) -> int:
     jobs = running()
     if as_json:
@@ -179,10 +178,6 @@ def _jobs(as_json: bool) -> int:
     else:
         print("\n".join(line_of(job) for job in jobs) if jobs else "no job of this user runs here")
     return DONE
-
-
-def _not_one(jobs: Sequence[JobFile]) -> str:
-    return f"--json shows one job, select it with --job (farandole jobs --json lists all jobs); {list_of(jobs)}"
 
 
 def _without_token(job: JobFile) -> dict[str, object]:
@@ -193,6 +188,80 @@ def _without_token(job: JobFile) -> dict[str, object]:
         "command": job.command,
         "started_s": job.started_s,
     }
+
+
+# The stacks of workers ------------------------------------------------------------------------------------------------
+
+
+async def _show_stacks(client: Client, options: argparse.Namespace) -> int:
+    workers = chosen_workers(await client.status(), options.ranks, options.worker or (), options.all)
+    answers = {each.worker: each async for each in client.stacks([each.worker for each in workers])}
+    found = [(worker, answers[worker.worker]) for worker in workers]
+    if options.json:
+        print(msgspec.json.encode([stacks_as_dict(worker, answer) for worker, answer in found]).decode())
+    else:
+        print("\n\n".join(format_stacks(worker, answer) for worker, answer in found))
+    for worker, answer in found:
+        if answer.problem:
+            print(f"farandole stacks: {called(worker)}: {answer.problem}", file=sys.stderr)
+    return NOT_DONE if any(answer.problem for _, answer in found) else DONE
+
+
+def chosen_workers(
+    status: Status, ranks: Sequence[int], names: Sequence[str], are_all: bool
+) -> tuple[WorkerSummary, ...]:
+    """Return the chosen workers, members by rank before the others. Raises ConfigError that names those that there are,
+    when none was chosen or one does not exist."""
+    every = (*status.members, *status.newcomers)
+    if are_all:
+        if not every:
+            raise ConfigError("the job has no worker at the moment")
+        return every
+    if not ranks and not names:
+        raise ConfigError(f"give a RANK, --worker NAME or --all; {_there_are(status)}")
+    for wanted, existing, what in (
+        (ranks, {each.rank for each in status.members}, "rank"),
+        (names, {each.worker for each in every}, "worker"),
+    ):
+        if missing := [str(each) for each in wanted if each not in existing]:
+            raise ConfigError(f"the job has no {what} {' or '.join(missing)}; {_there_are(status)}")
+    return tuple(each for each in every if each.rank in ranks or each.worker in names)
+
+
+def called(worker: WorkerSummary) -> str:
+    """Return how a worker is called in this command's output."""
+    rank = "without a rank" if worker.rank is None else f"rank {worker.rank}"
+    return f"{worker.worker} ({rank}, pid {worker.pid or 'unknown'} on {worker.host})"
+
+
+def format_stacks(worker: WorkerSummary, answer: StacksOfWorker) -> str:
+    """Return the stacks of one worker as text, its main thread first."""
+    step = "" if worker.step is None else f", step {worker.step}"
+    text = main_first(answer.text) if answer.text else "no stacks: the worker could not write them"
+    return f"{called(worker)} {worker.state}{step}\n{text}"
+
+
+def stacks_as_dict(worker: WorkerSummary, answer: StacksOfWorker) -> dict[str, Any]:
+    """Return the stacks of one worker for JSON."""
+    return {
+        "worker": worker.worker,
+        "rank": worker.rank,
+        "host": worker.host,
+        "pid": worker.pid,
+        "state": worker.state,
+        "step": worker.step,
+        "stacks": answer.text,
+        "problem": answer.problem,
+    }
+
+
+def _there_are(status: Status) -> str:
+    ranks, names = len(status.members), [each.worker for each in (*status.members, *status.newcomers)]
+    if not names:
+        return "it has no worker at the moment"
+    shown = ", ".join(names[:_MOST_NAMED]) + (f" and {len(names) - _MOST_NAMED} more" if names[_MOST_NAMED:] else "")
+    of_ranks = "no ranks yet" if not ranks else "rank 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
+    return f"it has {of_ranks}, and the workers {shown}"
 
 
 # The status of a job as text for a terminal ---------------------------------------------------------------------------
@@ -210,9 +279,7 @@ def format_status(status: Status) -> list[str]:
     there = sum(each.slots for each in status.hosts if not (each.is_drained or each.out_for_s))
     if there < status.wanted:
         missing = status.wanted - there
-        lines.append(
-            f"waiting for {missing} more slot{'' if missing == 1 else 's'} ({there} of {status.wanted} are available)"
-        )
+        lines.append(f"waiting for {count(missing, 'more slot')} ({there} of {status.wanted} are available)")
     lines += [
         f"slot {each.slot} on {each.host} is in backoff for {each.for_s:.1f} s more, "
         f"after {each.failures} failures in a row"
@@ -232,25 +299,17 @@ def _headline(status: Status) -> str:
         parts.append(f"change to generation {status.change} under way")
     if status.step is not None:
         parts.append(f"step {status.step}")
-    parts += _epoch(status.members)
+    epoch, trained, samples = epoch_of(status)
+    if samples:
+        parts.append(f"epoch {epoch} ({trained:,} of {samples:,} samples, {trained / samples:.0%})")
     most = "" if status.max_np is None else f", at most {status.max_np}"
     parts.append(f"{len(status.members)} of {status.wanted} workers (at least {status.min_np}{most})")
     if status.spares:
         waiting = sum(each.state == "waits" for each in status.newcomers)
         parts.append(f"{waiting} of {status.spares} spares wait")
-    parts.append(f"{status.regroups} regroups" if status.regroups != 1 else "1 regroup")
+    parts.append(count(status.regroups, "regroup"))
     parts.append(f"coordinator pid {status.coordinator_pid}")
     return ", ".join(parts)
-
-
-def _epoch(members: Sequence[WorkerSummary]) -> list[str]:
-    """Return how much of the epoch was trained, as the furthest worker tells it; empty where no loader does."""
-    seen = [each.telemetry for each in members if each.telemetry is not None and each.telemetry.samples]
-    if not seen:
-        return []
-    newest = max(seen, key=lambda each: (each.epoch, each.trained))
-    share = newest.trained / newest.samples
-    return [f"epoch {newest.epoch} ({newest.trained:,} of {newest.samples:,} samples, {share:.0%})"]
 
 
 def _workers(workers: Sequence[WorkerSummary]) -> list[str]:
@@ -300,7 +359,7 @@ def _host_state(host: HostStatus) -> str:
         return "drained" if host.workers == 0 else "is being drained"
     if host.out_for_s:
         how_long = "permanently" if host.out_for_s < 0 else f"for {host.out_for_s:.0f} s more"
-        return f"excluded {how_long}, after {host.failures} failure{'' if host.failures == 1 else 's'}"
+        return f"excluded {how_long}, after {count(host.failures, 'failure')}"
     return "in use" if host.is_connected else "no agent"
 
 

@@ -7,7 +7,6 @@ import contextlib
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,7 +36,8 @@ def doctor_command(arguments: Sequence[str]) -> int:
         print(f"farandole doctor: {error}", file=sys.stderr)
         return USAGE_ERROR
     if options.towards is not None:  # asked by the doctor of another machine
-        print(msgspec.json.encode(examine(options.workers, options.towards)).decode())
+        towards = msgspec.json.decode(options.towards, type=list[Address])
+        print(msgspec.json.encode(examine(options.workers, towards)).decode())
         return _FINE
     settings = SshSettings(options.ssh_port, options.ssh_identity_file or "", options.remote_python or "")
     here = sum(each.slots for each in hosts if is_this_machine(each.name)) or (1 if hosts else options.workers)
@@ -45,7 +45,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
     found = [examine(here)]
     if others:
         with (
-            _listening(addresses_for([each.name for each in others])) as addresses,
+            _listening(addresses_for([each.name for each in others]), len(others)) as addresses,
             ThreadPoolExecutor(_AT_ONCE) as all_,
         ):
             found += all_.map(lambda host: _ask(host, settings, addresses, found[0]), others)
@@ -72,7 +72,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: those of ssh_config)")
     add("--remote-python", metavar="PATH", help="the interpreter with Farandole there (default: the path of this one)")
     add("--json", action="store_true", help="print everything as JSON")
-    add("--towards", type=_addresses, help=argparse.SUPPRESS)
+    add("--towards", help=argparse.SUPPRESS)
     return parser
 
 
@@ -86,34 +86,20 @@ def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
     return parse_hosts(options.hosts) if options.hosts else ()
 
 
-def _addresses(text: str) -> list[Address]:
-    return msgspec.json.decode(text, type=list[Address])
-
-
 # Other hosts ----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _listening(hosts: Sequence[str]) -> Iterator[list[Address]]:
-    """Listen on addresses of this machine, as a coordinator would, and close every connection at once."""
-    listeners = []
-    for host in hosts:
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listeners.append(listener)
-        threading.Thread(target=_turn_away, args=(listener,), daemon=True).start()
-    try:
-        yield [Address(host, each.getsockname()[1]) for host, each in zip(hosts, listeners, strict=True)]
-    finally:
-        for listener in listeners:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # close() alone does not wake the thread
-            listener.close()
-
-
-def _turn_away(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            listener.accept()[0].close()
+def _listening(hosts: Sequence[str], backlog: int) -> Iterator[list[Address]]:
+    """Listen on addresses of this machine, as a coordinator would. The kernel establishes connections by itself, up to
+    `backlog` of them."""
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for host in hosts:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = stack.enter_context(socket.create_server((host, 0), family=family, backlog=backlog))
+            addresses.append(Address(host, listener.getsockname()[1]))
+        yield addresses
 
 
 def _ask(host: HostSlots, settings: SshSettings, towards: Sequence[Address], own: Examined) -> Examined:

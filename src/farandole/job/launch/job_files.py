@@ -12,9 +12,8 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -22,11 +21,11 @@ from farandole.base.env import read_runtime_folder
 from farandole.base.events.event import Event
 from farandole.base.machine import now_s, wall_time_s
 from farandole.base.membership import Address
-from farandole.base.wire.user_secret import private_folder
+from farandole.base.wire.user_secret import private_folder, replace_file
 from farandole.errors import ConfigError
 from farandole.job.launch.output import BackgroundWriter
 
-_SUFFIX, _UNFINISHED = ".job", ".new"
+_SUFFIX = ".job"
 _LONGEST_BYTES = 1 << 20
 
 
@@ -55,29 +54,16 @@ class JobFile(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def announced(
-    job: str, coordinator: Address, token: bytes, command: Sequence[str], folder: Path | None = None, tls: str = ""
-) -> Iterator[str]:
-    """Let commands find this process's job inside the block. Yields the reason if they cannot, which does not prevent
-    the job from running. Removes the files of launchers that were killed."""
-    file = JobFile(
-        job,
-        os.getpid(),
-        born(os.getpid()),
-        coordinator,
-        token,
-        tuple(command),
-        wall_time_s(),
-        tls=tls,
-        processes=own_namespace(),
-    )
+def announced(file: JobFile, folder: Path | None = None) -> Iterator[str]:
+    """Let commands of this machine find this process's job inside the block. Yields the reason if they cannot, which
+    does not prevent the job from running. Removes the files of launchers that were killed."""
     path: Path | None = None
     problem = ""
     try:
         folder = private_folder(read_runtime_folder() if folder is None else folder)
         running(folder)
-        path = folder / f"{job}{_SUFFIX}"
-        _write(path, msgspec.json.encode(file))
+        path = folder / f"{file.job}{_SUFFIX}"
+        replace_file(path, msgspec.json.encode(msgspec.structs.replace(file, addresses=())))
     except (OSError, ConfigError) as error:
         problem = str(error)
     try:
@@ -97,8 +83,7 @@ def shared(path: Path | None, file: JobFile) -> Iterator[None]:
         return
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.with_suffix(_UNFINISHED).unlink(missing_ok=True)
-        _write(path, msgspec.json.encode(file))
+        replace_file(path, msgspec.json.encode(file))
     except OSError as error:
         raise ConfigError(f"the job file {path} cannot be written: {error.strerror}") from None
     try:
@@ -182,15 +167,6 @@ def own_namespace() -> str:
         return ""
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write the whole file or no part of it, never readable by others."""
-    beside = path.with_suffix(_UNFINISHED)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-    beside.rename(path)
-
-
 # The file of --events: all events of a job, one JSON object a line ----------------------------------------------------
 
 
@@ -214,15 +190,9 @@ class EventFile:
             ) from error
         os.set_blocking(self._descriptor, True)
         self._is_torn = self._has_failed = False
-        self._writer: BackgroundWriter[str] = BackgroundWriter("events", self._write, self._on_dropped)
-
-    def __enter__(self) -> EventFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._writer: BackgroundWriter[str] = BackgroundWriter(
+            "events", self._write, lambda dropped: self._complain(f"writing is too slow, {dropped} bytes are lost")
+        )
 
     def on_event(self, event: Event) -> None:
         """Append the event. Never waits."""
@@ -244,9 +214,6 @@ class EventFile:
             self._complain(f"{error.strerror}")
         else:
             self._is_torn = False
-
-    def _on_dropped(self, dropped_bytes: int) -> None:
-        self._complain(f"writing is too slow, {dropped_bytes} bytes are lost")
 
     def _complain(self, why: str) -> None:
         if not self._has_failed:

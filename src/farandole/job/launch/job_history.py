@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from farandole.base.membership import WorkerTelemetry
 from farandole.base.wire.control import EventRecord, Status, WorkerSummary
 
 EVENTS_KEPT = 1000
@@ -97,6 +98,7 @@ class JobHistory:
         status: The newest status; None before the first one.
         contact: "connecting", "connected", "lost" (the coordinator does not answer) or "ended".
         counts: The number of events by their name and level; of all events that were seen.
+        totals: Counts over the whole job, as far as its events are known.
         recovered: Called with the fields of each Recovered event.
     """
 
@@ -110,7 +112,7 @@ class JobHistory:
         self.checkpoints: deque[dict[str, Any]] = deque(maxlen=CHECKPOINTS_KEPT)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.recoveries: list[dict[str, Any]] = []  # that have not been taken by the metrics yet
-        self.lost = self.joined = self.steps_redone = self.samples_redone = 0
+        self.totals = {"lost": 0, "joined": 0, "steps_redone": 0, "samples_redone": 0}
         self.curves = Curves()
         self._members: set[str] = set()
         self._reasons: dict[int, tuple[str, bool]] = {}  # of regroups in progress, by the number of the generation
@@ -148,8 +150,8 @@ class JobHistory:
             self.checkpoints.append(checkpoint)
             told["checkpoint"] = checkpoint
         if name == "WorkerLost":
-            self.lost += 1
-        return {**told, "totals": self.totals()}
+            self.totals["lost"] += 1
+        return {**told, "totals": dict(self.totals)}
 
     def on_contact(self, contact: str) -> dict[str, Any]:
         """Note whether the coordinator can be reached."""
@@ -169,16 +171,7 @@ class JobHistory:
             "generations": [each.as_dict() for each in self.generations],
             "checkpoints": list(self.checkpoints),
             "curves": self.curves.as_dict(),
-            "totals": self.totals(),
-        }
-
-    def totals(self) -> dict[str, int]:
-        """Return the counts over the whole job, as far as its events are known."""
-        return {
-            "lost": self.lost,
-            "joined": self.joined,
-            "steps_redone": self.steps_redone,
-            "samples_redone": self.samples_redone,
+            "totals": dict(self.totals),
         }
 
     def status_dict(self) -> dict[str, Any] | None:
@@ -251,15 +244,15 @@ class JobHistory:
         generation = Generation(
             number, at, workers, is_planned, reason, 1e3 * float(fields["regroup_s"]), lost=lost, joined=joined
         )
-        self.joined += len(joined)
+        self.totals["joined"] += len(joined)
         self._members = set(workers)
         self.generations.append(generation)
         return generation
 
     def _completed(self, fields: Mapping[str, Any]) -> Generation | None:
         self.recoveries.append(dict(fields))
-        self.steps_redone += int(fields["steps_redone"])
-        self.samples_redone += int(fields["samples_redone"])
+        for redone in ("steps_redone", "samples_redone"):
+            self.totals[redone] += int(fields[redone])
         generation = next((each for each in self.generations if each.number == fields["number"]), None)
         if generation is None:
             return None
@@ -283,30 +276,14 @@ def means_of_values(status: Status) -> dict[str, float]:
     by_name: dict[str, list[float]] = {}
     for member in status.members:
         for name, value in (member.telemetry.values if member.telemetry is not None else {}).items():
-            by_name.setdefault(name, []).append(value)
-    return {name: mean for name, values in by_name.items() if (mean := _mean(values)) is not None}
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    """Return the mean of the numbers; JSON has no others than finite ones."""
-    finite = [each for each in values if math.isfinite(each)]
-    return math.fsum(finite) / len(finite) if finite else None
+            if math.isfinite(value):  # JSON has no other numbers
+                by_name.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in by_name.items()}
 
 
 def _row(worker: WorkerSummary) -> list[Any]:
     """Return a worker as the page's modules expect it (static/model.js, `worker`)."""
-    told = worker.telemetry
-    measured = (
-        [0, 0, 0, 0, 0]
-        if told is None
-        else [
-            round(1e3 * told.step_s, 2),
-            round(1e3 * told.waiting_s, 2),
-            told.resident_bytes,
-            round(told.cores, 2),
-            round(told.share, 4),
-        ]
-    )
+    told = worker.telemetry or WorkerTelemetry()
     return [
         worker.worker,
         worker.rank,
@@ -316,5 +293,9 @@ def _row(worker: WorkerSummary) -> list[Any]:
         worker.state,
         worker.step,
         worker.restarts_left,
-        *measured,
+        round(1e3 * told.step_s, 2),
+        round(1e3 * told.waiting_s, 2),
+        told.resident_bytes,
+        round(told.cores, 2),
+        round(told.share, 4),
     ]

@@ -38,16 +38,15 @@ from farandole.job.engines.discovery import HostDiscovery, HostsOver, HostsSourc
 from farandole.job.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
 from farandole.job.engines.fleet import Fleet
 from farandole.job.engines.host_list import HostScript, HostSlots
-from farandole.job.engines.local_engine import HostsEngine, LocalEngine
+from farandole.job.engines.local_engine import HostsEngine
 from farandole.job.engines.ssh_engine import SshEngine
 from farandole.job.launch.checkpoint_place import Beginning
 from farandole.job.launch.ending_signals import ending_signals
-from farandole.job.launch.job_files import JobFile, announced, born, shared
+from farandole.job.launch.job_files import JobFile, announced, born, own_namespace, shared
 from farandole.job.launch.job_spec import JobSpec
-from farandole.job.launch.job_state import JobState
+from farandole.job.launch.job_state import JobState, StateCopies
 from farandole.job.launch.output import OutputOptions, OutputSink
 from farandole.job.launch.page_address import PageProcess
-from farandole.job.launch.state_copies import StateCopies
 from farandole.job.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.job.launch.terminal_line import TerminalLine
 from farandole.registry import factory
@@ -179,13 +178,12 @@ class _JobRun:
                 workers = self._config.most_workers_in(here)
                 self._environment = share_cores(self._environment, workers, self._on_event)
             self._fleet = self._make_fleet()
+            job_file = self._job_file()
             with (
-                shared(None if joining is None else joining.job_file, self._job_file()),
-                contextlib.nullcontext() if around.page is None else around.page.serve(self._job_file()),
+                shared(None if joining is None else joining.job_file, job_file),
+                contextlib.nullcontext() if around.page is None else around.page.serve(job_file),
                 _ending_on_signals(self._coordinator, self._fleet, self._on_event, self._config.grace_s),
-                announced(
-                    self._job_id, self._coordinator.address, self._token, self._command, tls=self._config.tls
-                ) as problem,
+                announced(job_file) as problem,
             ):
                 if problem:
                     self._on_event(JobNotAnnounced(problem))
@@ -211,6 +209,9 @@ class _JobRun:
         output = RemoteOutput(self._sink)
         coordinator: Coordinator | SupervisedCoordinator
         if additions.function is None:
+            copies = None
+            if state is not None and state.write_copy is not None:
+                copies = StateCopies(state.write_copy, spec.patience_s, self._on_event)
             coordinator = SupervisedCoordinator(
                 CoordinatorSetup(
                     self._config,
@@ -230,7 +231,7 @@ class _JobRun:
                 on_output=output,
                 factory=additions.factory,
                 journal=None if state is None else state.journal_files,
-                copies=None if state is None else self._copies(state),
+                copies=copies,
                 on_summary=self._around.on_summary,
             )
         else:  # the calling program waits for the results: its end is the end of the job
@@ -280,10 +281,11 @@ class _JobRun:
             born(os.getpid()),
             self._coordinator.address,
             self._token,
-            self._spec.command,
+            tuple(self._command),
             wall_time_s(),
             self._reachable(),
             self._config.tls,
+            own_namespace(),
         )
 
     async def _own_addresses(self) -> tuple[str, ...]:
@@ -303,9 +305,8 @@ class _JobRun:
     # The fleet ---------------------------------------------------------------------------------------------
 
     def _make_fleet(self) -> Fleet:
-        local = LocalEngine(self._make_agent)
         return Fleet(
-            HostsEngine(local, self._engine, self._source.others, self._addresses_for_others),
+            HostsEngine(self._make_agent, self._engine, self._source.others, self._addresses_for_others),
             self._order_for,
             on_gone=self._coordinator.agent_gone,
             on_event=self._on_event,
@@ -405,11 +406,6 @@ class _JobRun:
         while True:
             await asyncio.sleep(SUMMARY_EVERY_S)
             on_summary(coordinator.summary())
-
-    def _copies(self, state: JobState) -> StateCopies | None:
-        if state.write_copy is None:
-            return None
-        return StateCopies(state.write_copy, self._spec.patience_s, self._on_event)
 
     async def _watch_for_successor(self, state: JobState, coordinator: SupervisedCoordinator) -> None:
         """End in silence when another launcher has taken the job over: this one, or its network, was away."""

@@ -13,13 +13,14 @@ which may live on behind a broken network, cannot write there. Only the files' o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import secrets
 import select
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Protocol
@@ -28,8 +29,11 @@ import msgspec
 
 from farandole.base.config import JobConfig
 from farandole.base.env import CheckpointEnv
+from farandole.base.events.event import Event
+from farandole.base.events.host_events import StateUnwritten, StateWritten
 from farandole.base.machine import now_s
 from farandole.base.wire.authentication import new_token
+from farandole.base.wire.user_secret import replace_file
 from farandole.errors import ConfigError, FarandoleError
 from farandole.job.coordinator.journal import (
     FORMAT,
@@ -44,6 +48,7 @@ from farandole.job.coordinator.journal import (
 _LOCK, _JOB = "lock", "job.json"
 _RELEASED_S = 2.0  # for a launcher that has just been killed, and its coordinator, to be gone
 _AGAIN_S = 0.02
+_COPY_AGAIN_S = 0.2
 
 
 class StateUnavailable(FarandoleError):
@@ -120,9 +125,8 @@ class StoredJob(_Version, frozen=True, kw_only=True):
     is_continued: bool = False
 
 
-@contextlib.contextmanager
-def locked_state(folder: Path, command: Sequence[str], config: JobConfig, token: bytes | None) -> Iterator[FolderState]:
-    """Have the state locked inside the block.
+class FolderState:
+    """A state in a folder, locked from the beginning until `close()`.
 
     Args:
         folder: It is created when it is missing.
@@ -132,15 +136,6 @@ def locked_state(folder: Path, command: Sequence[str], config: JobConfig, token:
     Raises:
         ConfigError: Another launcher has locked it, or it is damaged, or of another job or version, or not private.
     """
-    state = FolderState(folder, command, config, token)
-    try:
-        yield state
-    finally:
-        state.close()
-
-
-class FolderState:
-    """A state in a folder, locked from the beginning until `close()`. Arguments and errors as in locked_state."""
 
     write_copy = None
 
@@ -151,7 +146,11 @@ class FolderState:
         self._is_over = False
         try:
             self._lock = self._locked(self._folder / _LOCK, "another launcher")
-            self._job = self._read_job(command, config, token)
+            try:
+                data = (self._folder / _JOB).read_bytes()
+            except FileNotFoundError:
+                data = None
+            self._job = job_of_state(data, command, config, token, self._error, f"remove {self._folder}")
             self.job_id, self.token = self._job.job_id, self._job.token
             self.number, self.lost = self._job.number, ""
             self._data = self._former_journal()
@@ -175,7 +174,10 @@ class FolderState:
         """Take the job over, or begin it: from now on the journal of this launcher counts. Raises ConfigError."""
         number = self.number = self._job.number + 1
         try:
-            files = [self._new_journal_file(path) for path in self._journal_paths(number)]
+            files = []
+            for path in self._journal_paths(number):
+                path.unlink(missing_ok=True)
+                files.append(self._locked(path, "another launcher"))
             self.journal_files = (files[0], files[1])
             if self._data is not None:
                 journal = Journal(self.journal_files, self.job_id, is_durable=True)
@@ -189,7 +191,7 @@ class FolderState:
                 checkpoint=checkpoint,
                 is_continued=self.is_continued,
             )
-            _replace(self._folder / _JOB, msgspec.json.encode(self._job))
+            replace_file(self._folder / _JOB, msgspec.json.encode(self._job), is_durable=True)
         except OSError as error:
             raise self._error(f"no files can be written there: {error.strerror}") from error
         self._remove_journals(but=number)
@@ -249,13 +251,6 @@ class FolderState:
             return msgspec.json.decode((self._folder / _LOCK).read_bytes(), type=Owner)
         return None
 
-    def _read_job(self, command: Sequence[str], config: JobConfig, token: bytes | None) -> StoredJob:
-        try:
-            data = (self._folder / _JOB).read_bytes()
-        except FileNotFoundError:
-            data = None
-        return job_of_state(data, command, config, token, self._error, f"remove {self._folder}")
-
     def _former_journal(self) -> bytes | None:
         """Return the newest state of the former launcher's coordinators, none of which runs; None: there is none, or it
         is lost."""
@@ -278,10 +273,6 @@ class FolderState:
             self.lost = "the journal of the former launcher, which had taken the job over, has no state"
         return data
 
-    def _new_journal_file(self, path: Path) -> int:
-        path.unlink(missing_ok=True)
-        return self._locked(path, "another launcher")
-
     def _journal_paths(self, number: int) -> list[Path]:
         return [self._folder / f"journal-{number}-{index}" for index in (0, 1)]
 
@@ -303,18 +294,10 @@ def job_of_state(
     error: Callable[[str], ConfigError],
     removal: str,
 ) -> StoredJob:
-    """Return the job of a state, or a new one.
-
-    Args:
-        data: The encoded job; None: there is none.
-        command, config, token: As in locked_state.
-        error: Makes an error of a text.
-        removal: What removes the state.
-
-    Raises:
-        ConfigError: It is damaged, or of another job or version.
-    """
-    settings = _settings(config)
+    """Return the encoded job of a state, or a new one where there is none. `error` makes the ConfigError of a text,
+    which is raised when it is damaged, or of another job or version; `removal`: what the user does to remove it."""
+    # Those that must not change. The folder of certificates may differ between machines.
+    settings = {name: value for name, value in msgspec.to_builtins(asdict(config)).items() if name != "tls"}
     if data is None:
         return StoredJob(
             version=SOFTWARE,
@@ -350,11 +333,6 @@ def job_of_state(
     return job
 
 
-def _settings(config: JobConfig) -> dict[str, object]:
-    """Return the settings that must not change. Folders may differ between machines."""
-    return {name: value for name, value in msgspec.to_builtins(asdict(config)).items() if name != "tls"}
-
-
 def _private(folder: Path) -> Path:
     folder = Path(os.path.abspath(folder))
     try:
@@ -370,18 +348,47 @@ def _private(folder: Path) -> Path:
     return folder
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write the whole file or no part of it; it survives a power failure, as do the other names in its folder."""
-    beside = path.with_suffix(".new")
-    beside.unlink(missing_ok=True)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(descriptor)
-    beside.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)  # to flush a file does not flush its name: man 2 fsync
-    finally:
-        os.close(folder)
+# Copies of the coordinator's states, where the next launcher looks for them -------------------------------------------
+
+
+class CopiesFailed(FarandoleError):
+    """No copy could be written for as long as the patience."""
+
+
+class StateCopies:
+    """Writes one copy after the other, in a thread: the event loop runs on.
+
+    write      as write_copy of JobState
+    patience_s for so long a copy is tried again
+    problem    why the newest copy could not be written yet; empty: it could, or nothing was tried
+    """
+
+    def __init__(self, write: Callable[[bytes], None], patience_s: float, on_event: Callable[[Event], None]) -> None:
+        self._write, self._patience_s, self._on_event = write, patience_s, on_event
+        self._turn = asyncio.Lock()
+        self.problem = ""
+
+    async def write(self, files: JournalFiles, job_id: str) -> None:
+        """Write the newest state of a journal. Raises CopiesFailed."""
+        async with self._turn:
+            began_s = now_s()
+            while not await self._was_written(files, job_id):
+                waited_s = now_s() - began_s
+                if waited_s > self._patience_s:
+                    raise CopiesFailed(
+                        f"the state of the job could not be written for {waited_s:.0f} s ({self.problem})"
+                    )
+                await asyncio.sleep(_COPY_AGAIN_S)
+            if self.problem:
+                self.problem = ""
+                self._on_event(StateWritten(now_s() - began_s))
+
+    async def _was_written(self, files: JournalFiles, job_id: str) -> bool:
+        try:
+            await asyncio.to_thread(lambda: self._write(Journal(files, job_id).newest()))
+        except StateUnavailable as error:
+            if not self.problem:
+                self._on_event(StateUnwritten(str(error), self._patience_s))
+            self.problem = str(error)
+            return False
+        return True

@@ -10,7 +10,6 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from farandole.base.events.event import Event
@@ -27,25 +26,17 @@ _TAIL_BYTES = 1 << 20
 
 
 class JobTimeline:
-    """The history of one job: `on_event` for each event. The file gets it at the end of the `with` block, when no
-    worker writes there any more. A file that another machine has is made here, with the generations alone.
-
-    Args:
-        path: The file.
-        on_trouble: Called with a sentence when it cannot be written.
-    """
+    """The history of one job: `on_event` for each event. The file gets it in `close()`, when no worker writes
+    there any more. A file that another machine has is made here, with the generations alone. `on_trouble` is called
+    with a sentence when it cannot be written."""
 
     def __init__(self, path: Path, on_trouble: Callable[[str], None]) -> None:
         self._path, self._on_trouble = path, on_trouble
         self._history, self._count = JobHistory(), 0
         self._began_us = int(wall_time_s() * 1e6)
 
-    def __enter__(self) -> JobTimeline:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Write the file, with a time limit."""
         writing = threading.Thread(target=self._write, name="farandole-timeline", daemon=True)
         writing.start()
         writing.join(_WRITE_S)
@@ -66,16 +57,8 @@ class JobTimeline:
 
 
 def append(path: Path, began_us: int, make: Callable[[int], Sequence[dict[str, Any]]]) -> None:
-    """Append events to a timeline; one that has begun before `began_us`, of another job, is replaced.
-
-    Args:
-        path: The file.
-        began_us: The beginning of the job, in microseconds since 1970.
-        make: Returns the events for a timeline that has begun at this time.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Append events to a timeline. One that has begun before the job, in microseconds since 1970, is of another job,
+    and replaced. `make` returns the events for a timeline that has begun at this time. Raises OSError."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from farandole.base.events.event import count
 from farandole.job.launch.job_history import PHASES, Generation, JobHistory
 
 TraceEvent = dict[str, Any]
@@ -90,10 +91,9 @@ class _Clock:
 
 def _title(generation: Generation) -> str:
     """Return what the slice of a generation shows: "generation 3: 2 workers, without w1"."""
-    count = len(generation.workers)
     lost = f", without {', '.join(generation.lost)}" if generation.lost else ""
     joined = f", with {', '.join(generation.joined)}" if generation.joined else ""
-    return f"generation {generation.number}: {count} worker{'' if count == 1 else 's'}{lost}{joined}"
+    return f"generation {generation.number}: {count(len(generation.workers), 'worker')}{lost}{joined}"
 
 
 def _is_change(generation: Generation) -> bool:

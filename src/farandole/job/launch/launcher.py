@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 
 from farandole.base.events.event import Event
 from farandole.job.coordinator.server import Outcome
@@ -13,7 +13,7 @@ from farandole.job.launch.checkpoint_place import beginning
 from farandole.job.launch.job_files import EventFile
 from farandole.job.launch.job_runner import NO_ADDITIONS, Additions, Surroundings, run_job
 from farandole.job.launch.job_spec import JobSpec
-from farandole.job.launch.job_state import JobState, locked_state
+from farandole.job.launch.job_state import FolderState, JobState
 from farandole.job.launch.job_timeline import JobTimeline
 from farandole.job.launch.output import output_options
 from farandole.job.launch.page_address import PageProcess
@@ -43,11 +43,11 @@ def launch(spec: JobSpec, report: Report, additions: Additions = NO_ADDITIONS) -
     output = output_options(spec)
     page = None if spec.page is None else PageProcess(spec.page)
     with (
-        nullcontext() if page is None else contextlib.closing(page),
-        nullcontext() if spec.events is None else EventFile(spec.events, report.note) as events,
+        nullcontext() if page is None else closing(page),
+        nullcontext() if spec.events is None else closing(EventFile(spec.events, report.note)) as events,
         _state(spec) as state,
         beginning(spec.checkpoint, state) as begun,
-        nullcontext() if spec.timeline is None else JobTimeline(spec.timeline, report.note) as timeline,
+        nullcontext() if spec.timeline is None else closing(JobTimeline(spec.timeline, report.note)) as timeline,
     ):
         if additions.function is None:
             report.started(spec.config, spec.command)
@@ -79,4 +79,4 @@ def _state(spec: JobSpec) -> AbstractContextManager[JobState | None]:
     if isinstance(spec.state, str):  # an URL: joining.py has checked that there is a token
         state: AbstractContextManager[JobState] = factory("etcd state")(spec.state, spec.command, spec.config, token)
         return state
-    return locked_state(spec.state, spec.command, spec.config, token)
+    return closing(FolderState(spec.state, spec.command, spec.config, token))

@@ -1,9 +1,10 @@
 """What `farandole doctor` looks at on one machine: the versions, and whether a job of some workers can run here. Judges
-are pure functions of what was read; `examine` reads.
+are pure functions of what was read; `examine` reads. Also the output of --check-build.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import resource
@@ -21,6 +22,7 @@ import psutil
 
 from farandole import __version__
 from farandole.base.env import read_runtime_folder
+from farandole.base.events.event import count
 from farandole.base.liveness import exit_notice
 from farandole.base.machine import affinity_cores, usable_cores
 from farandole.base.membership import Address
@@ -29,7 +31,6 @@ from farandole.errors import ConfigError
 from farandole.job.agent.host_resources import descriptors_needed
 from farandole.job.agent.network_addresses import own_addresses
 from farandole.job.agent.process import can_adopt_orphans
-from farandole.job.launch.build_description import ask_torch
 
 State = Literal["ok", "warning", "error"]
 
@@ -107,7 +108,7 @@ def examine(workers: int, towards: Sequence[Address] = ()) -> Examined:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(described.get("torch", "")).partition("+")[0],
     }
-    return Examined(socket.gethostname(), versions, findings, [each for each in towards if can_reach(each)])
+    return Examined(socket.gethostname(), versions, findings, [each for each in towards if not _why_unreachable(each)])
 
 
 # The judges -----------------------------------------------------------------------------------------------------------
@@ -147,13 +148,13 @@ def ask_python(python: str) -> str:
 
 def devices(described: Mapping[str, object], has_nvidia: bool) -> Finding:
     """Judge the devices. `has_nvidia`: NVIDIA's driver is installed."""
-    count = int(str(described.get("devices", 0)))
-    if count:
-        nccl = "NCCL" if described.get("nccl") else "no NCCL"
+    number = int(str(described.get("devices", 0)))
+    if number:
+        found = count(number, "CUDA device")
         if described.get("nccl"):
-            return Finding("devices", "ok", f"{count} CUDA device{'s' if count > 1 else ''}, {nccl}")
+            return Finding("devices", "ok", f"{found}, NCCL")
         advice = "install a build of torch with NCCL: gradients of devices travel through the hosts' memory without it"
-        return Finding("devices", "warning", f"{count} CUDA device{'s' if count > 1 else ''}, {nccl}", advice)
+        return Finding("devices", "warning", f"{found}, no NCCL", advice)
     if has_nvidia and "error" not in described:
         what = "torch finds none of them" if described.get("cuda") else f"torch {described.get('torch')} has no CUDA"
         advice = "see `nvidia-smi` and CUDA_VISIBLE_DEVICES, or install a build of torch with CUDA"
@@ -174,7 +175,7 @@ def memory(workers: int, available: int) -> Finding:
     """Judge the memory, in bytes."""
     text = f"{available / _GB:.1f} GB available"
     if available < workers * _OF_A_WORKER:
-        needed = f"{workers} worker{'s' if workers > 1 else ''} with torch and a small model need"
+        needed = f"{count(workers, 'worker')} with torch and a small model need"
         advice = f"{needed} {workers * _OF_A_WORKER / _GB:.1f} GB; the kernel kills workers when there is none left"
         return Finding("memory", "warning", text, advice)
     return Finding("memory", "ok", text)
@@ -237,11 +238,6 @@ def network(addresses: Sequence[str], listening: Mapping[str, str], trouble: str
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def can_reach(address: Address) -> bool:
-    """Return whether a process listens at this address, as seen from this machine."""
-    return not _why_unreachable(address)
-
-
 def _why_unreachable(address: Address) -> str:
     try:
         with socket.create_connection((address.host, address.port), timeout=_REACH_S):
@@ -283,3 +279,63 @@ def _job_files() -> Finding:
         text = f"{folder} cannot be made: {error.strerror}"
         return Finding("job files", "warning", text, "set XDG_RUNTIME_DIR to a folder of your own")
     return Finding("job files", "ok", str(folder))
+
+
+# The output of --check-build: frameworks, controllers and tensor operations that are available here -------------------
+
+_TORCH_IMPORT_LIMIT_S = 120.0  # a cold import of torch from a network disk can take a minute
+_LAUNCHERS = ("torchrun", "mpirun", "srun")
+_DEVICES = (("cuda", "CUDA"), ("rocm", "ROCm"))
+_BACKENDS = (("gloo", "Gloo"), ("nccl", "NCCL"), ("mpi", "MPI"))
+
+
+def describe_build() -> str:
+    """Return the whole output. Imports torch in a separate process, which takes about a second."""
+    beside_python = os.path.dirname(sys.executable)
+    paths = {name: shutil.which(name) or shutil.which(name, path=beside_python) for name in _LAUNCHERS}
+    return format_build(ask_torch(), paths)
+
+
+def format_build(torch: Mapping[str, object] | str, launchers: Mapping[str, str | None]) -> str:
+    """Format the output. `torch`: the report of worker/capabilities.py, or why there is none. `launchers`: their
+    paths."""
+    found: Mapping[str, object] = {} if isinstance(torch, str) else torch
+    version = f" {found['torch']}" if found else f": {torch}"
+    devices = ", ".join(["CPU", *(name for key, name in _DEVICES if found.get(key))])
+    tensors = f"{devices} tensors"
+    groups = {
+        "Available Frameworks": [(bool(found), f"PyTorch{version}"), (False, "TensorFlow"), (False, "MXNet")],
+        "Available Controllers": [(True, "Farandole's own"), (False, "MPI")],
+        "Available Tensor Operations": [
+            (bool(found), f"Farandole's own shared memory, on one host ({tensors})"),
+            (bool(found), f"Farandole's own TCP ring ({tensors})"),
+            (bool(found.get("nccl")), "NCCL"),
+            (False, "DDL"),
+            (False, "CCL"),
+            (False, "MPI"),
+            (False, "Gloo"),
+        ],
+        "Backends of the installed torch.distributed (NCCL is used for CUDA tensors)": [
+            (bool(found.get(key)), name) for key, name in _BACKENDS
+        ],
+        "Launchers that init() supports, beside farandole run and horovodrun": [
+            (path is not None, f"{name} ({path})" if path else name) for name, path in launchers.items()
+        ],
+    }
+    lines = [f"Farandole v{__version__}:"]
+    for title, entries in groups.items():
+        lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for there, name in entries)]
+    return "\n".join(lines)
+
+
+def ask_torch() -> dict[str, object] | str:
+    """Return what worker/capabilities.py says of torch, in a process of its own; or why torch cannot be imported."""
+    command = [sys.executable, "-m", "farandole.training.worker.capabilities"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_IMPORT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"import did not end within {_TORCH_IMPORT_LIMIT_S:g} s"
+    if done.returncode != 0:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Generic, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, TextIO, TypeVar, cast
 
 from farandole.base.machine import wall_time_s
 from farandole.base.wire.sockets import can_write
@@ -41,8 +43,15 @@ class OutputOptions:
     rank_digits: int = 1
 
     def __post_init__(self) -> None:
-        if self.directory is not None:
-            make_writable(self.directory)
+        if self.directory is None:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory):
+                pass
+        except OSError as error:
+            problem = f"no files can be written there ({error.strerror})"
+            raise ConfigError(f"--output-filename {self.directory}: {problem}") from error
 
 
 def output_options(spec: JobSpec) -> OutputOptions:
@@ -204,31 +213,19 @@ class OutputSink:
 _COPY_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class RankFile:
+class RankFile(NamedTuple):
     """The file for lines."""
 
     folder: str
     stream: str
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A move: the contents of folder `old` of a stream go to the end of that in folder `new`."""
 
     old: str
     new: str
     stream: str
-
-
-def make_writable(directory: Path) -> None:
-    """Make the directory, and try whether files can be written there. Raises ConfigError."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--output-filename {directory}: no files can be written there ({error.strerror})") from error
 
 
 class RankFiles:
@@ -332,23 +329,18 @@ class BackgroundWriter(Generic[Target]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (taken := self._take()) is not None:
-            pieces, dropped_bytes = taken
-            for target, data in _joined(pieces):
-                self._write(target, data)
+        while True:
+            with self._changed:
+                # Without a deadline: the thread has nothing else to do, and `close` always wakes it.
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if not self._waiting:
+                    return
+                waiting, dropped_bytes = self._waiting, self._dropped_bytes
+                self._waiting, self._waiting_bytes, self._dropped_bytes = [], 0, 0
+            for target, pieces in groupby(waiting, key=itemgetter(0)):
+                self._write(target, b"".join(data for _, data in pieces))
             if dropped_bytes:
                 self._on_dropped(dropped_bytes)
-
-    def _take(self) -> tuple[list[tuple[Target, bytes]], int] | None:
-        """Return all waiting data, as soon as there is any, and how much was dropped; None at the end."""
-        with self._changed:
-            # Without a deadline: the thread has nothing else to do, and `close` always wakes it.
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
-            if not self._waiting:
-                return None
-            taken = self._waiting, self._dropped_bytes
-            self._waiting, self._waiting_bytes, self._dropped_bytes = [], 0, 0
-            return taken
 
 
 def unbuffered(stream: TextIO) -> BinaryIO:
@@ -383,13 +375,3 @@ def write_all(raw: BinaryIO, data: bytes) -> None:
             can_write(raw, within_s=1.0)
         else:
             rest = rest[written:]
-
-
-def _joined(pieces: list[tuple[Target, bytes]]) -> list[tuple[Target, bytes]]:
-    joined: list[tuple[Target, list[bytes]]] = []
-    for target, data in pieces:
-        if joined and joined[-1][0] == target:
-            joined[-1][1].append(data)
-        else:
-            joined.append((target, [data]))
-    return [(target, b"".join(parts)) for target, parts in joined]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from farandole.base.events.event import Event
+from farandole.base.events.event import Event, count
 from farandole.base.events.generation_events import Recovered
 from farandole.job.coordinator.control_requests import JobSummary
 
@@ -68,7 +68,8 @@ class ProgressLine:
         """Note the duration of a recovery, or of a planned change."""
         if isinstance(event, Recovered):
             verb = "changed" if event.is_planned and not event.lost else "recovered"
-            self._recovery = f"{verb} in {_milliseconds(event.total_ms)}"
+            took = f"{event.total_ms:.0f} ms" if event.total_ms < 10_000 else f"{event.total_ms / 1000:.1f} s"
+            self._recovery = f"{verb} in {took}"
 
     def on_summary(self, summary: JobSummary, now_s: float) -> None:
         """Take a summary of the job at this time."""
@@ -140,14 +141,10 @@ def _joined(parts: Sequence[Part]) -> str:
 def _workers(summary: JobSummary) -> str:
     if summary.members != summary.wanted:
         return f"{summary.members} of {summary.wanted} workers"
-    return "1 worker" if summary.members == 1 else f"{summary.members} workers"
+    return count(summary.members, "worker")
 
 
 def _rate(per_s: float) -> str:
     if per_s >= 100:
         return f"{per_s:,.0f}"
     return f"{per_s:.1f}" if per_s >= 1 else f"{per_s:.2f}"
-
-
-def _milliseconds(total_ms: float) -> str:
-    return f"{total_ms:.0f} ms" if total_ms < 10_000 else f"{total_ms / 1000:.1f} s"

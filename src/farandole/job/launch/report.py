@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from farandole.base.config import JobConfig
-from farandole.base.events.event import Event
+from farandole.base.events.event import Event, count
 from farandole.base.events.generation_events import ChangePlanned, GenerationStarted, Recovered, TransportChosen
 from farandole.base.events.host_events import AgentJoined
 from farandole.base.events.job_events import (
@@ -62,14 +61,8 @@ class Loudness(IntEnum):
     VERBOSE = 2
 
 
-@dataclass(frozen=True)
-class _Line:
-    """The parts of the line below, to be drawn."""
-
-    parts: tuple[Part, ...]
-
-
-_Target: TypeAlias = Literal["report"] | _Line
+_Target: TypeAlias = tuple[Part, ...] | None
+"""The parts of the line below, to be drawn; empty: it is erased for good. None: lines above it."""
 
 
 class Report:
@@ -112,8 +105,8 @@ class Report:
         """Report that the job is about to begin."""
         self._started_s = self._clock()
         if self._loudness >= Loudness.NORMAL:
-            workers = f"{_count(config.num_proc, 'worker')} ({_limits(config)})"
-            workers += f" and {_count(config.spares, 'spare')}" if config.spares else ""
+            workers = f"{count(config.num_proc, 'worker')} ({_limits(config)})"
+            workers += f" and {count(config.spares, 'spare')}" if config.spares else ""
             self._print(f"{workers} to run {shlex.join(command)}")
 
     def on_event(self, event: Event) -> None:
@@ -135,10 +128,10 @@ class Report:
     def ended(self, exit_code: int, reason: str) -> None:
         """Report the result of a job that is over. `reason` is a whole sentence."""
         counts = (
-            _count(self._generations, "generation"),
-            f"{_count(self._losses, 'worker')} lost",
+            count(self._generations, "generation"),
+            f"{count(self._losses, 'worker')} lost",
             f"{len(self._newcomers)} joined",
-            *([f"{_count(self._restarts_of_all, 'restart')} of all workers"] if self._restarts_of_all else []),
+            *([f"{count(self._restarts_of_all, 'restart')} of all workers"] if self._restarts_of_all else []),
             f"{self._clock() - self._started_s:.1f} s",
         )
         self._print(", ".join(counts))
@@ -156,13 +149,13 @@ class Report:
         if self._raised and exit_code == 0:
             who, first = next(iter(self._raised.items()))
             others = len(self._raised) - 1
-            more = f", and {_count(others, 'other worker')} raised exceptions, too" if others else ""
+            more = f", and {count(others, 'other worker')} raised exceptions, too" if others else ""
             remarks.append(f"{who} raised {first}{more}")
         remarked = f"with remarks: {'; '.join(remarks)}" if remarks else ""
         alone = ""
         if self._alone:
             each = "each for itself" if len(self._alone) > 1 else "for itself"
-            alone = f"{_count(len(self._alone), 'worker')} trained {each}, not together with the others"
+            alone = f"{count(len(self._alone), 'worker')} trained {each}, not together with the others"
         if exit_code != 0:
             return ", ".join(filter(None, [f"failed (exit code {exit_code})", alone and f"and {alone}", remarked]))
         ended = "" if self._cut_short is None else self._cut_short.verdict()
@@ -171,7 +164,7 @@ class Report:
         return ", ".join(filter(None, [alone, ended, remarked])) or "success"
 
     def note(self, text: str) -> None:
-        """Show a note to the user; also when quiet."""
+        """Show a note to the user, or why the job could not be run; also when quiet."""
         self._print(text)
 
     def detail(self, text: str) -> None:
@@ -179,13 +172,9 @@ class Report:
         if self._loudness >= Loudness.NORMAL:
             self._print(text)
 
-    def error(self, text: str) -> None:
-        """Report that the job could not be run."""
-        self._print(text)
-
     def close(self) -> None:
         """Write the remaining lines; waits for that with a time limit. Idempotent."""
-        self._writer.put(_Line(()), b"")
+        self._writer.put((), b"")
         self._writer.close()
 
     def _remember(self, event: Event) -> None:
@@ -236,7 +225,7 @@ class Report:
 
     def _print(self, text: str) -> None:
         lines = "".join(f"{OWN_PREFIX}{line}\n" for line in text.splitlines())
-        self._writer.put("report", lines.encode("utf-8", "backslashreplace"))
+        self._writer.put(None, lines.encode("utf-8", "backslashreplace"))
 
     def _take_summary(self, summary: JobSummary) -> None:
         """Have the line drawn anew, unless the terminal has not taken the former one yet."""
@@ -244,7 +233,7 @@ class Report:
         self._progress.on_summary(summary, now_s)
         if not self._is_drawing:
             self._is_drawing = True
-            self._writer.put(_Line(self._progress.parts(now_s)), b"")
+            self._writer.put(self._progress.parts(now_s), b"")
 
     # In the writer's thread -------------------------------------------------------------------------------
 
@@ -252,22 +241,17 @@ class Report:
         with contextlib.suppress(OSError):  # the reader is gone; the exit code still tells
             if self.line is None:
                 write_all(self._raw, data)
-            elif not isinstance(target, _Line):
+            elif target is None:
                 self.line.write(self._raw, data)
-            elif target.parts:
+            elif target:
                 self._is_drawing = False
-                self.line.show(target.parts)
+                self.line.show(target)
             else:
                 self.line.end()
 
 
 def _limits(config: JobConfig) -> str:
     if config.max_restarts is not None:
-        times = _count(config.max_restarts, "restart") if config.max_restarts else "no restart"
+        times = count(config.max_restarts, "restart") if config.max_restarts else "no restart"
         return f"{times} of all workers after a failure"
     return f"at least {config.min_np}" + ("" if config.max_np is None else f", at most {config.max_np}")
-
-
-def _count(number: int, noun: str) -> str:
-    """Format a count: `1 worker`, `2 workers`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import pickle
+import sys
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
+import cloudpickle  # type: ignore[import-untyped]
+import msgspec
+
 from farandole.base.config import JobConfig
-from farandole.base.wire.function_call import FunctionJob
+from farandole.base.machine import now_s
+from farandole.base.wire.function_call import LARGEST_BYTES, Call, FunctionJob, Return, ReturnPart
+from farandole.errors import FatalError
 from farandole.job.coordinator.server import Outcome
 from farandole.job.engines.host_list import SshSettings, chosen_hosts
 from farandole.job.launch.call_options import FunctionOptions, by_name, job_of
-from farandole.job.launch.function_results import FunctionFailed, Returns, encoded, result_of
 from farandole.job.launch.job_runner import NO_ADDITIONS, Additions
 from farandole.job.launch.job_spec import JobSpec
-from farandole.job.launch.job_thread import in_thread
 from farandole.job.launch.launcher import launch, reporting
 from farandole.registry import factory
 
 T = TypeVar("T")
+
+_LOOK_S = 0.5  # Python passes a Ctrl-C on between two waits, at the latest
 
 BY_POSITION = (
     "slots reset_limit cooldown_range hosts hostfile host_discovery_script start_timeout ssh_port ssh_identity_file "
@@ -180,3 +191,123 @@ def run_and_wait(spec: JobSpec, additions: Additions = NO_ADDITIONS) -> Outcome:
     the job first, with the workers' grace period."""
     with reporting(spec, is_quiet=False) as report:
         return launch(spec, report, dataclasses.replace(additions, run=in_thread))
+
+
+# The function on its way to the workers, and what they return ---------------------------------------------------------
+
+
+class FunctionFailed(FatalError):
+    """The job of farandole.run() failed. `traceback` is that of the first worker that raised; empty when none did."""
+
+    def __init__(self, reason: str, traceback: str = "") -> None:
+        super().__init__(reason, traceback)
+        self.reason, self.traceback = reason, traceback
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n\nThe first worker that raised:\n{self.traceback}" if self.traceback else self.reason
+
+
+def encoded(call: Callable[[], Any]) -> bytes:
+    """Return the call as it travels. Raises TypeError when it cannot be sent."""
+    try:
+        pickled: bytes = cloudpickle.dumps(call)
+    except Exception as error:
+        raise TypeError(
+            f"the function or its arguments cannot be sent to the workers: {error}; create objects that cannot be "
+            "pickled (locks, open files, connections) inside the function"
+        ) from error
+    if len(pickled) > LARGEST_BYTES:
+        raise TypeError(
+            f"the function and its arguments take {len(pickled)} bytes when pickled, at most {LARGEST_BYTES} can be "
+            "sent to the workers; load large data inside the function"
+        )
+    search_path = tuple(entry or str(Path.cwd()) for entry in sys.path)
+    return msgspec.msgpack.encode(Call(search_path, pickled))
+
+
+class Returns:
+    """The returns of the workers, each in a file of its own in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Path] = {}  # by worker, also of those that are not complete
+        self._results: dict[int, Path] = {}  # by rank; the last one counts
+        self._errors: list[tuple[float, Path]] = []  # with the time of the exception, on this machine's clock
+        self.workers = 0
+        """The number of workers in the last generation, as far as one of them has left a result."""
+
+    def add(self, part: ReturnPart) -> None:
+        """Take the next part of a return."""
+        path = self._files.setdefault(part.worker, self._folder / str(len(self._files)))
+        with path.open("ab") as file:
+            file.write(part.data)
+        if part.is_last:
+            returned = self._read(path)
+            if returned.is_error:
+                self._errors.append((now_s() - part.age_s, path))
+            else:
+                self._results[returned.rank] = path
+                self.workers = max(self.workers, returned.size)
+
+    def result(self, rank: int) -> bytes | None:
+        """Return the pickled result of a rank; None: it has left none."""
+        return self._read(self._results[rank]).data if rank in self._results else None
+
+    def first_traceback(self) -> str:
+        """Return the traceback of the worker that raised first: its exception most likely caused those of the
+        others."""
+        return self._read(min(self._errors)[1]).data.decode() if self._errors else ""
+
+    def _read(self, path: Path) -> Return:
+        return msgspec.msgpack.decode(path.read_bytes(), type=Return)
+
+
+def result_of(returns: Returns, rank: int, outcome: Outcome) -> Any:
+    """Return the result of a rank. Raises FunctionFailed when there is none, or it cannot be read."""
+    pickled = returns.result(rank)
+    if pickled is None:
+        raise FunctionFailed(
+            f"{outcome.reason} But rank {rank} left no result: it ended before its function returned, as by "
+            "sys.exit(0)."
+        )
+    try:
+        # Written by our own workers, and received from agents that have proved the token.
+        return pickle.loads(pickled)
+    except Exception as error:
+        raise FunctionFailed(f"the result of rank {rank} cannot be unpickled: {error}") from error
+
+
+# A job in ordinary code -----------------------------------------------------------------------------------------------
+
+
+def in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of the coroutine, run on its own event loop in its own thread. An exception in this thread
+    meanwhile, such as KeyboardInterrupt, cancels the coroutine, waits for it, and propagates. It also works
+    where an event loop runs already: in a notebook, in a server."""
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # without a factory it sets the loop of this thread
+    loop = runner.get_loop()
+    task = loop.create_task(coroutine)
+    ended: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with runner:
+                result = loop.run_until_complete(task)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)
+
+    threading.Thread(target=run, name="farandole-job", daemon=True).start()
+    try:
+        # Not the thread's join(): before Python 3.13 an interrupted join() marks the thread as ended from then on
+        # (CPython 3.11, Lib/threading.py, Thread._wait_for_tstate_lock: the lock is also locked while it runs).
+        while not wait([ended], _LOOK_S).done:
+            pass
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the coroutine has just ended
+            loop.call_soon_threadsafe(task.cancel)
+        # Without a deadline: a cancelled job kills the remaining processes after its grace period.
+        wait([ended])
+        raise
+    return ended.result()

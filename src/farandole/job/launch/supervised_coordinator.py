@@ -49,7 +49,7 @@ from farandole.job.coordinator.sentences import format_exit
 from farandole.job.coordinator.server import Outcome
 from farandole.job.coordinator.silence import JobClock, Silence
 from farandole.job.coordinator.store_server import StoreServer
-from farandole.job.launch.state_copies import CopiesFailed, StateCopies
+from farandole.job.launch.job_state import CopiesFailed, StateCopies
 
 _RESTARTS = 5
 """Restarts within the time below that are too many: the next coordinator would die of the same cause."""

@@ -27,12 +27,8 @@ _CANNOT_REDRAW = ("", "dumb", "unknown")
 
 
 def job_line(choice: str, *, is_quiet: bool) -> TerminalLine | None:
-    """Return the line of a job on the terminal of standard error; None: there is none.
-
-    Args:
-        choice: One of PROGRESS in run_parser.py.
-        is_quiet: The user wants to see only warnings and the result.
-    """
+    """Return the line of a job on the terminal of standard error, by one of PROGRESS (job_spec.py) and by whether the
+    user wants to see only warnings and the result; None: there is none."""
     is_wanted = wants_line(
         choice,
         is_quiet=is_quiet,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from farandole.base.env import read_reconfigure, read_transport
+from farandole.base.env import read_job_env, read_reconfigure
 from farandole.base.membership import DataAddress, Peer, Placement
 from farandole.base.wire.link_messages import Start
 from farandole.errors import ConfigError
@@ -119,7 +119,7 @@ class WorldBuilder:
 
     def _current(self) -> _Settings:
         if self._settings is None:
-            self._settings = _Settings(read_transport(), read_reconfigure())
+            self._settings = _Settings(read_job_env().transport, read_reconfigure())
         return self._settings
 
     def build(self, start: Start, session: int, timeout_s: float) -> Built:

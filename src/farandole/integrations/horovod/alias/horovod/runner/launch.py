@@ -18,8 +18,7 @@ from farandole.job.engines.host_list import SshSettings, chosen_hosts
 from farandole.job.launch.arguments import split_command
 from farandole.job.launch.call_options import function_job
 from farandole.job.launch.command import checked
-from farandole.job.launch.function_results import FunctionFailed
-from farandole.job.launch.run_function import run_and_wait, run_function
+from farandole.job.launch.run_function import FunctionFailed, run_and_wait, run_function
 from farandole.job.launch.run_parser import run_parser
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner.common.util import config_parser

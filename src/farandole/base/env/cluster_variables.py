@@ -1,10 +1,10 @@
-"""Variables of Slurm: the allocation of a job, and the part of one node in it."""
+"""Variables of Slurm, about the allocation of a job and one node's part in it, and of etcdctl."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from msgspec import Struct, field
 
@@ -74,3 +74,31 @@ def each_node(counts: str, name: str) -> list[int]:
 def slurm_folder() -> str:
     """Return the folder for the job files of this user's Slurm jobs, in the home folder, which all nodes share."""
     return os.path.join(os.path.expanduser("~"), ".farandole")
+
+
+# etcd: how the launcher of a job is let into it (integrations/etcd/etcd_client.py) ------------------------------------
+
+
+class EtcdVariables(Struct, frozen=True):
+    """The variables of etcdctl (https://github.com/etcd-io/etcd/tree/release-3.4/etcdctl) for its identity.
+
+    Attributes:
+        user: The name, or NAME:PASSWORD; empty: etcd asks for none.
+        password: Of that user, where `user` has none.
+        authority: The file with the certificate of the authority of etcd's servers; empty: connections are plain.
+        certificate, key: The files with the client's certificate and its key; empty: it has none.
+    """
+
+    user: str = field(name="ETCDCTL_USER", default="")
+    password: str = field(name="ETCDCTL_PASSWORD", default="")
+    authority: str = field(name="ETCDCTL_CACERT", default="")
+    certificate: str = field(name="ETCDCTL_CERT", default="")
+    key: str = field(name="ETCDCTL_KEY", default="")
+
+
+def take_etcd_variables(environ: MutableMapping[str, str] = os.environ) -> EtcdVariables:
+    """Return the variables, and remove user and password from the environment: no worker needs them."""
+    found = read_variables(environ, EtcdVariables)
+    for name in ("ETCDCTL_USER", "ETCDCTL_PASSWORD"):
+        environ.pop(name, None)
+    return found
