@@ -238,12 +238,11 @@ def with_devices(built: Transport, choice: str) -> Transport:
         return OnDevice(built, "cuda:0") if choice in ("cuda", "nccl") else built
     host = share_memory(built)
     assert not isinstance(host, str), host
-    staged = StagedTransport(host)
     if choice == "device":
-        return DeviceTransport(staged, built, GlooDevices(built.rank), is_required=True)
+        return DeviceTransport(host, built, GlooDevices(built.rank), is_required=True)
     if choice == "cuda":
-        return OnDevice(staged, "cuda:0")
-    return OnDevice(DeviceTransport(staged, built, NcclGroups(), is_required=True), f"cuda:{built.rank}")
+        return OnDevice(StagedTransport(host), "cuda:0")
+    return OnDevice(DeviceTransport(host, built, NcclGroups(), is_required=True), f"cuda:{built.rank}")
 
 
 class GlooDevices:

@@ -26,18 +26,12 @@ class AloneTransport:
     It refuses the calls that a ring would refuse, so that a script which runs alone also runs with others.
     """
 
+    rank, size = 0, 1
+
     def __init__(self, generation: int = 0) -> None:
         self._generation = generation
         self._lock = threading.Lock()
         self._abort_reason: str | None = None
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         self._raise_if_ended("all_reduce")

@@ -22,7 +22,7 @@ import torch
 from farandole.base.liveness.status_reporting import report_progress
 from farandole.base.machine import close_at_fork, now_s
 from farandole.errors import CollectiveMismatch
-from farandole.training.collectives.encrypted_socket import DataSocket, EncryptedSocket
+from farandole.training.collectives.encrypted_socket import DataSocket, EncryptedSocket, has_input
 from farandole.training.collectives.transport import Reduction
 
 Outgoing: TypeAlias = deque[memoryview]  # the data for the next rank
@@ -102,15 +102,6 @@ class ConnectionPair:
             previous.peek(nbytes) if isinstance(previous, EncryptedSocket) else previous.recv(nbytes, socket.MSG_PEEK)
         )
 
-    def _has_hidden_input(self) -> bool:
-        """Return whether bytes may have been received that poll() does not show."""
-        return isinstance(self._from_previous, EncryptedSocket) and self._from_previous.has_input
-
-    @property
-    def host(self) -> str:
-        """The address of this end of the connection to the next rank."""
-        return str(self._to_next.getsockname()[0])
-
     def move(self, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool) -> Broken | None:
         """Run a schedule to its end. Return None, or the connection that failed.
 
@@ -155,7 +146,7 @@ class ConnectionPair:
         Once a neighbour has gone, only `wake` counts. Raises the errors of `check`, and CollectiveMismatch when the
         next rank reports one.
         """
-        if self._has_hidden_input() and not self._has_lost_previous and (arrived := self._has_data()) is not None:
+        if has_input(self._from_previous) and not self._has_lost_previous and (arrived := self._has_data()) is not None:
             return arrived
         poll = select.poll()
         poll.register(wake, select.POLLIN)
@@ -184,7 +175,7 @@ class ConnectionPair:
             self._receive_reason()
         if self._cannot_send:
             return Broken("send", self._cannot_send)
-        if self._previous_fd in events or self._has_hidden_input():
+        if self._previous_fd in events or has_input(self._from_previous):
             has_data = self._has_data()
             if has_data is not None:
                 return PeerCalled() if has_data else Broken("receive", "end of file")

@@ -164,11 +164,6 @@ class EncryptedSocket:
         """Return the descriptor of the socket."""
         return self.raw.fileno()
 
-    def getsockname(self) -> tuple[str, int]:
-        """Return the address of this end."""
-        host, port = self.raw.getsockname()[:2]
-        return host, port
-
     def setblocking(self, flag: bool) -> None:
         """Keep the socket non-blocking."""
         assert not flag, "an encrypted socket does not block"

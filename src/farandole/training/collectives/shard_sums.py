@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeGuard
 
 import torch
 
 from farandole.errors import ConfigError
-from farandole.training.collectives.chunks import blocks, chunk_bounds
-from farandole.training.collectives.connection_pair import Outgoing, Schedule, byte_view
-from farandole.training.collectives.ring_header import HEADER_BYTES
-from farandole.training.collectives.ring_schedules import BLOCK_BYTES, Agreement
+from farandole.training.collectives.connection_pair import Schedule, byte_view
+from farandole.training.collectives.ring_schedules import Chunks, Turn
 from farandole.training.collectives.shard_tree import Division, Forest, Merge, merge
 from farandole.training.collectives.transport import Transport
 
@@ -126,17 +124,14 @@ def add_blobs(
 
 
 def add_around(
-    outgoing: Outgoing,
-    agreement: Agreement,
-    rank: int,
+    turn: Turn,
     rows: Sequence[torch.Tensor],
     trailers: list[bytearray],
     forests: Sequence[Forest],
     shards: int,
     factor: float,
 ) -> Schedule:
-    """Add up the nodes of all ranks into `rows[0]`, times `factor`: reduce_around() of ring.py with the additions of
-    the tree.
+    """Add up the nodes of all ranks into `rows[0]`, times `factor`: reduce_around() with the additions of the tree.
 
     What travels from rank to rank is the forest of the ranks before, as far as its nodes could be added: one tensor or
     a few. The rank that gets the last nodes has the sum, and the sums go around once more.
@@ -145,22 +140,15 @@ def add_around(
         rows: The nodes of this rank's forest, in order; at least one row, for the result.
         forests: Those of all ranks, by rank.
     """
-    size, mine, result = len(trailers), forests[rank], rows[0]
-    item_bytes = result.element_size()
-    most = min(BLOCK_BYTES // item_bytes, result.numel())
-    chunks, staging = chunk_bounds(result.numel(), size), Scratch(most, result.dtype)
-
-    def runs(owner: int) -> Iterator[tuple[int, int]]:
-        return blocks(*chunks[owner % size], BLOCK_BYTES // item_bytes)
-
-    outgoing.append(memoryview(agreement.packed + trailers[rank]))
-    for start, stop in runs(rank):
+    size, mine, result, outgoing = len(trailers), forests[turn.rank], rows[0], turn.outgoing
+    chunks = Chunks(result, size)
+    staging = Scratch(min(chunks.block, result.numel()), result.dtype)
+    outgoing.append(memoryview(turn.packed + trailers[turn.rank]))
+    for start, stop in chunks.runs(turn.rank):
         outgoing.extend(byte_view(row[start:stop]) for row in rows[: len(mine)])
-    header = memoryview(bytearray(HEADER_BYTES))
-    yield header
-    agreement.check(header)
+    yield from turn.agree()
     for step in range(size - 1):
-        owner = (rank - step - 1) % size
+        owner = (turn.rank - step - 1) % size
         trailer = memoryview(trailers[owner])
         yield trailer
         if step < size - 2:
@@ -168,11 +156,11 @@ def add_around(
         before = merge(tuple(forests[(owner + place) % size] for place in range(step + 1)), shards).forest
         plan = merge((before, mine), shards)
         passed = set(plan.sums)  # nodes that only travel on need memory until they are sent
-        begin, end = chunks[owner]
+        begin, end = chunks.bounds[owner]
         travelling = [
             torch.empty(end - begin, dtype=result.dtype) if node in passed else None for node in range(len(before))
         ]
-        for start, stop in runs(owner):
+        for start, stop in chunks.runs(owner):
             arrived = []
             for node, whole in enumerate(travelling):
                 block = staging.place(node, stop - start) if whole is None else whole[start - begin : stop - begin]
@@ -184,9 +172,5 @@ def add_around(
                 outgoing.extend(map(byte_view, add_nodes(plan, [*arrived, *own], are_own)))
             else:
                 add_nodes(plan, [*arrived, *own], are_own, result=result[start:stop], factor=factor)
-                outgoing.append(byte_view(result[start:stop]))
-    for step in range(size - 1):
-        for start, stop in runs(rank - step):
-            yield byte_view(result[start:stop])
-            if step < size - 2:
-                outgoing.append(byte_view(result[start:stop]))
+                outgoing.append(chunks.part(start, stop))
+    yield from chunks.pass_on(turn)

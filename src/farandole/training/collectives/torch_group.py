@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
-from farandole.training.collectives.connection_pair import Broken, as_bytes, dtype_code
+from farandole.training.collectives.connection_pair import Broken, as_bytes
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.ring_header import Header, TransportOperation
 from farandole.training.collectives.ring_store import ExchangedStore
@@ -111,7 +111,7 @@ class GroupOperations:
 
     def all_reduce(self, flat: torch.Tensor, trailer: bytes, op: Reduction) -> list[bytes]:
         """Reduce a flat tensor that is not empty, as a transport does."""
-        header = self._header(self._all_reduce, flat, op, len(trailer))
+        header = self._ring.next_header(self._all_reduce, flat, op, len(trailer))
         trailers = self._ring.exchange(header, trailer)
         copy = self.group.take(flat, _WIDER.get(flat.dtype, flat.dtype), is_read=True)
         self._run(header, lambda: self.group.all_reduce(copy, op, self._wake.set))
@@ -120,7 +120,7 @@ class GroupOperations:
 
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
         """Broadcast a flat tensor that is not empty, as a transport does."""
-        header = self._header(self._broadcast, flat, source)
+        header = self._ring.next_header(self._broadcast, flat, source)
         self._ring.exchange(header, b"")
         data = as_bytes(flat)
         copy = self.group.take(data, torch.uint8, is_read=self._ring.rank == source)
@@ -132,16 +132,12 @@ class GroupOperations:
         self._wake.set()
         self.group.shut_down()
 
-    def _header(self, operation: TransportOperation, flat: torch.Tensor, source: int, trailer_bytes: int = 0) -> Header:
-        nbytes = flat.numel() * flat.element_size()
-        return Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes, trailer_bytes)
-
     def _run(self, header: Header, begin: Callable[[], PendingWork]) -> None:
         """Run one operation of the group on all ranks: when it returns, all have their result."""
         try:
             with self._ring.running(header), WaitingForPeers():
                 self._wait(begin, header)
-            self._ring.exchange(header._replace(sequence=self._ring.next_sequence, trailer_bytes=1), b"\0")
+            self._ring.exchange(header._replace(sequence=header.sequence + 1, trailer_bytes=1), b"\0")
         except BaseException:
             self.group.shut_down()
             raise
