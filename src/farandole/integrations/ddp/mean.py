@@ -12,7 +12,7 @@ from farandole.integrations.ddp.comm_hook import CommHook, HookedReduce
 from farandole.training.collectives import world
 from farandole.training.collectives.background import of_gradients
 from farandole.training.optim.buckets import Buckets, is_same_memory
-from farandole.training.optim.end_of_pass import at_end_of_pass
+from farandole.training.optim.optimizer_mixin import at_end_of_pass
 
 
 class Mean:

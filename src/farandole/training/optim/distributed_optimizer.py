@@ -16,6 +16,7 @@ from farandole.training.collectives.transport import Reduction
 from farandole.training.optim.compression import Compression, Compressor
 from farandole.training.optim.loader_path import LoaderPath
 from farandole.training.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, become, closure_of, wrap, zeroing
+from farandole.training.optim.optimizer_step import decide_along, step_along
 from farandole.training.optim.options import Options, groups_of, recommend_fused
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
@@ -183,7 +184,7 @@ class ReducingOptimizer(WrappedOptimizer):
         closure, apply = closure_of(self, closure, args, kwargs)
         batch = step.batch()
         if batch is not None:
-            return self._loader_path.step(self, batch, apply, closure)
+            return step_along([self._loader_path], self, batch, apply, closure)
         if self._loss == "sum":
             raise StepError('loss="sum" needs a batch of a DataLoader of Farandole, and there is none; use op=Sum')
         if closure is None:
@@ -198,7 +199,7 @@ class ReducingOptimizer(WrappedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _decide_within(self, batch: Batch) -> None:
-        self._loader_path.decide_within(self, batch)
+        decide_along([self._loader_path], self, batch)
 
     def synchronize(self) -> None:
         """Reduce the remaining gradients, and those that the script has set; afterwards gradients may be changed."""

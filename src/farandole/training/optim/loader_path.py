@@ -21,14 +21,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 from farandole.errors import RecoverableError, StepError
-from farandole.training.optim.end_of_pass import at_end_of_pass
-from farandole.training.optim.optimizer_mixin import STEPPED_TWICE
-from farandole.training.optim.optimizer_step import decide_along, step_along
+from farandole.training.optim.optimizer_mixin import STEPPED_TWICE, at_end_of_pass
 from farandole.training.optim.options import Options
 from farandole.training.optim.passes import Passes
 from farandole.training.optim.step_agreement import Weights
@@ -359,23 +356,7 @@ class LoaderPath:
         """Wait until no reduction runs in the background."""
         self._reduction.end_overlap(reason)
 
-    # From gradient to step -------------------------------------------------------------------------------
-
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        batch: Batch,
-        apply: Callable[..., Any],
-        closure: Callable[[], float] | None,
-    ) -> Any:
-        """Apply the reduced gradients by `apply`. True: applied by all workers. False: not applied. With a closure, its
-        loss."""
-        return step_along([self], optimizer, batch, apply, closure)
-
-    def decide_within(self, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-        """Decide a step whose reduced gradients the optimizer has applied by itself: in step(closure), or in a method
-        of its own."""
-        decide_along([self], optimizer, batch)
+    # From gradient to step: optimizer_step.py ------------------------------------------------------------
 
     def end_body(self, batch: Batch) -> None:
         """Note that step() was called, and further micro-batches follow."""

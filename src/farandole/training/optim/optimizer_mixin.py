@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,17 +28,24 @@ from farandole.training.state.deep_copy import deep_copy, finish_all
 from farandole.training.state.optimizer_state import OptimizerState, load_state_dict_in_place, with_inner
 from farandole.training.state.session import SESSION
 
-# The step of the user's optimizer class, called from Farandole's by GradScaler's rules --------------------------------
+# The user's optimizer class: its step by GradScaler's rules, and the methods that it adds to torch's ------------------
+#
+# Examples are first_step() and second_step() of SAM, train() and eval() of a schedule-free optimizer. Their changes
+# are part of the step while a batch of a loader of Farandole is out.
 
 
-class ScaledStep(torch.optim.Optimizer):
-    """A mixin that is put before the user's optimizer class."""
+class OwnMethods(torch.optim.Optimizer):
+    """A mixin that is put before the user's optimizer class, with overriding_methods() in the namespace of the new
+    class."""
 
+    farandole_attributes = frozenset({"_base_scales", "_is_inside"})
+    """Names of attributes that belong to Farandole, and not to the optimizer's state."""
     # GradScaler then always calls step(), even when it would skip: a skipped step is decided too (torch 2.13,
     # torch/amp/grad_scaler.py, GradScaler.step).
     _step_supports_amp_scaling = True
     _base_scales: bool
     """True when the user's class unscales and skips by itself, as fused ones do."""
+    _is_inside = False  # of one of its methods: they call each other, and only the outermost call counts
 
     def _apply(
         self,
@@ -56,13 +64,12 @@ class ScaledStep(torch.optim.Optimizer):
         if found_inf is not None:
             step.refuse_unknown_scaler()
         step.note_update(is_skipped)
-        if self._base_scales:
-            return super().step(*first, **options)
-        names = ("grad_scale", "found_inf")
+        before, self._is_inside = self._is_inside, True
+        names = () if self._base_scales else ("grad_scale", "found_inf")
         asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
         scale = asked.get("grad_scale")
         try:
-            if is_skipped:
+            if is_skipped and not self._base_scales:
                 return None
             if scale is not None:
                 inverse = scale.double().reciprocal().float()
@@ -71,6 +78,57 @@ class ScaledStep(torch.optim.Optimizer):
             return super().step(*first, **options)
         finally:
             self.__dict__.update(asked)
+            self._is_inside = before
+
+    def _decide_within(self, batch: Batch) -> None:
+        """Note that an optimizer has stepped inside a method: the step is applied. Raises StepError if it must not
+        be."""
+        raise NotImplementedError
+
+    def _run_own(self, name: str, method: Callable[[], Any]) -> Any:
+        """Call a method of the user's class.
+
+        Before it changes anything a copy is made, once for each global batch, so that a fault later in the loop body
+        can undo its changes. A method in which an optimizer steps, such as second_step(), counts as step().
+        """
+        batch = step.batch()
+        if self._is_inside:
+            return method()
+        finish_all()  # copies of parameters, for a commit or a checkpoint: otherwise only step() finishes them
+        if batch is None:
+            return method()
+        if not step.is_undecided():
+            with _watching() as watch:
+                result = method()
+            if watch.has_stepped:
+                raise StepError(STEPPED_TWICE)
+            return result
+        return self._run_undecided(name, method, batch)
+
+    def _run_undecided(self, name: str, method: Callable[[], Any], batch: Batch) -> Any:
+        step.begin_applying(self)
+        undo = protect(self)
+        refusal = (
+            f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "
+            f"complete yet; leave micro_batch_size out, or make it as large as the worker's local batch"
+        )
+        with _watching() as watch:
+            before, self._is_inside = self._is_inside, True
+            try:
+                result = method()
+            except Exception as error:
+                if batch.global_batch.is_divided:
+                    raise StepError(refusal) from error
+                raise
+            finally:
+                self._is_inside = before
+        if step.is_aborted():
+            return result
+        if batch.global_batch.is_divided and (undo.has_moved() or watch.has_stepped):
+            raise StepError(refusal)
+        if watch.has_stepped:
+            self._decide_within(batch)
+        return result
 
     def _all_parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -91,7 +149,7 @@ def _demands_closure(step: Callable[..., Any]) -> bool:
 
 
 def closure_of(
-    optimizer: ScaledStep, first: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+    optimizer: OwnMethods, first: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Callable[[], Any] | None, Callable[..., Any]]:
     """Return the closure among the arguments of step(), and `apply` of the optimizer, with the other arguments: classes
     of one's own may have such, or others instead of a closure."""
@@ -143,78 +201,6 @@ def as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> None:
         return type(each).step(each, *args, **kwargs)
 
     optimizer.step = step  # type: ignore[method-assign]
-
-
-# Methods that an optimizer's class adds to torch's --------------------------------------------------------------------
-#
-# Examples are first_step() and second_step() of SAM, train() and eval() of a schedule-free optimizer. Their changes
-# are part of the step while a batch of a loader of Farandole is out.
-
-
-class OwnMethods(ScaledStep):
-    """A mixin that is put before the user's optimizer class, with overriding_methods() in the namespace of the new
-    class."""
-
-    farandole_attributes = frozenset({"_base_scales", "_is_inside"})
-    """Names of attributes that belong to Farandole, and not to the optimizer's state."""
-    _is_inside = False
-
-    def _decide_within(self, batch: Batch) -> None:
-        """Note that an optimizer has stepped inside a method: the step is applied. Raises StepError if it must not
-        be."""
-        raise NotImplementedError
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._is_inside = self._is_inside, True  # methods call each other: only the outermost call counts
-        try:
-            return super()._apply(*args, **kwargs)
-        finally:
-            self._is_inside = before
-
-    def _run_own(self, name: str, method: Callable[[], Any]) -> Any:
-        """Call a method of the user's class.
-
-        Before it changes anything a copy is made, once for each global batch, so that a fault later in the loop body
-        can undo its changes. A method in which an optimizer steps, such as second_step(), counts as step().
-        """
-        batch = step.batch()
-        if self._is_inside:
-            return method()
-        finish_all()  # copies of parameters, for a commit or a checkpoint: otherwise only step() finishes them
-        if batch is None:
-            return method()
-        if not step.is_undecided():
-            with _watching() as watch:
-                result = method()
-            if watch.has_stepped:
-                raise StepError(STEPPED_TWICE)
-            return result
-        return self._run_undecided(name, method, batch)
-
-    def _run_undecided(self, name: str, method: Callable[[], Any], batch: Batch) -> Any:
-        step.begin_applying(self)
-        undo = protect(self)
-        refusal = (
-            f"{type(self).__name__}.{name}() between the micro-batches of a global batch, whose gradients are not "
-            f"complete yet; leave micro_batch_size out, or make it as large as the worker's local batch"
-        )
-        with _watching() as watch:
-            before, self._is_inside = self._is_inside, True
-            try:
-                result = method()
-            except Exception as error:
-                if batch.global_batch.is_divided:
-                    raise StepError(refusal) from error
-                raise
-            finally:
-                self._is_inside = before
-        if step.is_aborted():
-            return result
-        if batch.global_batch.is_divided and (undo.has_moved() or watch.has_stepped):
-            raise StepError(refusal)
-        if watch.has_stepped:
-            self._decide_within(batch)
-        return result
 
 
 def protect(optimizer: torch.optim.Optimizer) -> Undo:
@@ -386,6 +372,26 @@ def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None
     _hook_of[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     if is_frozen:
         parameter.requires_grad_(False)
+
+
+# The end of a backward pass, for hooks --------------------------------------------------------------------------------
+
+
+# As hooks in torch 2.13, torch/nn/parallel/distributed.py: inside of compiled autograd the hooks are compiled, too, and
+# what is raised in code that is being compiled would not arrive.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """Have `callback` called when the current backward() ends, on the thread that called it. Raises StepError inside of
+    compiled autograd, which has no such end."""
+    # It takes seconds to import, so `import torch` does not: who compiles has imported it.
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        raise StepError(
+            "compiled autograd (torch._dynamo.config.compiled_autograd) runs the hooks on gradients in a graph of its "
+            "own, in which gradients cannot be reduced: leave it out; torch.compile() of the model works"
+        )
+    # Private, but the only hook at the end of backward(): torch 2.13 uses it in torch/nn/parallel/distributed.py.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 # A copy of the values that one optimizer's step changes, to undo the step ---------------------------------------------

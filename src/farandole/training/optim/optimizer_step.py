@@ -4,18 +4,16 @@ DistributedDataParallel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from farandole.errors import StepError
+from farandole.training.optim.loader_path import LoaderPath
 from farandole.training.optim.optimizer_mixin import call_dropped, protect, refuse_closure
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
 from farandole.training.state.step import StepStatus
-
-if TYPE_CHECKING:
-    from farandole.training.optim.loader_path import LoaderPath
 
 
 def step_along(
