@@ -1,4 +1,4 @@
-"""The operations of the ranks of one host in shared memory: exchange messages, reduce, broadcast.
+"""The operations of the ranks of one host in shared memory: exchange messages, reduce, broadcast, exchange parts.
 
 Each rank reads the tensors of the others in place, or in a staging area into which the owner had to copy them, and
 writes only its own. A rank reduces its part of the tensor over all ranks, then copies the other parts from the ranks
@@ -7,13 +7,15 @@ that have reduced them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
 from farandole.base.machine import now_s
+from farandole.errors import CollectiveMismatch
 from farandole.training.collectives.connection_pair import Interruption
 from farandole.training.collectives.control_blocks import (
     DATA_BYTES,
@@ -36,11 +38,12 @@ from farandole.training.collectives.shared_memory_tensors import (
 if TYPE_CHECKING:
     from farandole.training.collectives.shard_sums import Scratch
     from farandole.training.collectives.shard_tree import Forest
-    from farandole.training.collectives.shared_memory_exchange import Wanted
 
 
 MAX_PAYLOAD_BYTES = PAYLOAD_BYTES - HEADER_BYTES - TENSOR_REF_BYTES
 """The limit of a payload beside a tensor."""
+
+_SIZE_BYTES = 8  # of the number of a rank's bytes in an exchange
 
 # A block is combined with those of all ranks before the next one: it stays in the cache between.
 _BLOCK_BYTES = 256 * 1024
@@ -73,6 +76,13 @@ class Engine(Protocol):
     def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
         """Raise the error of such a reason."""
         ...
+
+
+class Wanted(NamedTuple):
+    """A part of a rank's bytes: as many as `output`, which is flat and of uint8, has, from byte `begin` on."""
+
+    begin: int
+    output: torch.Tensor
 
 
 class SharedMemoryGroup:
@@ -270,20 +280,40 @@ class SharedMemoryGroup:
             self._pass_on(header, flat, source)
 
     def exchange(self, header: Header, mine: torch.Tensor, wanted: Sequence[Wanted]) -> None:
-        """Copy the wanted parts of the tensors of all ranks: see SharedMemoryTransport.exchange()."""
-        from farandole.training.collectives.shared_memory_exchange import (  # loaded only where it is needed
-            offer,
-            take_parts,
-        )
+        """Copy the wanted parts of the tensors of all ranks: see TensorsInMemory.exchange().
 
-        own = offer(mine, self._stage, self._piece_bytes)
-        message_slots = self.post(header, own.pack())
-        payloads = [message_slot.payload[HEADER_BYTES:] for message_slot in message_slots]
-        for part in take_parts(own, payloads, self.place, wanted):
-            if part is None:
+        Each rank copies from the others' bytes only what it wants. Bytes in private memory pass through the staging
+        area, piece by piece; all ranks meet before each further piece.
+        """
+        step, mine_at = self._piece_bytes, self._stage.make_ref(mine, is_read=mine.numel() > 0)
+        if mine.numel():
+            self._stage.put(mine_at, mine[:step])
+        message_slots = self.post(header, mine_at.pack() + mine.numel().to_bytes(_SIZE_BYTES, "big"))
+        offers = [message_slot.payload[HEADER_BYTES:] for message_slot in message_slots]
+        refs = [TensorRef.unpack(offer) for offer in offers]
+        sizes = [int.from_bytes(offer[TENSOR_REF_BYTES:][:_SIZE_BYTES], "big") for offer in offers]
+        for source, ((begin, output), size) in enumerate(zip(wanted, sizes, strict=True)):
+            if begin + output.numel() > size:
+                raise CollectiveMismatch(
+                    f"exchange: bytes {begin} to {begin + output.numel()} of rank {source} are expected, and it has "
+                    f"{size}"
+                )
+        begin, output = wanted[self.place]
+        output.copy_(mine[begin : begin + output.numel()])
+        others = self._from_mine(list(zip(refs, wanted, strict=True)))[1:]
+        staged = max((size for ref, size in zip(refs, sizes, strict=True) if ref.is_staged), default=0)
+        for number in range(max(1, -(-staged // step))):
+            if number:
+                if number * step < mine.numel():
+                    self._stage.put(mine_at, mine[number * step :][:step])
                 self.meet(header)
-            else:
-                part.copy_from(self._memory(header, part.ref))
+            for ref, (begin, output) in others:
+                # Bytes that are readable whole are copied with the first piece.
+                low, high = (number * step, (number + 1) * step) if ref.is_staged else (0, 0 if number else sys.maxsize)
+                start, stop = max(begin, low), min(begin + output.numel(), high)
+                if start < stop:
+                    whole = self._memory(header, ref)[ref.bytes_of(number, low, stop, step)]
+                    output[start - begin : stop - begin].copy_(whole[start - low :])
         self.meet(header)  # as in reduce(); nor does a rank leave before all have opened its memory
 
     def wake(self) -> None:

@@ -21,6 +21,7 @@ from farandole.training.collectives.shared_memory_group import (
     MAX_PAYLOAD_BYTES,
     Engine,
     SharedMemoryGroup,
+    Wanted,
     add_data,
     combine_data,
     trailers_of,
@@ -29,7 +30,6 @@ from farandole.training.collectives.transport import Reduction, refuse_source
 
 if TYPE_CHECKING:
     from farandole.training.collectives.shard_tree import Division
-    from farandole.training.collectives.shared_memory_exchange import Wanted
 
 PIECE_BYTES = 1 << 20
 """The size of the pieces in which a tensor in private memory moves."""

@@ -23,8 +23,7 @@ from farandole.training.collectives.control_blocks import DATA_BYTES, ControlBlo
 from farandole.training.collectives.p2p_transport import P2PTransport
 from farandole.training.collectives.point_to_point import PointToPoint
 from farandole.training.collectives.ring_header import HEADER_BYTES, Header, NumberedOperations, TransportOperation
-from farandole.training.collectives.shared_memory_exchange import Wanted
-from farandole.training.collectives.shared_memory_group import MAX_PAYLOAD_BYTES
+from farandole.training.collectives.shared_memory_group import MAX_PAYLOAD_BYTES, Wanted
 from farandole.training.collectives.shared_memory_transport import TensorsInMemory
 from farandole.training.collectives.transport import Reduction
 
