@@ -292,19 +292,13 @@ def test_a_dialer_that_was_given_up_while_it_could_not_run_dials_again() -> None
             Dialer(selector, DataAddress(*server.getsockname()), Introduction(GENERATION, "w0", "w1"), KEY)
         ) as dialer,
     ):
-
-        def go_on() -> None:
-            for key, _ in selector.select(DEADLINE_S):
-                key.data()
-
-        dialer.dial_if_due()
-        go_on()
+        assert dialer.run(DEADLINE_S)
         with server.accept()[0] as sock:
             listener = ListenerHandshake(Purpose.DATA)
             while listener.subject is None:
                 listener.feed(sock.recv(listener.missing))
             sock.sendall(listener.challenge(KEY))
-        go_on()
+        assert dialer.run(DEADLINE_S)
         assert not dialer.is_done
         assert dialer.failure.endswith(" (the other side closed the connection)")
         assert dialer.retry_at_s is not None
@@ -341,9 +335,7 @@ def connect(listener: DataListener, address: DataAddress) -> str:
     ):
         while not (dialer.is_done and acceptor.is_done):
             assert time.monotonic() < began_s + DEADLINE_S, dialer.failure
-            dialer.dial_if_due()
-            for key, _ in selector.select(0.01):
-                key.data()
+            dialer.run(0.01)
         for end in (dialer, acceptor):
             end.take().close()
         return dialer.failure

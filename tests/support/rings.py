@@ -19,8 +19,7 @@ from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.link_messages import Start
 from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
-from farandole.training.collectives.hierarchical_transport import share_memory_within_hosts
-from farandole.training.collectives.host_layout import layout
+from farandole.training.collectives.hierarchical_transport import layout, share_memory_within_hosts
 from farandole.training.collectives.kept_group import KeptGroup
 from farandole.training.collectives.nccl_transport import NcclGroups
 from farandole.training.collectives.point_to_point import Endpoint, PointToPoint

@@ -261,12 +261,7 @@ class PointToPoint:
             try:
                 while not dialer.is_done:
                     self.raise_if_ended("connect")
-                    dialer.dial_if_due()
-                    wait_s = _SLICE_S if dialer.retry_at_s is None else max(0.0, dialer.retry_at_s - now_s())
-                    events = selector.select(min(wait_s, _SLICE_S))
-                    for key, _ in events:
-                        key.data()
-                    if not events and self._check is not None:
+                    if not dialer.run(_SLICE_S) and self._check is not None:
                         self._check()
                     if now_s() > deadline_s:
                         detail = f"no answer within {_CONNECT_TIMEOUT_S:g} s, at {dialer.failure}"

@@ -140,26 +140,20 @@ class RingBuilder:
             cleanup.enter_context(self._listener.at_work())
             acceptor = Acceptor(selector, self._listener, theirs, start.data_key)
             cleanup.callback(acceptor.close)
-            self._wait(selector, dialer, acceptor)
+            self._wait(dialer, acceptor)
             return dialer.take(), acceptor.take()
 
-    def _wait(self, selector: selectors.BaseSelector, dialer: Dialer, acceptor: Acceptor) -> None:
+    def _wait(self, dialer: Dialer, acceptor: Acceptor) -> None:
         """Wait until both connections are proved."""
         deadline_s = now_s() + self._timeout_s
         while not (dialer.is_done and acceptor.is_done):
             self._raise_if_aborted()
-            dialer.dial_if_due()
             left_s = deadline_s - now_s()
             if left_s <= 0:
                 self._give_up(dialer)
-            wait_s = min(left_s, _SLICE_S)
-            if dialer.retry_at_s is not None:
-                wait_s = min(wait_s, dialer.retry_at_s - now_s())
-            events = selector.select(max(0.0, wait_s))
-            for key, _ in events:
-                key.data()
+            had_events = dialer.run(min(left_s, _SLICE_S))
             acceptor.drop_surplus()
-            if not events and self._check is not None:
+            if not had_events and self._check is not None:
                 self._check()
 
     def _give_up(self, dialer: Dialer) -> None:

@@ -18,8 +18,7 @@ import torch
 from farandole.errors import ConfigError
 from farandole.training.collectives.control_blocks import ControlBlocks
 from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
-from farandole.training.collectives.hierarchical_transport import ConnectRing, share_memory_within_hosts
-from farandole.training.collectives.host_layout import layout
+from farandole.training.collectives.hierarchical_transport import ConnectRing, layout, share_memory_within_hosts
 from farandole.training.collectives.kept_group import KeptGroup
 from farandole.training.collectives.nccl_transport import NcclGroups, own_nccl_problem
 from farandole.training.collectives.ring import RingTransport

@@ -23,7 +23,7 @@ from farandole.training.collectives.shared_memory_transport import SharedMemoryT
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.transport_choice import host_transport
 from farandole.training.collectives.world import World
-from farandole.training.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, fastest
+from farandole.training.optim.bucket_size import BucketAutotune, bucket_sizes, fastest, has_core_to_spare
 from farandole.training.optim.buckets import Arrivals, Bucket, Buckets, is_same_memory
 from farandole.training.optim.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
 from farandole.training.optim.step_agreement import (
@@ -214,9 +214,8 @@ class BucketedGradients:
         for place in others[given:]:
             self._all_reduce(here.transport, place, b"")
         if self._autotune is not None and self._autotune.is_over:
-            self._end_autotune(
-                here, self._autotune
-            )  # before the last bucket, since ranks differ in the buckets submitted so far
+            # Before the last bucket, since ranks differ in the buckets submitted so far.
+            self._end_autotune(here, self._autotune)
         trailers = self._all_reduce(here.transport, last, trailer)
         self.notes = [each[HEADER_BYTES:] for each in trailers]
         self._take_turns()
@@ -403,16 +402,12 @@ def agree_on_buckets(
     Raises CollectiveMismatch, alike on every rank, naming the first parameter that differs, unless all have the same
     digest. Raises the errors of transports, too.
     """
-    around = Surroundings(
-        cores=usable_cores(),
-        local_size=here.placement.local_size,
-        threads=torch.get_num_threads(),
-        is_by_network=not isinstance(host_transport(here.transport), SharedMemoryTransport),
-        is_on_device=is_on_device,
+    is_by_network = not isinstance(host_transport(here.transport), SharedMemoryTransport)
+    has_core = has_core_to_spare(
+        usable_cores(), here.placement.local_size, torch.get_num_threads(), is_by_network, is_on_device
     )
-    is_by_network = around.is_by_network or is_on_device
     asked, tried = (-1 if each is None else each for each in (pinned_bytes, tried_bytes))
-    proposal = _PROPOSAL.pack(digest, total_bytes, is_by_network, around.has_core_to_spare, asked, tried)
+    proposal = _PROPOSAL.pack(digest, total_bytes, is_by_network or is_on_device, has_core, asked, tried)
     proposals = [_PROPOSAL.unpack(each) for each in here.transport.all_gather(proposal)]
     if any(each[0] != digest for each in proposals):
         texts = here.transport.all_gather("\n".join(described).encode())

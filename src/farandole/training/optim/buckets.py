@@ -43,6 +43,8 @@ class Buckets:
     """Buffers, one for each dtype, on the parameters' device, with their partition into buckets. Their order is that in
     which gradients arrive: the last parameter's first.
 
+    allocate  returns a buffer of zeros
+
     flats    the buffers
     buckets  at least one; empty if there are no parameters
     least_bytes  the size that they have at least
@@ -50,14 +52,18 @@ class Buckets:
 
     buckets: list[Bucket]
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor] = shareable_zeros,
+    ) -> None:
         self._order = list(reversed(parameters))
         self.device = self._order[0].device if self._order else torch.device("cpu")
         self.flats = []
         self._view: dict[int, torch.Tensor] = {}
         self._parts: dict[int, Part] = {}
         for number, (dtype, members) in enumerate(_by_dtype(self._order).items()):
-            flat = shareable_zeros(sum(member.numel() for member in members), dtype, self.device)
+            flat = allocate(sum(member.numel() for member in members), dtype, self.device)
             self.flats.append(flat)
             self._lay_out(number, flat, members)
         wait_for_device(self.device)  # other streams that write gradients here need not know the current one

@@ -24,7 +24,7 @@ from farandole.training.collectives.shard_tree import Division, Leaf, leaves
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.world import World
 from farandole.training.optim.bucketed_gradients import BucketedGradients, CompressedReduce
-from farandole.training.optim.buckets import Buckets, laid_out
+from farandole.training.optim.buckets import Buckets
 from farandole.training.optim.compression import Compressor, NoneCompressor
 from farandole.training.optim.step_agreement import conclude, header_of
 from farandole.training.state import step
@@ -133,7 +133,7 @@ class ShardGradients(BucketedGradients):
             parameter.grad = None
         else:
             self._shown = self._shown or ShownZeros(self.parameters)
-            self._shown.show(parameter)
+            self._shown.publish(parameter)
 
     def _put_leaf(self, parameter: torch.Tensor, gradient: torch.Tensor, factor: float) -> None:
         if self._are_shown:
@@ -249,38 +249,26 @@ def _audited(audit: Audit, rank: int) -> tuple[int, int]:
     return audit.shards[rank], audit.again(rank)
 
 
-class ShownZeros:
+class ShownZeros(Buckets):
     """Zeros that `.grad` shows after the backward pass of a loop body whose step() does nothing, so that code which
     inspects gradients, clips them or steps a GradScaler finds the expected values. Nothing is written for them, and as
     long as nobody else writes they need no memory: all their pages are one page of the kernel's."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._flats: dict[torch.dtype, torch.Tensor] = {}
-        self._versions: dict[torch.dtype, int] = {}
-        self._views: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            members = [parameter for parameter in parameters if parameter.dtype == dtype]
-            sizes = [member.numel() for member in members]
-            flat = self._flats[dtype] = _unwritten_zeros(sum(sizes), dtype)
-            for member, piece in zip(members, torch.split(flat, sizes), strict=True):
-                self._views[id(member)] = laid_out(piece, member)
-            self._versions[dtype] = flat._version
-
-    def show(self, parameter: torch.Tensor) -> None:
-        """Set the parameter's `.grad`."""
-        parameter.grad = self._views[id(parameter)].detach()
+        super().__init__(parameters, _unwritten_zeros)
+        self._versions = [flat._version for flat in self.flats]
 
     def restore(self) -> None:
         """Zero what was written since."""
-        for dtype, flat in self._flats.items():
-            if flat._version != self._versions[dtype]:
+        for flat, version in zip(self.flats, self._versions, strict=True):
+            if flat._version != version:
                 flat.zero_()
-                self._versions[dtype] = flat._version
+        self._versions = [flat._version for flat in self.flats]
 
 
-def _unwritten_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _unwritten_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros in memory of their own, of which no page was written, where the system can give it."""
     nbytes = numel * dtype.itemsize
     if not (nbytes and hasattr(mmap, "MAP_ANONYMOUS")):
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
