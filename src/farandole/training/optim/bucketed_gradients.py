@@ -52,8 +52,6 @@ class BucketedGradients:
     note, notes   bytes of this rank that travel with each step, of the same length on all ranks, and those of all ranks
     """
 
-    stay_in_place = False  # True: `.grad` keeps the tensors that autograd creates; put() and arrived() are not called
-
     def __init__(
         self, names: Mapping[torch.Tensor, str], digest: int, reduce: Reduce, pinned_bytes: int | None
     ) -> None:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Gradients: TypeAlias = "BucketedGradients | LocalGradients"
 """The gradients of one optimizer's parameters in a global batch: LocalGradients where no other gradients have to be
-added to those of one backward pass. BucketedGradients explains the methods of both."""
+added to those of one backward pass. BucketedGradients explains the methods of both; those that take a gradient are only
+its own."""
 
 
 class StepReduction:
@@ -201,7 +202,7 @@ class StepReduction:
         transports, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
         world.raise_if_refused("gradients cannot be reduced")
         gradients = self.gradients
-        if not gradients.stay_in_place:
+        if not isinstance(gradients, LocalGradients):
             _active.refuse_reducing(id(self))
         try:
             gradients.add_up(batch, own_weight)
@@ -274,16 +275,8 @@ _active = ActiveOptimizers()
 class LocalGradients:
     """Gradients in the tensors that autograd has created; the methods are those of BucketedGradients."""
 
-    stay_in_place = True
-
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
-
-    def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
-        """Do nothing: autograd adds up the passes."""
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """Do nothing: no reduction waits for it."""
 
     def may_overlap(self) -> bool:
         return False
@@ -293,9 +286,6 @@ class LocalGradients:
 
     def end_overlap(self, reason: str) -> None:
         """Do nothing: no reduction is under way."""
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        return True
 
     def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
         """Complete the gradients, as with several workers. Factor 0: zeros only."""
