@@ -183,7 +183,6 @@ class DeviceTransport(StagedTransport):
             operations.abort()
 
     def close(self) -> None:
-        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         super().close()
         if self._operations is not None:
             self._operations.group.release()

@@ -151,7 +151,6 @@ class HierarchicalTransport:
         self._group.wake()
 
     def close(self) -> None:
-        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self._rings.close()
         self._group.close()
 

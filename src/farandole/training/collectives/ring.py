@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from farandole.base.liveness.status_reporting import WaitingForPeers
-from farandole.base.machine import now_s
+from farandole.base.machine import may_spin, now_s
 from farandole.base.membership import Peer
+from farandole.base.wire.link_messages import Start
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
 from farandole.training.collectives.connection_pair import (
     Broken,
@@ -55,6 +56,8 @@ _CHECK_EVERY_S = 1.0
 _SLIP_BYTES = 512
 _SHORT_BYTES = _SLIP_BYTES - 8
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
 
 class RingTransport(NumberedOperations):
     """A Transport (transport.py) over one connection to the next rank and one from the previous one.
@@ -63,30 +66,26 @@ class RingTransport(NumberedOperations):
     connections down at once, so that the failure goes around the ring and no rank waits for one that has failed.
 
     Args:
+        start: Tells the place of this rank, and its neighbours.
         on_broken: Called once, before PeerLost is raised for the first time.
         check: Called once a second while nothing moves; an error that it raises ends this transport. There is no other
         limit: the coordinator decides which workers are alive.
-        may_spin: There is a core for waiting without sleeping, for a moment (machine.py).
     """
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        generation: int,
+        start: Start,
         to_next: DataSocket,
         from_previous: DataSocket,
-        next_peer: Peer,
-        previous_peer: Peer,
         on_broken: OnBroken | None = None,
         check: Callable[[], None] | None = None,
-        may_spin: bool = False,
     ) -> None:
-        self.rank, self.size, self._generation = rank, size, generation
-        self._names: Sequence[int] = range(size)
-        self._connections = ConnectionPair(to_next, from_previous, check, may_spin)
+        placement, self._generation = start.placement, start.id.number
+        self.rank, self.size = placement.rank, placement.size
+        self._names: Sequence[int] = range(self.size)
+        self._connections = ConnectionPair(to_next, from_previous, check, may_spin(placement.local_size))
         self._check, self._next_check_s = check, now_s() + _CHECK_EVERY_S
-        self._peers = {"send": next_peer, "receive": previous_peer}
+        self._peers = {"send": start.next, "receive": start.previous}
         self._on_broken = on_broken
         self._lock = threading.Lock()
         self._is_closed = False
@@ -149,7 +148,6 @@ class RingTransport(NumberedOperations):
                 self._connections.shut_down()
 
     def close(self) -> None:
-        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         with self._lock:
             if self._abort_reason is None:
                 self._abort_reason = "its transport was closed"
@@ -194,14 +192,16 @@ class RingTransport(NumberedOperations):
     ) -> list[bytes]:
         """Add up the nodes of all ranks, `forests` by rank, as all_reduce_shards() does. The header has the number of
         shards as its source; the rows may be a part of what it describes."""
-        from farandole.training.collectives.shard_sums import add_around, add_blobs  # loaded only in strict mode
+        from farandole.training.collectives.shard_sums import add_around, add_packed  # loaded only in strict mode
 
         nbytes = rows[0].nbytes
         if is_gathering_cheaper(nbytes * max(map(len, forests)), self.size):
             mine = rows[: len(forests[self.rank])]
             lengths = [len(forest) * nbytes + len(trailer) for forest in forests]
             blobs = self._gather(header, b"".join([*map(byte_view, mine), trailer]), lengths)
-            add_blobs(rows[0], blobs, forests, header.source, factor)
+            if nbytes:
+                packed = [torch.frombuffer(blob, dtype=torch.uint8) if blob else _NOTHING for blob in blobs]
+                add_packed(rows[0], packed, forests, header.source, factor, may_overwrite=True)
             return [bytes(blob[len(blob) - len(trailer) :]) for blob in blobs]
         return self._run_with(
             header, trailer, lambda turn, trailers: add_around(turn, rows, trailers, forests, header.source, factor)

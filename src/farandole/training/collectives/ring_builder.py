@@ -75,20 +75,7 @@ class RingBuilder:
             to_next, from_previous = self._connect()
         finally:
             self.still_since_s = None
-        return self._publish(
-            RingTransport(
-                placement.rank,
-                placement.size,
-                number,
-                to_next,
-                from_previous,
-                self._start.next,
-                self._start.previous,
-                self._on_broken,
-                self._check,
-                may_spin(placement.local_size),
-            )
-        )
+        return self._publish(RingTransport(self._start, to_next, from_previous, self._on_broken, self._check))
 
     @property
     def peers(self) -> tuple[Peer, ...]:

@@ -108,19 +108,31 @@ def add_nodes(
     return found
 
 
-def add_blobs(
-    result: torch.Tensor, blobs: Sequence[bytearray], forests: Sequence[Forest], shards: int, factor: float = 1.0
-) -> None:
-    """Add up the nodes at the front of the blobs of all ranks into `result`, as every rank does, times `factor`."""
-    numel, nbytes = result.numel(), result.numel() * result.element_size()
-    if not numel:
-        return
+def add_packed(
+    result: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    forests: Sequence[Forest],
+    shards: int,
+    factor: float = 1.0,
+    may_overwrite: bool = False,
+) -> list[torch.Tensor]:
+    """Add up the nodes at the front of the bytes of all ranks, as every rank does. Return the sums, in memory of this
+    rank: the first one in `result`, times `factor`."""
+    numel, nbytes = result.numel(), result.nbytes
     operands = [
-        torch.frombuffer(blob, dtype=result.dtype, count=numel, offset=place * nbytes)
-        for blob, forest in zip(blobs, forests, strict=True)
+        each[place * nbytes : (place + 1) * nbytes].view(result.dtype)
+        for each, forest in zip(packed, forests, strict=True)
         for place in range(len(forest))
     ]
-    add_nodes(merge(tuple(forests), shards), operands, [True] * len(operands), result=result, factor=factor)
+    if not operands:
+        return [result]
+    scratch = None if may_overwrite else Scratch(numel, result.dtype)
+    plan = merge(tuple(forests), shards)
+    first, *others = add_nodes(plan, operands, [may_overwrite] * len(operands), scratch)
+    result.copy_(first)
+    if factor != 1.0:
+        result.mul_(factor)
+    return [result, *(each.clone() for each in others)]
 
 
 def add_around(

@@ -392,25 +392,10 @@ def add_data(
     shards: int,
     factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Add up the nodes in the data of all message slots. Return the sums, in memory of this rank, the first one in
-    `result`, times `factor`; on whichever rank."""
-    from farandole.training.collectives.shard_sums import Scratch, add_nodes  # loaded only in strict mode
-    from farandole.training.collectives.shard_tree import merge
+    """Add up the nodes in the data of all message slots, as add_packed() does."""
+    from farandole.training.collectives.shard_sums import add_packed  # loaded only in strict mode
 
-    numel, nbytes = result.numel(), result.nbytes
-    operands = [
-        message_slot.data[place * nbytes : (place + 1) * nbytes].view(result.dtype)
-        for message_slot, forest in zip(message_slots, forests, strict=True)
-        for place in range(len(forest))
-    ]
-    if not operands:
-        return [result]
-    plan = merge(tuple(forests), shards)
-    first, *others = add_nodes(plan, operands, [False] * len(operands), Scratch(numel, result.dtype))
-    result.copy_(first)
-    if factor != 1.0:
-        result.mul_(factor)
-    return [result, *(each.clone() for each in others)]
+    return add_packed(result, [message_slot.data for message_slot in message_slots], forests, shards, factor)
 
 
 def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine, last: Combine) -> None:

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from farandole.training.collectives.connection_pair import combiners, flat_view
-from farandole.training.collectives.control_blocks import (
-    DATA_BYTES,
-    ControlBlock,
-    ControlBlocks,
-    share_control_blocks,
-)
+from farandole.training.collectives.control_blocks import DATA_BYTES, ControlBlock, ControlBlocks, share_control_blocks
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.ring_header import Header, TransportOperation
 from farandole.training.collectives.shared_memory_group import (
@@ -139,7 +134,6 @@ class SharedMemoryTransport(TensorsInMemory):
         self._group.wake()
 
     def close(self) -> None:
-        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self._ring.close()
         self._group.close()
 

@@ -81,7 +81,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release sockets and memory. Idempotent."""
+        """Release sockets and memory; no collective may run. Later calls raise GenerationEnded. Idempotent."""
         ...
 
 

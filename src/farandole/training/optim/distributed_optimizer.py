@@ -167,7 +167,6 @@ class ReducingOptimizer(WrappedOptimizer):
             self._path_without_loader.on_gradient(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as torch does; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
         self.groups_changed()
         self._path_without_loader.name(self._parameter_names)
@@ -234,16 +233,11 @@ class ReducingOptimizer(WrappedOptimizer):
             self._loader_path.zeroed()
 
     def abandon_step(self) -> None:
-        """Drop the results of backward passes since the last step: gradients and the count of passes.
-
-        For use after a failed collective, when gradients may be partly reduced. A TorchState calls it in restore().
-        """
         super().abandon_step()
         self._path_without_loader.forget()
         self._loader_path.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as torch does; backward passes are counted from zero again."""
         self._path_without_loader.forget()
         super().load_state_dict(state_dict)
 
