@@ -245,7 +245,7 @@ class BucketedGradients:
             logger.info("%.1f MB of gradients are reduced in buckets of %s", total / 2**20, _format_size(sizes[0]))
 
     def _cut(self, least_bytes: int) -> None:
-        self._least_bytes = self._next_bytes = least_bytes
+        self._next_bytes = least_bytes
         self._buckets.cut(least_bytes)
         self._reduce.forget()
         buckets = enumerate(self._buckets.buckets)
@@ -257,7 +257,7 @@ class BucketedGradients:
         if self._autotune is not None:
             self._autotune.record(None if began_s is None else now_s() - began_s)
             self._next_bytes = self._autotune.size
-        if self._next_bytes != self._least_bytes:
+        if self._next_bytes != self._buckets.least_bytes:
             self._cut(self._next_bytes)
 
     def _end_autotune(self, here: world.World, autotune: BucketAutotune) -> None:

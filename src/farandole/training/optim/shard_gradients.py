@@ -20,7 +20,7 @@ import torch
 
 from farandole.errors import ConfigError
 from farandole.training.collectives.shard_sums import with_shards
-from farandole.training.collectives.shard_tree import Division, Leaf, leaves
+from farandole.training.collectives.shard_tree import leaves
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.world import World
 from farandole.training.optim.bucketed_gradients import BucketedGradients, CompressedReduce
@@ -39,7 +39,7 @@ _MAY_BE_SUMMED_FIRST = {torch.float32, torch.float64, torch.bfloat16}
 
 
 class ShardGradients(BucketedGradients):
-    """Gradients of one optimizer in strict mode; see Gradients in step_reduction.py."""
+    """Gradients of one optimizer in strict mode. begin() comes first."""
 
     def __init__(
         self,
@@ -60,26 +60,12 @@ class ShardGradients(BucketedGradients):
                 f"strict mode trains on the CPU, and the parameters are on {self._buckets.device}: kernels of other "
                 f"devices add up in an order of their own"
             )
-        self._least_bytes = 0  # as Buckets are cut at first
         self._rows = [self._buckets]
-        self._division = Division(1, ((0, 1),))
-        self._leaves: tuple[Leaf, ...] = ()
         self._repeated = RepeatedShards()
-        self._first = self._nodes = 0
-        self._index = 0  # the place of the current shard among this rank's; behind the last one, none or it is complete
-        self._begun = 0  # the place of the current shard, also when it is complete
         self._batch: Batch | None = None  # the one that reduces
-        self._filled: set[int] = set()  # parameters whose gradient of the current shard is taken
-        # By parameter: gradients of the shard before to which those of the current one are added, and gradients of the
-        # current one to which those of the next are added.
-        self._waiting: dict[int, torch.Tensor] = {}
-        self._next_waiting: dict[int, torch.Tensor] = {}
-        self._waiting_at_begin = self._waiting  # when the current shard began; it may be reopened
         self._loss_is_mean = loss_is_mean
-        self._factor: float | None = None  # of all shards, if they have the same one, and the user weighs none of them
         self._shown: ShownZeros | None = None
         self._is_audit = False  # the current shard is another rank's
-        self._audited: dict[int, dict[int, int]] = {}  # digests of gradients, by parameter, of each audited shard
         self._digests: dict[int, int] | None = None  # those of the current shard, if it is audited
 
     def begin(self, global_batch: GlobalBatch) -> None:
@@ -91,14 +77,22 @@ class ShardGradients(BucketedGradients):
         self._nodes = max(1, len(self._division.forests[global_batch.place]))
         while len(self._rows) < self._division.rows(global_batch.place):
             self._rows.append(Buckets(self.parameters))
-            self._rows[-1].cut(self._least_bytes)
-        self._index = self._begun = 0
-        self._filled.clear()
-        self._waiting, self._next_waiting, self._waiting_at_begin = {}, {}, {}
+            self._rows[-1].cut(self._buckets.least_bytes)
+        self._index = 0  # the place of the current shard among this rank's; behind the last one, none or it is complete
+        self._begun = 0  # the place of the current shard, also when it is complete
+        self._filled: set[int] = set()  # parameters whose gradient of the current shard is taken
+        # By parameter: gradients of the shard before to which those of the current one are added, and gradients of the
+        # current one to which those of the next are added.
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._next_waiting: dict[int, torch.Tensor] = {}
+        self._waiting_at_begin = self._waiting  # when the current shard began; it may be reopened
         has_factor = self._loss_is_mean and global_batch.has_equal_shards
+        # Of all shards, if they have the same one, and the user weighs none of them.
         self._factor = 1 / self._division.shards if has_factor else None
         self._repeated.begin(global_batch)
         audit = global_batch.audit
+        # Digests of gradients, by parameter, of each audited shard.
+        self._audited: dict[int, dict[int, int]]
         self._audited = {} if audit is None else {shard: {} for shard in _audited(audit, global_batch.place)}
 
     def _begin_writing(self) -> None:
