@@ -70,17 +70,13 @@ class ConnectionPair:
         self._check, self._slice_ms = check, _SLICE_MS
         self._may_spin = may_spin
         self._poll = select.poll()
-        self._cannot_send: str | None = None
+        self.cannot_send: str | None = None
+        """The reason why the next rank cannot be reached any more; None while it can."""
         self._has_lost_previous = False
         self.still_since_s: float | None = None
         """The time since when `move` has waited without progress; None while data moves. Other threads read it."""
         to_next.setblocking(False)
         from_previous.setblocking(False)
-
-    @property
-    def cannot_send(self) -> str | None:
-        """The reason why the next rank cannot be reached any more; None while it can."""
-        return self._cannot_send
 
     def look_around(self, check: Callable[[], None], every_s: float) -> None:
         """Replace `check` by the given function, and call it every `every_s` seconds."""
@@ -126,12 +122,12 @@ class ConnectionPair:
                     return Broken("receive", received)
                 moved = moved or received > 0
                 wanted = wanted[received:] or _next_buffer(schedule)
-            if wanted is None and (not outgoing or (is_done_when_received and self._cannot_send)):
+            if wanted is None and (not outgoing or (is_done_when_received and self.cannot_send)):
                 return None
             if moved:
                 self.still_since_s, left = None, spins
-            elif outgoing and self._cannot_send:
-                return Broken("send", self._cannot_send)
+            elif outgoing and self.cannot_send:
+                return Broken("send", self.cannot_send)
             elif left:
                 left -= 1
             else:
@@ -150,7 +146,7 @@ class ConnectionPair:
             return arrived
         poll = select.poll()
         poll.register(wake, select.POLLIN)
-        if not (self._has_lost_previous or self._cannot_send):
+        if not (self._has_lost_previous or self.cannot_send):
             poll.register(self._previous_fd, select.POLLIN)
             poll.register(self._next_fd, select.POLLIN)
         events = dict(poll.poll(_SLICE_MS))
@@ -165,16 +161,16 @@ class ConnectionPair:
 
     def interruption(self) -> Interruption | None:
         """Return, without waiting, a reason to stop waiting for something else. Raises as wait_for_data()."""
-        if self._cannot_send:
-            return Broken("send", self._cannot_send)
+        if self.cannot_send:
+            return Broken("send", self.cannot_send)
         poll = select.poll()
         poll.register(self._previous_fd, select.POLLIN)
         poll.register(self._next_fd, select.POLLIN)
         events = dict(poll.poll(0))
         if self._next_fd in events:
             self._receive_reason()
-        if self._cannot_send:
-            return Broken("send", self._cannot_send)
+        if self.cannot_send:
+            return Broken("send", self.cannot_send)
         if self._previous_fd in events or has_input(self._from_previous):
             has_data = self._has_data()
             if has_data is not None:
@@ -211,7 +207,7 @@ class ConnectionPair:
 
     def _send(self, outgoing: Outgoing) -> bool:
         """Return whether any bytes were sent."""
-        if self._cannot_send:
+        if self.cannot_send:
             return False
         try:
             sent = self._to_next.sendmsg(islice(outgoing, _BUFFERS_PER_SEND))
@@ -219,7 +215,7 @@ class ConnectionPair:
             return False
         except OSError as error:
             self._receive_reason()
-            self._cannot_send = self._cannot_send or str(error)
+            self.cannot_send = self.cannot_send or str(error)
             return False
         while outgoing and sent >= len(outgoing[0]):
             sent -= len(outgoing.popleft())
@@ -243,7 +239,7 @@ class ConnectionPair:
         else:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(self._previous_fd)
-        if self._cannot_send:
+        if self.cannot_send:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(self._next_fd)
         else:
@@ -264,11 +260,11 @@ class ConnectionPair:
         except BlockingIOError:
             return
         except OSError as error:
-            self._cannot_send = str(error)
+            self.cannot_send = str(error)
             return
         if reason:
             raise CollectiveMismatch(reason.decode(errors="replace"))
-        self._cannot_send = "end of file"
+        self.cannot_send = "end of file"
 
 
 def _next_buffer(schedule: Iterator[memoryview]) -> memoryview | None:
@@ -286,15 +282,11 @@ class Wake:
         self._receiver, self._sender = socket.socketpair()
         close_at_fork(self._receiver)
         close_at_fork(self._sender)
-        self._is_set = False
+        self.is_set = False
 
     @property
     def descriptor(self) -> int:
         return self._receiver.fileno()
-
-    @property
-    def is_set(self) -> bool:
-        return self._is_set
 
     @property
     def is_open(self) -> bool:
@@ -309,14 +301,14 @@ class Wake:
 
     def set(self) -> None:
         """Set the flag, while it is open."""
-        if not self._is_set:
-            self._is_set = True  # first: a thread that finds the descriptor readable reads this without the lock
+        if not self.is_set:
+            self.is_set = True  # first: a thread that finds the descriptor readable reads this without the lock
             self._sender.send(b"\0")
 
     def clear(self) -> None:
-        if self._is_set:
+        if self.is_set:
             self._receiver.recv(1)
-            self._is_set = False
+            self.is_set = False
 
     def close(self) -> None:
         self._receiver.close()

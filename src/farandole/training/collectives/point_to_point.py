@@ -87,11 +87,6 @@ class PointToPoint:
         self._incoming: Incoming | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def address(self) -> DataAddress:
-        """The address at which the others reach this worker."""
-        return self._listener.address
-
     def open(self) -> None:
         """Start to receive messages. Idempotent."""
         with self._changed:

@@ -94,7 +94,11 @@ class BucketedGradients:
                 view.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         elif factor:
             view.add_(gradient, alpha=factor)
-        release(parameter, gradient, view, is_final)
+        # Its values are taken: the next micro-batch must not accumulate on top of them.
+        if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
+            parameter.grad = None
+        else:
+            gradient.zero_()
 
     def _dense_gradient(self, parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         """Return the parameter's `.grad` outside autograd. Raises StepError unless it has the shape of the bucket's
@@ -296,15 +300,6 @@ class BucketedGradients:
         """Return all tensors that put() writes."""
         self._buckets.small.write()
         return self._buckets.flats
-
-
-def release(parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor, is_final: bool) -> None:
-    """Release `.grad`, whose values are taken, in the bucket's part `view`: the next micro-batch must not accumulate on
-    top of them."""
-    if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
-        parameter.grad = None
-    else:
-        gradient.zero_()
 
 
 def _format_size(least_bytes: int) -> str:

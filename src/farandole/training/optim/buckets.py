@@ -66,7 +66,8 @@ class Buckets:
             flat = allocate(sum(member.numel() for member in members), dtype, self.device)
             self.flats.append(flat)
             self._lay_out(number, flat, members)
-        wait_for_device(self.device)  # other streams that write gradients here need not know the current one
+        if self.device.type == "cuda":  # other streams that write gradients here need not know the current one
+            torch.cuda.current_stream(self.device).synchronize()
         # Of our own, as this Python counts them.
         self._known_references = max(map(sys.getrefcount, self._view.values()), default=0), self._most_apart()
         self._known_uses = self._uses()
@@ -309,12 +310,6 @@ def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 # nothing to do.
 
 T = TypeVar("T")
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait until the operations queued in the current stream have completed."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 class Arrivals:

@@ -113,7 +113,7 @@ class OwnMethods(torch.optim.Optimizer):
             f"complete yet; leave micro_batch_size out, or make it as large as the worker's local batch"
         )
         with _watching() as watch:
-            before, self._is_inside = self._is_inside, True
+            self._is_inside = True
             try:
                 result = method()
             except Exception as error:
@@ -121,7 +121,7 @@ class OwnMethods(torch.optim.Optimizer):
                     raise StepError(refusal) from error
                 raise
             finally:
-                self._is_inside = before
+                self._is_inside = False
         if step.is_aborted():
             return result
         if batch.global_batch.is_divided and (undo.has_moved() or watch.has_stepped):
@@ -161,24 +161,9 @@ def closure_of(
 STEPPED_TWICE = "optimizer.step() was called twice for one batch of the loader; call it once in each loop body"
 
 
-def refuse_closure(batch: Batch) -> None:
-    """Raise StepError for step(closure) where the backward passes of the closure would not be the whole step."""
-    if batch.global_batch.is_divided or batch.is_padding:
-        raise StepError(
-            "step(closure) with micro-batches of a DataLoader of Farandole: the closure's backward pass would be one "
-            "of several. Call backward() first and step() without a closure, or leave micro_batch_size out"
-        )
-
-
 def zeroing(set_to_none: bool) -> dict[str, bool]:
     """Return arguments for zero_grad() of the user's class, which may take none."""
     return {} if set_to_none else {"set_to_none": False}
-
-
-def call_dropped(closure: Callable[[], Any]) -> Any:
-    """Call the closure of an aborted step: its loss may be needed, its gradients do not count."""
-    with torch.enable_grad():
-        return closure()
 
 
 def as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from farandole.errors import StepError
 from farandole.training.optim.loader_path import LoaderPath
-from farandole.training.optim.optimizer_mixin import call_dropped, protect, refuse_closure
+from farandole.training.optim.optimizer_mixin import protect
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
 from farandole.training.state.step import StepStatus
@@ -61,9 +61,14 @@ def _step_with(
 ) -> Any:
     """Step with a closure. The optimizer runs backward passes itself, each of which reduces; it may change parameters
     between them."""
-    refuse_closure(batch)
+    if batch.global_batch.is_divided or batch.is_padding:
+        raise StepError(
+            "step(closure) with micro-batches of a DataLoader of Farandole: the closure's backward pass would be one "
+            "of several. Call backward() first and step() without a closure, or leave micro_batch_size out"
+        )
     if step.is_aborted():
-        return call_dropped(closure)
+        with torch.enable_grad():
+            return closure()  # its loss may be needed, its gradients do not count
     for path in paths:
         path.refuse_unplanned()
     step.begin_applying(optimizer)
