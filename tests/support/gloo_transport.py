@@ -37,8 +37,7 @@ from farandole.training.collectives.kept_group import (
 )
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.ring_header import TransportOperation
-from farandole.training.collectives.ring_store import ExchangedStore
-from farandole.training.collectives.torch_group import NO_LIMIT_S, OPS, Construction, GroupOperations
+from farandole.training.collectives.torch_group import NO_LIMIT_S, OPS, Construction, ExchangedStore, GroupOperations
 from farandole.training.collectives.transport import Reduction
 
 logger = logging.getLogger("farandole")

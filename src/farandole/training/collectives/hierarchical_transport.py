@@ -286,16 +286,12 @@ class Rings:
     ) -> None:
         self.whole, self.across, self._local = whole, across, local
         self._all = [each for each in (whole, local, across) if each is not None]
+        self.next_header = whole.next_header
         self._header: Header | None = None
         self.needs_local = True
         """False when the operation that runs needs no other rank of this host any more."""
         if across is not None:
             across.serve(across_names, self._look_around, _LOOK_AROUND_S)
-
-    def next_header(
-        self, operation: TransportOperation, flat: torch.Tensor | None = None, source: int = 0, trailer_bytes: int = 0
-    ) -> Header:
-        return self.whole.next_header(operation, flat, source, trailer_bytes)
 
     @contextmanager
     def running(self, header: Header) -> Iterator[None]:

@@ -354,7 +354,7 @@ class LoaderPath:
         """Wait until no reduction runs in the background."""
         self._reduction.end_overlap(reason)
 
-    # From gradient to step: optimizer_step.py ------------------------------------------------------------
+    # From gradient to step: distributed_optimizer.py -----------------------------------------------------
 
     def end_body(self, batch: Batch) -> None:
         """Note that step() was called, and further micro-batches follow."""
