@@ -288,7 +288,7 @@ class Stage:
             return piece
         assert self._area is not None
         begin = self._filled % 2 * self._piece_bytes
-        half = self._area[begin : begin + piece.numel() * piece.element_size()].view(piece.dtype)
+        half = self._area[begin : begin + piece.nbytes].view(piece.dtype)
         half.copy_(piece)
         self._filled += 1
         return half

@@ -210,8 +210,9 @@ class BucketedGradients:
         here, trailer = world.current(), packed_at_end(header) + self.note
         if self._agreed_in is not here:
             self._agree(here)
-        self._land(here.transport)
         given, self._given = self._given, 0
+        if given:
+            of_gradients.land(here.transport)
         *others, last = range(len(self._buckets.buckets))
         for place in others[given:]:
             self._all_reduce(here.transport, place, b"")
@@ -222,16 +223,6 @@ class BucketedGradients:
         self.notes = [each[HEADER_BYTES:] for each in trailers]
         self._take_turns()
         return [StepHeader.unpack(each[:HEADER_BYTES]) for each in trailers]
-
-    def _land(self, transport: Transport) -> None:
-        """Wait for the submitted buckets. Raises the error of a failed reduction."""
-        if not self._given:
-            return
-        try:
-            of_gradients.land(transport)
-        except BaseException:
-            self._given = 0
-            raise
 
     def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
         return self._reduce.all_reduce(transport, self._buckets.buckets, place, trailer)

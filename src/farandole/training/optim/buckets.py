@@ -131,12 +131,12 @@ class Buckets:
         if gradient.layout != torch.strided:
             return gradient
         start = gradient.data_ptr()
-        is_here = any(0 <= start - flat.data_ptr() < flat.numel() * flat.element_size() for flat in self.flats)
+        is_here = any(0 <= start - flat.data_ptr() < flat.nbytes for flat in self.flats)
         return gradient.clone() if is_here else gradient
 
     @property
     def total_bytes(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+        return sum(flat.nbytes for flat in self.flats)
 
     def is_kept(self) -> bool:
         """Return whether somebody else refers to a gradient that show_all() has shown, and that is not `.grad` any
@@ -163,7 +163,7 @@ class Buckets:
     def cut(self, least_bytes: int) -> None:
         """Make buckets of at least this size; with 0 one for each dtype."""
         before, self.least_bytes = self._uses(), least_bytes
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._order]
+        sizes = [parameter.nbytes for parameter in self._order]
         groups = cut(sizes, [str(parameter.dtype) for parameter in self._order], least_bytes)
         self.buckets = [self._bucket([self._order[place] for place in group]) for group in groups]
         if not self.buckets:
