@@ -260,6 +260,8 @@ class Reception:
             elif caller.introduction is not None and not caller.is_answered:
                 self._judge(caller, caller.introduction)
         except (OSError, ProtocolError):
+            if caller not in self._listener.callers:
+                raise  # its connection is in use already
             self._drop(caller)
 
     def _drop(self, caller: Caller) -> None:
