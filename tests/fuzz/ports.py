@@ -151,9 +151,7 @@ class Ports:
             deadline_s = now_s() + DEADLINE_S
             while not dialer.is_done:
                 assert now_s() < deadline_s, f"the data listener does not serve: {dialer.failure}"
-                dialer.dial_if_due()
-                for key, _ in selector.select(0.02):
-                    key.data()
+                dialer.run(0.02)
             dialer.take().close()
 
     def _to_store(self) -> list[bytes]:

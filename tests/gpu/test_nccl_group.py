@@ -19,8 +19,7 @@ from farandole.training.collectives.nccl_transport import (
     new_reconfigurable_group,
     own_nccl_problem,
 )
-from farandole.training.collectives.ring_store import ExchangedStore
-from farandole.training.collectives.torch_group import _WIDER
+from farandole.training.collectives.torch_group import _WIDER, ExchangedStore
 from farandole.training.collectives.torch_versions import can_reconfigure
 from farandole.training.collectives.transport import Reduction
 

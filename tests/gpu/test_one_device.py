@@ -58,7 +58,7 @@ def test_two_workers_on_one_device_do_without_nccl(is_required: bool) -> None:
     tensors = [torch.full((1000,), 1.0 + rank, device=DEVICE) for rank in range(2)]
     with listeners(2) as opened:
         built = [each for each in rings.build(opened).transports if isinstance(each, RingTransport)]
-        made = [DeviceTransport(StagedTransport(ring), ring, NcclGroups(), is_required) for ring in built]
+        made = [DeviceTransport(ring, ring, NcclGroups(), is_required) for ring in built]
         outcomes = rings.outcomes_in_threads(2, lambda rank: made[rank].all_reduce(tensors[rank], b"note"))
         for each in made:
             each.close()

@@ -16,9 +16,9 @@ import pytest
 from farandole.base.machine import now_s
 from farandole.base.membership import DataAddress, GenerationId
 from farandole.base.wire.authentication import Introduction, ListenerHandshake, Purpose
-from farandole.errors import GenerationEnded
+from farandole.errors import GenerationEnded, ProtocolError
 from farandole.testing.running_job import all_training
-from farandole.training.collectives.data_listener import DataListener
+from farandole.training.collectives.data_listener import Caller, DataListener
 from farandole.training.collectives.dialer import Dialer
 from farandole.training.collectives.point_to_point import CHANNEL, Incoming
 from farandole.training.collectives.ring_builder import Acceptor, RingBuilder
@@ -292,22 +292,41 @@ def test_a_dialer_that_was_given_up_while_it_could_not_run_dials_again() -> None
             Dialer(selector, DataAddress(*server.getsockname()), Introduction(GENERATION, "w0", "w1"), KEY)
         ) as dialer,
     ):
-
-        def go_on() -> None:
-            for key, _ in selector.select(DEADLINE_S):
-                key.data()
-
-        dialer.dial_if_due()
-        go_on()
+        assert dialer.run(DEADLINE_S)
         with server.accept()[0] as sock:
             listener = ListenerHandshake(Purpose.DATA)
             while listener.subject is None:
                 listener.feed(sock.recv(listener.missing))
             sock.sendall(listener.challenge(KEY))
-        go_on()
+        assert dialer.run(DEADLINE_S)
         assert not dialer.is_done
         assert dialer.failure.endswith(" (the other side closed the connection)")
         assert dialer.retry_at_s is not None
+
+
+def test_an_error_in_a_connection_that_is_in_use_is_not_lost_in_its_release() -> None:
+    class Reading(Acceptor):
+        """Reads at once what has come behind the proof, as messages may."""
+
+        def _use(self, caller: Caller, proof: bytes) -> None:
+            super()._use(caller, proof)
+            raise ProtocolError("a message is too long")
+
+    introduction = Introduction(GENERATION, "w0", "w1")
+    with (
+        contextlib.closing(DataListener()) as listener,
+        selectors.DefaultSelector() as selector,
+        contextlib.closing(Dialer(selector, listener.address, introduction, KEY)) as dialer,
+        contextlib.closing(Reading(selector, listener, introduction, KEY)),
+    ):
+
+        def connect() -> None:
+            deadline_s = time.monotonic() + DEADLINE_S
+            while time.monotonic() < deadline_s:
+                dialer.run(0.01)
+
+        with pytest.raises(ProtocolError, match="a message is too long"):
+            connect()
 
 
 # Several addresses --------------------------------------------------------------------------------------------
@@ -341,9 +360,7 @@ def connect(listener: DataListener, address: DataAddress) -> str:
     ):
         while not (dialer.is_done and acceptor.is_done):
             assert time.monotonic() < began_s + DEADLINE_S, dialer.failure
-            dialer.dial_if_due()
-            for key, _ in selector.select(0.01):
-                key.data()
+            dialer.run(0.01)
         for end in (dialer, acceptor):
             end.take().close()
         return dialer.failure

@@ -16,8 +16,7 @@ from farandole.training.collectives import device_transport
 from farandole.training.collectives.connection_pair import DTYPES
 from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.ring_store import ExchangedStore
-from farandole.training.collectives.torch_group import Construction
+from farandole.training.collectives.torch_group import Construction, ExchangedStore
 from farandole.training.collectives.transport import Reduction
 from farandole.training.collectives.transport_choice import host_transport
 from tests.support import rings

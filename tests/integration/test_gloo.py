@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from farandole.errors import ConfigError, GenerationEnded, PeerLost
-from farandole.training.collectives.connection_pair import dtype_code
 from farandole.training.collectives.kept_group import KeptGroup
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.ring_header import Header, TransportOperation
+from farandole.training.collectives.ring_header import TransportOperation
 from farandole.training.collectives.transport import Reduction, Transport
 from tests.support import gloo_transport, rings
 from tests.support.gloo_transport import GlooTransport, shut_down_connections, use_gloo
@@ -46,9 +45,7 @@ def stuck(
                 outcome.set_exception(error)
 
         threading.Thread(target=reduce, daemon=True).start()
-        header = Header(
-            TransportOperation.ALL_REDUCE, pair[1].next_sequence, dtype_code(tensor.dtype), Reduction.SUM, 4 * NUMEL, 0
-        )
+        header = pair[1].next_header(TransportOperation.ALL_REDUCE, tensor, Reduction.SUM)
         pair[1].exchange(header, b"")
         until(lambda: transports[0]._group._work is not None)
         try:
@@ -122,7 +119,7 @@ def test_200_generations_leave_no_descriptor_and_no_thread_behind(is_lasting: bo
 def test_an_address_that_gloo_cannot_use_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with listeners(2) as opened:
         pair = [each for each in rings.build(opened).transports if isinstance(each, RingTransport)]
-        monkeypatch.setattr(type(pair[0]._connections), "host", property(lambda _: "no.such.host.invalid"))
+        monkeypatch.setattr(gloo_transport, "host_of", lambda _: "no.such.host.invalid")
         outcomes = rings.outcomes_in_threads(2, lambda rank: use_gloo(pair[rank]))
         for each in pair:
             each.close()

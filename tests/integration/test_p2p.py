@@ -97,6 +97,10 @@ def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
             one.send(1, b"trailer")
 
 
+def address_of(p2p: PointToPoint) -> tuple[str, int]:
+    return p2p._listener.address.host, p2p._listener.address.port
+
+
 @pytest.mark.parametrize(
     ("dialer", "generation", "channel"),
     [("w9", P2P_GENERATION, CHANNEL), ("w1", GenerationId(1, 1, 6, "nonce"), CHANNEL), ("w1", P2P_GENERATION, 0)],
@@ -104,13 +108,13 @@ def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
 def test_a_caller_of_another_job_generation_or_channel_is_hung_up_on(
     dialer: str, generation: GenerationId, channel: int
 ) -> None:
-    with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
+    with p2p_group(2) as (one, _), socket.create_connection(address_of(one), 5) as sock:
         sock.sendall(hello(Introduction(generation, dialer, "w0", channel)))
         assert sock.recv(100) == b""
 
 
 def test_nobody_writes_who_does_not_know_the_key() -> None:
-    with p2p_group(2) as (one, _), socket.create_connection((one.address.host, one.address.port), 5) as sock:
+    with p2p_group(2) as (one, _), socket.create_connection(address_of(one), 5) as sock:
         expected = one.expect(1, b"trailer")
         sock.sendall(hello(Introduction(P2P_GENERATION, "w1", "w0", CHANNEL)))
         assert len(sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES

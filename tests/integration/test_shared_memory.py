@@ -14,7 +14,7 @@ import torch
 
 from farandole.errors import CollectiveMismatch, ConfigError, GenerationEnded
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.shared_memory_exchange import Wanted
+from farandole.training.collectives.shared_memory_group import Wanted
 from farandole.training.collectives.shared_memory_tensors import shareable_zeros
 from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.training.collectives.transport_choice import Way, choose

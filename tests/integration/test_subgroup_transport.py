@@ -22,7 +22,7 @@ from farandole.training.collectives.connection_pair import DTYPES
 from farandole.training.collectives.control_blocks import ControlBlockRefs, OwnControlBlocks
 from farandole.training.collectives.p2p_transport import P2PTransport
 from farandole.training.collectives.point_to_point import PointToPoint
-from farandole.training.collectives.shared_memory_exchange import Wanted
+from farandole.training.collectives.shared_memory_group import Wanted
 from farandole.training.collectives.subgroup_transport import SubgroupTransport, connect_members
 from farandole.training.collectives.transport import Reduction
 from tests.support.rings import in_threads, outcomes_in_threads, p2p_group

@@ -17,7 +17,7 @@ import torch
 
 from farandole.errors import CollectiveMismatch, GenerationEnded, PeerLost
 from farandole.training.collectives.connection_pair import DTYPES
-from farandole.training.collectives.host_layout import layout
+from farandole.training.collectives.hierarchical_transport import layout
 from farandole.training.collectives.transport import Reduction, Transport
 from tests.support import rings
 from tests.support.rings import DEADLINE_S, HOSTS, LASTING_GLOO, Ring, listeners, needs_reconfigure

@@ -36,9 +36,8 @@ from farandole.training.collectives.kept_group import (
     make_reconfigurable,
 )
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.ring_header import Header, TransportOperation
-from farandole.training.collectives.ring_store import ExchangedStore
-from farandole.training.collectives.torch_group import NO_LIMIT_S, OPS, Construction, GroupOperations
+from farandole.training.collectives.ring_header import TransportOperation
+from farandole.training.collectives.torch_group import NO_LIMIT_S, OPS, Construction, ExchangedStore, GroupOperations
 from farandole.training.collectives.transport import Reduction
 
 logger = logging.getLogger("farandole")
@@ -140,9 +139,14 @@ def connect_gloo(ring: RingTransport, kept: KeptGroup | None = None) -> GlooGrou
         kept.is_used_by(group)
         return group
     if any(each.handle for each in offers):  # a rank that has made an offer may have no device for a new group
-        device, problem = _gloo_device(ring.host)
+        device, problem = _gloo_device(host_of(ring))
         _exchange_answers(ring, _Answer(problem=problem))
     return _connected(ring, lambda store: dist.ProcessGroupGloo(store, ring.rank, ring.size, _options(device)))
+
+
+def host_of(ring: RingTransport) -> str:
+    """Return the address of this host on the route to the next rank."""
+    return str(ring._connections._to_next.getsockname()[0])
 
 
 def _own_part(ring: RingTransport, kept: KeptGroup | None) -> tuple[ReconfigurableGroup | None, object, str]:
@@ -151,7 +155,7 @@ def _own_part(ring: RingTransport, kept: KeptGroup | None) -> tuple[Reconfigurab
     lasting = None if kept is None else kept.take()
     if lasting is not None:
         return lasting, None, ""
-    device, problem = _gloo_device(ring.host)
+    device, problem = _gloo_device(host_of(ring))
     if kept is None or problem:
         return None, device, problem
 
@@ -188,7 +192,7 @@ def _connected(
     construction = Construction(ring, make, lambda _: None, lambda _: None, _CONNECT_TIMEOUT_S, "gloo")
     group = construction.finish()
     if isinstance(group, str):
-        header = Header(TransportOperation.BARRIER, ring.next_sequence, trailer_bytes=1)
+        header = ring.next_header(TransportOperation.BARRIER, trailer_bytes=1)
         ring.end_by(Broken("receive", f"Gloo cannot connect: {group}"), header)
     own = find_listening_address(b"".join(construction.store.mine.values()))
     answers = _exchange_answers(

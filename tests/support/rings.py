@@ -19,8 +19,7 @@ from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.link_messages import Start
 from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
-from farandole.training.collectives.hierarchical_transport import share_memory_within_hosts
-from farandole.training.collectives.host_layout import layout
+from farandole.training.collectives.hierarchical_transport import layout, share_memory_within_hosts
 from farandole.training.collectives.kept_group import KeptGroup
 from farandole.training.collectives.nccl_transport import NcclGroups
 from farandole.training.collectives.point_to_point import Endpoint, PointToPoint
@@ -238,12 +237,11 @@ def with_devices(built: Transport, choice: str) -> Transport:
         return OnDevice(built, "cuda:0") if choice in ("cuda", "nccl") else built
     host = share_memory(built)
     assert not isinstance(host, str), host
-    staged = StagedTransport(host)
     if choice == "device":
-        return DeviceTransport(staged, built, GlooDevices(built.rank), is_required=True)
+        return DeviceTransport(host, built, GlooDevices(built.rank), is_required=True)
     if choice == "cuda":
-        return OnDevice(staged, "cuda:0")
-    return OnDevice(DeviceTransport(staged, built, NcclGroups(), is_required=True), f"cuda:{built.rank}")
+        return OnDevice(StagedTransport(host), "cuda:0")
+    return OnDevice(DeviceTransport(host, built, NcclGroups(), is_required=True), f"cuda:{built.rank}")
 
 
 class GlooDevices:

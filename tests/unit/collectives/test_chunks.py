@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from farandole.training.collectives.chunks import blocks, chunk_bounds
+from farandole.training.collectives.ring_schedules import blocks, chunk_bounds
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

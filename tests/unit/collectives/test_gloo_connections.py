@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from farandole.training.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.torch_group import ExchangedStore
 from tests.support.gloo_transport import (
     find_connections,
     find_listening_address,

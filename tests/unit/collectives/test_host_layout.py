@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.training.collectives.host_layout import HostLayout, layout, pack_trailers, unpack_trailers
+from farandole.training.collectives.hierarchical_transport import HostLayout, layout, pack_trailers, unpack_trailers
 
 
 def test_the_ranks_of_a_host_need_not_follow_each_other() -> None:

@@ -17,7 +17,7 @@ from farandole.training.collectives.kept_group import (
     agreed_members,
     make_reconfigurable,
 )
-from farandole.training.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.torch_group import ExchangedStore
 from tests.support.rings import needs_reconfigure
 
 pytestmark = pytest.mark.core

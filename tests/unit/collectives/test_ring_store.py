@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.training.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.torch_group import ExchangedStore
 
 
 @pytest.fixture

@@ -6,30 +6,30 @@ import pytest
 from hypothesis import given, strategies as st
 
 from farandole.errors import ConfigError
-from farandole.training.optim.bucket_size import Surroundings, bucket_sizes, bytes_of, cut
+from farandole.training.optim.bucket_size import bucket_sizes, bytes_of, cut, has_core_to_spare
 
 pytestmark = pytest.mark.core
 
 MB = 1 << 20
 
 
-def around(cores: int = 4, local_size: int = 2, threads: int = 1, is_by_network: bool = True) -> Surroundings:
-    return Surroundings(cores, local_size, threads, is_by_network)
+def has_core(cores: int = 4, local_size: int = 2, threads: int = 1, is_by_network: bool = True) -> bool:
+    return has_core_to_spare(cores, local_size, threads, is_by_network, is_on_device=False)
 
 
 def test_a_core_is_to_spare_when_workers_and_their_threads_leave_one() -> None:
-    assert around().has_core_to_spare
-    assert not around(cores=2).has_core_to_spare
-    assert not around(threads=2).has_core_to_spare
-    assert around(cores=1 + 8, local_size=8).has_core_to_spare
+    assert has_core()
+    assert not has_core(cores=2)
+    assert not has_core(threads=2)
+    assert has_core(cores=1 + 8, local_size=8)
 
 
 def test_through_shared_memory_nothing_goes_on_in_the_background() -> None:
-    assert not around(cores=64, is_by_network=False).has_core_to_spare
+    assert not has_core(cores=64, is_by_network=False)
 
 
 def test_where_a_device_computes_cores_are_to_spare() -> None:
-    assert Surroundings(1, 4, 1, is_by_network=False, is_on_device=True).has_core_to_spare
+    assert has_core_to_spare(1, 4, 1, is_by_network=False, is_on_device=True)
 
 
 def sizes(

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from farandole.training.optim.buckets import Buckets
-from farandole.training.optim.small_gradients import SmallGradients
+from farandole.training.optim.buckets import Buckets, SmallGradients
 
 pytestmark = pytest.mark.core
 

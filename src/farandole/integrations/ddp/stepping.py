@@ -10,8 +10,8 @@ import torch
 
 from farandole.errors import ConfigError
 from farandole.integrations.ddp.module_path import ModuleGradients, ModulePath
+from farandole.training.optim.distributed_optimizer import decide_along, step_along
 from farandole.training.optim.optimizer_mixin import OwnMethods, become, closure_of, zeroing
-from farandole.training.optim.optimizer_step import decide_along, step_along
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
 

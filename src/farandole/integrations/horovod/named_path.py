@@ -28,8 +28,7 @@ from farandole.integrations.horovod.named_buckets import NamedBuckets, fits, may
 from farandole.integrations.horovod.undivided_check import UndividedCheck
 from farandole.training.collectives import world
 from farandole.training.optim.compression import Compressor, NoneCompressor
-from farandole.training.optim.end_of_pass import at_end_of_pass
-from farandole.training.optim.optimizer_mixin import counts_passes
+from farandole.training.optim.optimizer_mixin import at_end_of_pass, counts_passes
 from farandole.training.optim.options import Options
 from farandole.training.optim.passes import Passes
 

@@ -5,7 +5,6 @@ It is used without a launcher, before admission, and by the last survivor.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,18 +25,11 @@ class AloneTransport:
     It refuses the calls that a ring would refuse, so that a script which runs alone also runs with others.
     """
 
+    rank, size = 0, 1
+
     def __init__(self, generation: int = 0) -> None:
         self._generation = generation
-        self._lock = threading.Lock()
         self._abort_reason: str | None = None
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         self._raise_if_ended("all_reduce")
@@ -72,12 +64,9 @@ class AloneTransport:
         return False
 
     def abort(self, reason: str) -> None:
-        with self._lock:
-            if self._abort_reason is None:
-                self._abort_reason = reason
+        self._abort_reason = self._abort_reason or reason
 
     def close(self) -> None:
-        """Make later calls raise GenerationEnded."""
         self.abort("its transport was closed")
 
     def _raise_if_ended(self, op: str) -> None:

@@ -23,10 +23,6 @@ class Background:
         self._waiting = 0
         self._error: BaseException | None = None
 
-    @property
-    def is_busy(self) -> bool:
-        return self._waiting > 0
-
     def add(self, task: Callable[[], object]) -> None:
         with self._condition:
             self._waiting += 1

@@ -22,7 +22,7 @@ import torch
 from farandole.base.liveness.status_reporting import report_progress
 from farandole.base.machine import close_at_fork, now_s
 from farandole.errors import CollectiveMismatch
-from farandole.training.collectives.encrypted_socket import DataSocket, EncryptedSocket
+from farandole.training.collectives.encrypted_socket import DataSocket, EncryptedSocket, has_input
 from farandole.training.collectives.transport import Reduction
 
 Outgoing: TypeAlias = deque[memoryview]  # the data for the next rank
@@ -70,17 +70,13 @@ class ConnectionPair:
         self._check, self._slice_ms = check, _SLICE_MS
         self._may_spin = may_spin
         self._poll = select.poll()
-        self._cannot_send: str | None = None
+        self.cannot_send: str | None = None
+        """The reason why the next rank cannot be reached any more; None while it can."""
         self._has_lost_previous = False
         self.still_since_s: float | None = None
         """The time since when `move` has waited without progress; None while data moves. Other threads read it."""
         to_next.setblocking(False)
         from_previous.setblocking(False)
-
-    @property
-    def cannot_send(self) -> str | None:
-        """The reason why the next rank cannot be reached any more; None while it can."""
-        return self._cannot_send
 
     def look_around(self, check: Callable[[], None], every_s: float) -> None:
         """Replace `check` by the given function, and call it every `every_s` seconds."""
@@ -101,15 +97,6 @@ class ConnectionPair:
         return (
             previous.peek(nbytes) if isinstance(previous, EncryptedSocket) else previous.recv(nbytes, socket.MSG_PEEK)
         )
-
-    def _has_hidden_input(self) -> bool:
-        """Return whether bytes may have been received that poll() does not show."""
-        return isinstance(self._from_previous, EncryptedSocket) and self._from_previous.has_input
-
-    @property
-    def host(self) -> str:
-        """The address of this end of the connection to the next rank."""
-        return str(self._to_next.getsockname()[0])
 
     def move(self, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool) -> Broken | None:
         """Run a schedule to its end. Return None, or the connection that failed.
@@ -135,12 +122,12 @@ class ConnectionPair:
                     return Broken("receive", received)
                 moved = moved or received > 0
                 wanted = wanted[received:] or _next_buffer(schedule)
-            if wanted is None and (not outgoing or (is_done_when_received and self._cannot_send)):
+            if wanted is None and (not outgoing or (is_done_when_received and self.cannot_send)):
                 return None
             if moved:
                 self.still_since_s, left = None, spins
-            elif outgoing and self._cannot_send:
-                return Broken("send", self._cannot_send)
+            elif outgoing and self.cannot_send:
+                return Broken("send", self.cannot_send)
             elif left:
                 left -= 1
             else:
@@ -155,11 +142,11 @@ class ConnectionPair:
         Once a neighbour has gone, only `wake` counts. Raises the errors of `check`, and CollectiveMismatch when the
         next rank reports one.
         """
-        if self._has_hidden_input() and not self._has_lost_previous and (arrived := self._has_data()) is not None:
+        if has_input(self._from_previous) and not self._has_lost_previous and (arrived := self._has_data()) is not None:
             return arrived
         poll = select.poll()
         poll.register(wake, select.POLLIN)
-        if not (self._has_lost_previous or self._cannot_send):
+        if not (self._has_lost_previous or self.cannot_send):
             poll.register(self._previous_fd, select.POLLIN)
             poll.register(self._next_fd, select.POLLIN)
         events = dict(poll.poll(_SLICE_MS))
@@ -174,17 +161,17 @@ class ConnectionPair:
 
     def interruption(self) -> Interruption | None:
         """Return, without waiting, a reason to stop waiting for something else. Raises as wait_for_data()."""
-        if self._cannot_send:
-            return Broken("send", self._cannot_send)
+        if self.cannot_send:
+            return Broken("send", self.cannot_send)
         poll = select.poll()
         poll.register(self._previous_fd, select.POLLIN)
         poll.register(self._next_fd, select.POLLIN)
         events = dict(poll.poll(0))
         if self._next_fd in events:
             self._receive_reason()
-        if self._cannot_send:
-            return Broken("send", self._cannot_send)
-        if self._previous_fd in events or self._has_hidden_input():
+        if self.cannot_send:
+            return Broken("send", self.cannot_send)
+        if self._previous_fd in events or has_input(self._from_previous):
             has_data = self._has_data()
             if has_data is not None:
                 return PeerCalled() if has_data else Broken("receive", "end of file")
@@ -220,7 +207,7 @@ class ConnectionPair:
 
     def _send(self, outgoing: Outgoing) -> bool:
         """Return whether any bytes were sent."""
-        if self._cannot_send:
+        if self.cannot_send:
             return False
         try:
             sent = self._to_next.sendmsg(islice(outgoing, _BUFFERS_PER_SEND))
@@ -228,7 +215,7 @@ class ConnectionPair:
             return False
         except OSError as error:
             self._receive_reason()
-            self._cannot_send = self._cannot_send or str(error)
+            self.cannot_send = self.cannot_send or str(error)
             return False
         while outgoing and sent >= len(outgoing[0]):
             sent -= len(outgoing.popleft())
@@ -252,7 +239,7 @@ class ConnectionPair:
         else:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(self._previous_fd)
-        if self._cannot_send:
+        if self.cannot_send:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(self._next_fd)
         else:
@@ -273,11 +260,11 @@ class ConnectionPair:
         except BlockingIOError:
             return
         except OSError as error:
-            self._cannot_send = str(error)
+            self.cannot_send = str(error)
             return
         if reason:
             raise CollectiveMismatch(reason.decode(errors="replace"))
-        self._cannot_send = "end of file"
+        self.cannot_send = "end of file"
 
 
 def _next_buffer(schedule: Iterator[memoryview]) -> memoryview | None:
@@ -295,15 +282,11 @@ class Wake:
         self._receiver, self._sender = socket.socketpair()
         close_at_fork(self._receiver)
         close_at_fork(self._sender)
-        self._is_set = False
+        self.is_set = False
 
     @property
     def descriptor(self) -> int:
         return self._receiver.fileno()
-
-    @property
-    def is_set(self) -> bool:
-        return self._is_set
 
     @property
     def is_open(self) -> bool:
@@ -318,14 +301,14 @@ class Wake:
 
     def set(self) -> None:
         """Set the flag, while it is open."""
-        if not self._is_set:
-            self._is_set = True  # first: a thread that finds the descriptor readable reads this without the lock
+        if not self.is_set:
+            self.is_set = True  # first: a thread that finds the descriptor readable reads this without the lock
             self._sender.send(b"\0")
 
     def clear(self) -> None:
-        if self._is_set:
+        if self.is_set:
             self._receiver.recv(1)
-            self._is_set = False
+            self.is_set = False
 
     def close(self) -> None:
         self._receiver.close()

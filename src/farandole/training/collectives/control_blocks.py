@@ -1,4 +1,5 @@
-"""The control block of each rank of a host, in shared memory: its progress, and two message slots.
+"""The control block of each rank of a host, in shared memory: its progress, and two message slots; and the barrier that
+is made of the progress of all.
 
 A rank writes its own control block and reads the others'. The counter counts *arrivals*: an operation has one or more,
 the same number on all ranks, and data that a rank stored before it arrived is visible to a rank that sees it arrive.
@@ -8,13 +9,18 @@ previous message in it before they arrived again.
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import functools
+import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
-from farandole.training.collectives.futex import futex_wait, futex_wake
+from farandole.base.liveness.status_reporting import WaitingForPeers
+from farandole.base.machine import may_spin
 from farandole.training.collectives.shared_memory_tensors import (
     SegmentRef,
     can_share_memory,
@@ -75,6 +81,111 @@ class ControlBlock:
     def wake(self) -> None:
         """Wake all ranks that wait for this one, for a check."""
         futex_wake(self._address)
+
+
+# A barrier: a waiting rank spins for a moment, then sleeps ------------------------------------------------------------
+
+TroubleT = TypeVar("TroubleT")
+
+# One check takes about 0.1 us. A sleep and a wake-up take 10 to 50 us, of a core that others could use.
+_SPINS = 300
+_SLEEP_S = 0.002  # between two checks; an abort wakes at once, except in the moment before falling asleep
+
+
+class MemoryBarrier(Generic[TroubleT]):
+    """A barrier on the `control_blocks` of all ranks, by rank. For one thread; wake() is for any.
+
+    `look_around` is called every few milliseconds while this rank sleeps; it returns a reason to stop waiting, or None.
+    """
+
+    def __init__(
+        self, rank: int, control_blocks: Sequence[ControlBlock], look_around: Callable[[], TroubleT | None]
+    ) -> None:
+        self._mine = control_blocks[rank]
+        self._others = [control_block for other, control_block in enumerate(control_blocks) if other != rank]
+        self._look_around = look_around
+        self._spins = _SPINS if may_spin(len(control_blocks)) else 0
+        self._times = 0
+
+    def arrive(self) -> None:
+        """Announce that all data that this rank has stored so far is visible."""
+        self._times += 1
+        self._mine.arrive()
+
+    def wait(self) -> TroubleT | None:
+        """Wait until all ranks have arrived as often as this one. Return None, or the reason to stop waiting.
+
+        An arrival stays valid: a complete operation counts, even if a rank was lost since.
+        """
+        for control_block in self._others:
+            for _ in range(self._spins):
+                if control_block.has_arrived(self._times):
+                    break
+            if not control_block.has_arrived(self._times):
+                with WaitingForPeers():
+                    trouble = self._sleep_until_arrival(control_block)
+                if trouble is not None:
+                    return trouble
+        return None
+
+    def _sleep_until_arrival(self, control_block: ControlBlock) -> TroubleT | None:
+        while not control_block.has_arrived(self._times):
+            trouble = self._look_around()
+            # Checked again: its arrival may have been its last action before it left.
+            if trouble is not None and not control_block.has_arrived(self._times):
+                return trouble
+            control_block.wait(self._times, _SLEEP_S)
+        return None
+
+    def wake(self) -> None:
+        """Make this rank check now. Callable from any thread. The others check too, and sleep on."""
+        for control_block in self._others:
+            control_block.wake()
+
+
+# Linux's futex(2), through the C library ------------------------------------------------------------------------------
+
+_SYSCALL = 202  # on x86-64
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 2**31 - 1
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def futex_wait(address: int, value: int, timeout_s: float) -> None:
+    """Sleep while the 32-bit word at `address` is `value`, until futex_wake() or for `timeout_s`. May return early.
+
+    Releases the interpreter's lock. Raises OSError for an address that is not mapped.
+    """
+    whole = int(timeout_s)
+    limit = _TimeSpec(whole, int((timeout_s - whole) * 1e9))
+    if _syscall()(_SYSCALL, address, _WAIT, value, ctypes.byref(limit), None, 0) == -1:
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(number, os.strerror(number))
+
+
+def futex_wake(address: int) -> None:
+    """Wake all threads, in all processes, that sleep on the word at `address`."""
+    _syscall()(_SYSCALL, address, _WAKE, _EVERYBODY, None, None, 0)
+
+
+@functools.cache
+def _syscall() -> Callable[..., int]:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+    ]
+    return call
 
 
 # Construction from a ring ---------------------------------------------------------------------------------------------

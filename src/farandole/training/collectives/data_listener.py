@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 from farandole.base.machine import network_stack, now_s
 from farandole.base.membership import DataAddress
 from farandole.base.wire.authentication import Introduction, ListenerHandshake, Purpose, Role, decode_introduction
 from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.listening import FailureBudget
-from farandole.errors import ProtocolError
+from farandole.errors import AuthenticationError, ProtocolError
 from farandole.training.collectives.dialer import tune
 from farandole.training.collectives.encrypted_socket import (
     DataSocket,
@@ -199,6 +201,72 @@ class DataListener:
             sock.close()
         for caller in list(self.callers):
             self.drop(caller)
+
+
+class Reception:
+    """Listens to all callers at once, so that no caller can delay another. The events of `selector` carry the function
+    to call.
+
+    A subclass judges introductions, and uses the connections of callers that have proved their identity; where it
+    raises OSError or ProtocolError, the caller is disconnected. `dialers` and `is_limited` are those of surplus() and
+    accept().
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, listener: DataListener, dialers: int = 1, is_limited: bool = False
+    ) -> None:
+        self._selector, self._listener = selector, listener
+        self._dialers, self._is_limited = dialers, is_limited
+        for sock in listener.socks:
+            selector.register(sock, selectors.EVENT_READ, self._welcome)
+
+    def _judge(self, caller: Caller, introduction: Introduction) -> None:
+        """Answer a caller, disconnect it, or leave it for another build."""
+        raise NotImplementedError
+
+    def _use(self, caller: Caller, proof: bytes) -> None:
+        """Send this side's proof to the caller, which has proved itself, and release its connection."""
+        raise NotImplementedError
+
+    def drop_surplus(self) -> None:
+        """Disconnect surplus and overdue callers. To be called periodically."""
+        for old in self._listener.surplus(self._dialers):
+            self._drop(old)
+
+    def _welcome(self) -> None:
+        while (caller := self._listener.accept(self._is_limited)) is not None:
+            self._watch(caller)
+            self.drop_surplus()
+
+    def _watch(self, caller: Caller) -> None:
+        self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._read_caller, caller))
+
+    def _read_caller(self, caller: Caller) -> None:
+        if caller not in self._listener.callers:
+            return  # dropped by an earlier event of the same round
+        try:
+            outgoing = caller.receive()
+        except BlockingIOError:
+            return
+        except (OSError, AuthenticationError, ProtocolError):
+            self._drop(caller)
+            return
+        self._go_on(caller, outgoing)
+
+    def _go_on(self, caller: Caller, outgoing: bytes = b"") -> None:
+        try:
+            if caller.is_proved:
+                self._use(caller, outgoing)
+            elif caller.introduction is not None and not caller.is_answered:
+                self._judge(caller, caller.introduction)
+        except (OSError, ProtocolError):
+            if caller not in self._listener.callers:
+                raise  # its connection is in use already
+            self._drop(caller)
+
+    def _drop(self, caller: Caller) -> None:
+        self._selector.unregister(caller.sock)
+        self._listener.drop(caller)
 
 
 def _listening_socket(host: str, port: int) -> socket.socket:

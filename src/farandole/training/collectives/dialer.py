@@ -13,7 +13,6 @@ import ipaddress
 import os
 import selectors
 import socket
-from collections.abc import Callable
 
 from farandole.base.machine import close_at_fork, now_s
 from farandole.base.membership import Address, DataAddress
@@ -56,11 +55,9 @@ class Dialer:
         tls: Certificates | None = None,
         send_bytes: int = SEND_BYTES,
     ) -> None:
-        self._hosts = address.hosts
-        self._waiting = [
-            _Attempt(selector, Address(host, address.port), introduction, key, tls, send_bytes, self._use)
-            for host in hosts_to_try(address, own)
-        ]
+        self.selector, self.tls, self.send_bytes = selector, tls, send_bytes
+        self._hosts, self._key, self._subject = address.hosts, key, introduction.encode()
+        self._waiting = [_Attempt(self, Address(host, address.port)) for host in hosts_to_try(address, own)]
         self._begun: list[_Attempt] = []
         self._begun_s = now_s()  # the time of the newest one
         self._proved: _Attempt | None = None
@@ -77,7 +74,7 @@ class Dialer:
 
     @property
     def retry_at_s(self) -> float | None:
-        """When `dial_if_due` makes the next attempt; None while all of them are in progress."""
+        """When the next attempt is made; None while all of them are in progress."""
         if self.is_done:
             return None
         times = [attempt.retry_at_s for attempt in self._begun if attempt.retry_at_s is not None]
@@ -85,16 +82,16 @@ class Dialer:
             times.append(self._next_s())
         return min(times, default=None)
 
-    def dial_if_due(self) -> None:
-        """Start the next attempts if they are due."""
-        if self.is_done:
-            return
-        for attempt in self._begun:
-            attempt.dial_if_due()
-        while self._waiting and self._next_s() <= now_s():
-            self._begun_s = now_s()
-            self._begun.append(self._waiting.pop(0))
-            self._begun[-1].dial_if_due()
+    def run(self, within_s: float) -> bool:
+        """Start the attempts that are due, then handle the events of the selector that come within this time, or until
+        the next attempt is due. Return whether there were any."""
+        self._dial_if_due()
+        if self.retry_at_s is not None:
+            within_s = min(within_s, self.retry_at_s - now_s())
+        events = self.selector.select(max(0.0, within_s))
+        for key, _ in events:
+            key.data()
+        return bool(events)
 
     def take(self) -> DataSocket:
         """Return the proved connection, which the caller owns from now on."""
@@ -106,13 +103,27 @@ class Dialer:
         for attempt in self._begun:
             attempt.close()
 
+    def _dial_if_due(self) -> None:
+        if self.is_done:
+            return
+        for attempt in self._begun:
+            attempt.dial_if_due()
+        while self._waiting and self._next_s() <= now_s():
+            self._begun_s = now_s()
+            self._begun.append(self._waiting.pop(0))
+            self._begun[-1].dial_if_due()
+
     def _next_s(self) -> float:
         """Return when the next address is tried."""
         if all(attempt.has_failed for attempt in self._begun):
             return self._begun_s
         return self._begun_s + (_BUSY_S if any(attempt.is_connected for attempt in self._begun) else _NEXT_S)
 
-    def _use(self, proved: _Attempt) -> None:
+    def new_handshake(self) -> DialerHandshake:
+        return DialerHandshake(Purpose.DATA, self._key, self._subject)
+
+    def use(self, proved: _Attempt) -> None:
+        """Use this attempt, whose connection is proved, and end the others."""
         self._proved = proved
         for attempt in self._begun:
             if attempt is not proved:
@@ -121,7 +132,7 @@ class Dialer:
 
 
 class _Attempt:
-    """Dials one address repeatedly until a connection is proved; `on_proved` is called then.
+    """Dials one address repeatedly until a connection is proved.
 
     failure       why the last attempt failed
     has_failed    one has
@@ -129,20 +140,9 @@ class _Attempt:
     retry_at_s    when `dial_if_due` makes the next attempt; None while one is in progress
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        address: Address,
-        introduction: Introduction,
-        key: bytes,
-        tls: Certificates | None,
-        send_bytes: int,
-        on_proved: Callable[[_Attempt], None],
-    ) -> None:
-        self._selector, self.address, self._key, self._tls = selector, address, key, tls
-        self._send_bytes = send_bytes
-        self._subject, self._on_proved = introduction.encode(), on_proved
-        self._handshake = DialerHandshake(Purpose.DATA, key, self._subject)
+    def __init__(self, dialer: Dialer, address: Address) -> None:
+        self._dialer, self._selector, self.address = dialer, dialer.selector, address
+        self._handshake = dialer.new_handshake()
         self._sock: DataSocket | None = None
         self.failure = "no answer"
         self.has_failed = self.is_connected = False
@@ -153,14 +153,14 @@ class _Attempt:
         if self.retry_at_s is None or now_s() < self.retry_at_s:
             return
         self.retry_at_s = None
-        self._handshake = DialerHandshake(Purpose.DATA, self._key, self._subject)
+        self._handshake = self._dialer.new_handshake()
         try:
             raw = socket.socket(socket.AF_INET6 if ":" in self.address.host else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:  # a kernel without IPv6
             self._fail(str(error))
             return
         tune(raw)
-        sock = self._sock = encrypted(raw, self._tls, Role.DIALER)
+        sock = self._sock = encrypted(raw, self._dialer.tls, Role.DIALER)
         self._selector.register(sock, selectors.EVENT_WRITE, lambda: self._on_connected(sock, raw))
         code = raw.connect_ex((self.address.host, self.address.port))
         if code not in (0, errno.EINPROGRESS):
@@ -190,7 +190,7 @@ class _Attempt:
             return
         self.is_connected = True
         if raw.getsockname()[0] == raw.getpeername()[0]:
-            tune_within_machine(raw, self._send_bytes)
+            tune_within_machine(raw, self._dialer.send_bytes)
         self._selector.modify(sock, selectors.EVENT_READ, lambda: self._introduce(sock))
         self._introduce(sock)
 
@@ -224,7 +224,7 @@ class _Attempt:
             self._hang_up(sock, str(error))
             return
         self._selector.unregister(sock)
-        self._on_proved(self)
+        self._dialer.use(self)
 
     def _hang_up(self, sock: DataSocket, why: str) -> None:
         self._selector.unregister(sock)

@@ -56,7 +56,8 @@ class EncryptedSocket:
         self._unsent = memoryview(b"")  # encrypted
         self._accepted = 0  # the bytes of the application in it
         self._peeked = bytearray()
-        self._has_begun = self._is_ready = False
+        self.has_begun = False  # the handshake
+        self._is_ready = False
         self._record = bytearray()  # of TLS, received in part
         self._own_key = b""
         self._offer = bytearray()  # of the other side
@@ -65,7 +66,7 @@ class EncryptedSocket:
     def handshake(self) -> bool:
         """Go on with the handshake without waiting, and return whether it is complete. Call it again when the socket
         becomes readable. Raises OSError when it fails, or the other side is gone."""
-        self._has_begun = True
+        self.has_begun = True
         while not self._is_ready:
             try:
                 self._is_ready = self._stream.handshake() and self._agree()
@@ -96,11 +97,6 @@ class EncryptedSocket:
         if self._offer[:1] == _SEALED and CAN_SEAL:
             self._sealed = SealedRecords(self._own_key, bytes(self._offer[1:]))
         return True
-
-    @property
-    def has_begun(self) -> bool:
-        """True when handshake() was called."""
-        return self._has_begun
 
     @property
     def has_input(self) -> bool:
@@ -163,11 +159,6 @@ class EncryptedSocket:
     def fileno(self) -> int:
         """Return the descriptor of the socket."""
         return self.raw.fileno()
-
-    def getsockname(self) -> tuple[str, int]:
-        """Return the address of this end."""
-        host, port = self.raw.getsockname()[:2]
-        return host, port
 
     def setblocking(self, flag: bool) -> None:
         """Keep the socket non-blocking."""

@@ -7,8 +7,10 @@ ring is that of the leaders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -19,7 +21,6 @@ from farandole.training.collectives.connection_pair import (
     PeerCalled,
     byte_view,
     combiner,
-    dtype_code,
     flat_view,
 )
 from farandole.training.collectives.control_blocks import (
@@ -29,20 +30,19 @@ from farandole.training.collectives.control_blocks import (
     MessageSlot,
     share_control_blocks,
 )
-from farandole.training.collectives.host_layout import HostLayout, pack_trailers, unpack_trailers
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
-from farandole.training.collectives.ring_schedules import Combine
+from farandole.training.collectives.ring_header import Header, TransportOperation
 from farandole.training.collectives.shared_memory_group import (
     MAX_PAYLOAD_BYTES,
     SharedMemoryGroup,
     add_data,
     combine_data,
+    trailers_of,
 )
-from farandole.training.collectives.transport import Reduction
+from farandole.training.collectives.transport import Reduction, refuse_source
 
 if TYPE_CHECKING:
-    from farandole.training.collectives.shard_tree import Division, Forest
+    from farandole.training.collectives.shard_tree import Division
 
 # All hosts cut at the same places, whatever each has to copy: one operation of a ring covers about one piece.
 _PIECE_BYTES = 4 << 20
@@ -56,24 +56,11 @@ class HierarchicalTransport:
 
     # The group must not refer to the transport: memory that only a cycle holds is not released with the generation.
     def __init__(self, rings: Rings, layout: HostLayout, control_blocks: Sequence[ControlBlock]) -> None:
+        self.rank, self.size = rings.whole.rank, rings.whole.size
         self._rings, self._layout = rings, layout
         self._group = SharedMemoryGroup(
-            layout.place,
-            layout.mates,
-            control_blocks,
-            rings.interruption,
-            rings.end_by,
-            _PIECE_BYTES,
-            is_always_in_pieces=True,
+            layout.place, layout.mates, control_blocks, rings, _PIECE_BYTES, is_always_in_pieces=True
         )
-
-    @property
-    def rank(self) -> int:
-        return self._rings.whole.rank
-
-    @property
-    def size(self) -> int:
-        return self._rings.whole.size
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
@@ -81,46 +68,61 @@ class HierarchicalTransport:
         if flat.numel() == 0 or len(trailer) > MAX_PAYLOAD_BYTES or trailers_bytes > DATA_BYTES:
             with self._rings.together():
                 return self._rings.whole.all_reduce(flat, trailer, op)
-        nbytes = flat.numel() * flat.element_size()
-        header = Header(
-            TransportOperation.ALL_REDUCE,
-            self._rings.whole.next_sequence,
-            dtype_code(flat.dtype),
-            op,
-            nbytes,
-            len(trailer),
-        )
+        header = self._rings.next_header(TransportOperation.ALL_REDUCE, flat, op, len(trailer))
+
+        def across(ring: RingTransport, parts: list[torch.Tensor], trailers: bytes) -> list[bytes]:
+            return ring.reduce_as(header, parts[0], trailers, combine)
+
         with self._rings.running(header):
-            if nbytes + trailers_bytes <= DATA_BYTES:
-                return self._reduce_small(header, trailer, flat, combine)
-            return self._reduce(header, trailer, flat, combine)
+            if flat.nbytes + trailers_bytes <= DATA_BYTES:
+                message_slots = self._group.post(header, trailer, flat)
+                if self._layout.place == 0:
+                    combine_data(flat, message_slots, combine, combine)
+                return self._finish_on_leader(header, message_slots, flat, [flat], across)
+
+            def finish(part: torch.Tensor, number: int, message_slots: list[MessageSlot]) -> None:
+                self._finish_part(header, message_slots, [part], across, has_trailers=number == 0)
+
+            message_slots = self._group.reduce(header, trailer, flat, combine, combine, self._layout.rings, finish)
+            return self._trailers(header, message_slots[0].data)
 
     def all_reduce_shards(
         self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
     ) -> list[bytes]:
-        flats = [flat_view(row) for row in rows]
-        nbytes, trailers_bytes = flats[0].numel() * flats[0].element_size(), len(trailer) * self.size
+        from farandole.training.collectives.shard_tree import merge  # loaded only in strict mode
+
+        flats, shards = [flat_view(row) for row in rows], division.shards
+        nbytes, trailers_bytes = flats[0].nbytes, len(trailer) * self.size
         if not nbytes or trailers_bytes > DATA_BYTES:
             with self._rings.together():
                 return self._rings.whole.all_reduce_shards(flats, division, trailer, factor)
-        operation, code = TransportOperation.ADD_SHARDS, dtype_code(flats[0].dtype)
-        header = Header(operation, self._rings.whole.next_sequence, code, division.shards, nbytes, len(trailer))
-        is_small = nbytes * max(map(len, division.forests)) + trailers_bytes <= DATA_BYTES
+        header = self._rings.next_header(TransportOperation.ADD_SHARDS, flats[0], shards, len(trailer))
+        by_host = [[division.forests[rank] for rank in host] for host in self._layout.hosts]
+        forests, forests_of_hosts = by_host[self._layout.host], [merge(tuple(each), shards).forest for each in by_host]
+
+        def across(ring: RingTransport, sums: list[torch.Tensor], trailers: bytes) -> list[bytes]:
+            return ring.add_shards_as(header, sums, forests_of_hosts, trailers, factor)
+
         with self._rings.running(header):
-            return (self._add_small if is_small else self._add)(header, trailer, flats, division, factor)
+            if nbytes * max(map(len, division.forests)) + trailers_bytes <= DATA_BYTES:
+                message_slots = self._group.post_rows(header, trailer, flats, forests)
+                sums = add_data(flats[0], message_slots, forests, shards) if self._layout.place == 0 else []
+                return self._finish_on_leader(header, message_slots, flats[0], sums, across)
+
+            def finish(sums: list[torch.Tensor], message_slots: list[MessageSlot]) -> None:
+                self._finish_part(header, message_slots, sums, across)
+
+            message_slots = self._group.add_shards(header, trailer, flats, forests, self._layout.rings, finish)
+            return self._trailers(header, message_slots[0].data)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if not 0 <= source < self.size:
-            raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
+        refuse_source(source, self.size)
         flat = flat_view(tensor)
         if flat.numel() == 0:
             with self._rings.together():
                 self._rings.whole.broadcast(flat, source)
             return
-        nbytes = flat.numel() * flat.element_size()
-        header = Header(
-            TransportOperation.BROADCAST, self._rings.whole.next_sequence, dtype_code(flat.dtype), source, nbytes
-        )
+        header = self._rings.next_header(TransportOperation.BROADCAST, flat, source)
         host, place = self._layout.find(source)
         is_here, is_alone = host == self._layout.host, self._group.size == 1
         with self._rings.running(header):
@@ -149,126 +151,79 @@ class HierarchicalTransport:
         self._group.wake()
 
     def close(self) -> None:
-        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self._rings.close()
         self._group.close()
 
-    # Tensors -----------------------------------------------------------------------------------------------
+    # Across the hosts --------------------------------------------------------------------------------------
 
     @property
     def _leaders(self) -> RingTransport:
         assert self._rings.across is not None, "every host has a leader"
         return self._rings.across
 
-    def _reduce_small(self, header: Header, trailer: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
-        """Reduce on the leader: all tensors of its host, then over the hosts; the other ranks copy its result."""
-        message_slots = self._group.post(header, trailer, flat)
+    def _finish_on_leader(
+        self,
+        header: Header,
+        message_slots: list[MessageSlot],
+        flat: torch.Tensor,
+        sums: list[torch.Tensor],
+        across: Across,
+    ) -> list[bytes]:
+        """Complete a small tensor on the leaders, who have the sums of their hosts: the other ranks copy the result.
+        The first of the sums is `flat`."""
         data = message_slots[0].data
-        nbytes = flat.numel() * flat.element_size()
+        result, trailers = data[: flat.nbytes].view(flat.dtype), data[flat.nbytes :]
         if self._layout.place == 0:
-            combine_data(flat, message_slots, combine, combine)
-            data[nbytes:][: len(trailer) * self.size] = self._across_leaders(header, flat, message_slots, combine)
-            data[:nbytes].view(flat.dtype).copy_(flat)
+            self._keep_trailers(header, trailers, self._across_leaders(header, message_slots, sums, across))
+            result.copy_(flat)
         self._group.meet(header)
         if self._layout.place:
-            flat.copy_(data[:nbytes].view(flat.dtype))
-        return self._trailers(data[nbytes:], len(trailer))
+            flat.copy_(result)
+        return self._trailers(header, trailers)
 
-    def _reduce(self, header: Header, trailer: bytes, flat: torch.Tensor, combine: Combine) -> list[bytes]:
-        """Reduce in parts: the first ranks of each host each reduce one, over the host and then over all hosts.
+    def _finish_part(
+        self,
+        header: Header,
+        message_slots: list[MessageSlot],
+        sums: list[torch.Tensor],
+        across: Across,
+        has_trailers: bool = True,
+    ) -> None:
+        """Complete a part of a large tensor: the first ranks of each host have one each, of their host, and reduce it
+        over all hosts.
 
         The trailers of all ranks travel with the leaders' first part, and wait in the leader's message slot for the
         others.
         """
-
-        def finish(part: torch.Tensor, number: int, message_slots: list[MessageSlot]) -> None:
-            if number == 0 and self._layout.place == 0:
-                message_slots[0].data[: len(trailer) * self.size] = self._across_leaders(
-                    header, part, message_slots, combine
-                )
-            elif self._rings.across is not None:
-                self._rings.across.reduce_as(header, part, b"", combine)
-
-        message_slots = self._group.reduce(header, trailer, flat, combine, combine, self._layout.rings, finish)
-        return self._trailers(message_slots[0].data, len(trailer))
-
-    def _add_small(
-        self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], division: Division, factor: float
-    ) -> list[bytes]:
-        """Add up shards as _reduce_small() reduces."""
-        forests = [division.forests[rank] for rank in self._layout.mates]
-        message_slots = self._group.post_rows(header, trailer, rows, forests)
-        data, result = message_slots[0].data, rows[0]
-        nbytes = result.numel() * result.element_size()
-        if self._layout.place == 0:
-            sums = add_data(result, message_slots, forests, division.shards)
-            trailers = self._add_across_leaders(header, sums, message_slots, division, factor)
-            data[nbytes:][: len(trailer) * self.size] = trailers
-            data[:nbytes].view(result.dtype).copy_(result)
-        self._group.meet(header)
-        if self._layout.place:
-            result.copy_(data[:nbytes].view(result.dtype))
-        return self._trailers(data[nbytes:], len(trailer))
-
-    def _add(
-        self, header: Header, trailer: bytes, rows: Sequence[torch.Tensor], division: Division, factor: float
-    ) -> list[bytes]:
-        """Add up shards as _reduce() reduces, as one piece."""
-
-        def finish(sums: list[torch.Tensor], message_slots: list[MessageSlot]) -> None:
-            if self._layout.place == 0:
-                trailers = self._add_across_leaders(header, sums, message_slots, division, factor)
-                message_slots[0].data[: len(trailer) * self.size] = trailers
-            elif self._rings.across is not None:
-                self._rings.across.add_shards_as(header, sums, self._forests_of_hosts(division), b"", factor)
-
-        forests = [division.forests[rank] for rank in self._layout.mates]
-        message_slots = self._group.add_shards(header, trailer, rows, forests, self._layout.rings, finish)
-        return self._trailers(message_slots[0].data, len(trailer))
-
-    def _add_across_leaders(
-        self,
-        header: Header,
-        sums: list[torch.Tensor],
-        message_slots: list[MessageSlot],
-        division: Division,
-        factor: float,
-    ) -> torch.Tensor:
-        """Add up the leaders' nodes over the hosts. Return as _across_leaders() does."""
-        packed = self._leaders.add_shards_as(
-            header, sums, self._forests_of_hosts(division), self._own_trailers(header, message_slots), factor
-        )
-        return self._joined(header, packed)
-
-    def _forests_of_hosts(self, division: Division) -> list[Forest]:
-        """Return the forest of each host: of the sums of its ranks."""
-        from farandole.training.collectives.shard_tree import merge  # loaded only in strict mode
-
-        forests = division.forests
-        return [merge(tuple(forests[rank] for rank in host), division.shards).forest for host in self._layout.hosts]
+        if self._layout.place == 0 and has_trailers:
+            packed = self._across_leaders(header, message_slots, sums, across)
+            self._keep_trailers(header, message_slots[0].data, packed)
+        elif self._rings.across is not None:
+            across(self._rings.across, sums, b"")
 
     def _across_leaders(
-        self, header: Header, part: torch.Tensor, message_slots: list[MessageSlot], combine: Combine
-    ) -> torch.Tensor:
-        """Reduce the leaders' part over the hosts. Return the trailers of all ranks, one after the other, as bytes."""
-        packed = self._leaders.reduce_as(header, part, self._own_trailers(header, message_slots), combine)
-        return self._joined(header, packed)
+        self, header: Header, message_slots: list[MessageSlot], sums: list[torch.Tensor], across: Across
+    ) -> list[bytes]:
+        """Reduce the leaders' sums over the hosts. Return the trailers of each host, as they travel."""
+        mine = pack_trailers(trailers_of(header, message_slots), self._layout.most_mates)
+        return across(self._leaders, sums, mine)
 
-    def _own_trailers(self, header: Header, message_slots: list[MessageSlot]) -> bytes:
-        """Return the trailers of this host's ranks, as they travel."""
-        mine = [bytes(message_slot.payload[HEADER_BYTES:][: header.trailer_bytes]) for message_slot in message_slots]
-        return pack_trailers(mine, self._layout.most_mates)
+    def _keep_trailers(self, header: Header, data: torch.Tensor, packed: list[bytes]) -> None:
+        """Write the trailers of all ranks into `data`, where the other ranks read them."""
+        trailers = bytearray().join(unpack_trailers(packed, self._layout.hosts, header.trailer_bytes))
+        if trailers:
+            data[: len(trailers)] = torch.frombuffer(trailers, dtype=torch.uint8)
 
-    def _joined(self, header: Header, packed: list[bytes]) -> torch.Tensor:
-        """Return the trailers of all ranks, one after the other, as bytes; `packed` are those of each host."""
-        trailers = b"".join(unpack_trailers(packed, self._layout.hosts, header.trailer_bytes))
-        return (
-            torch.frombuffer(bytearray(trailers), dtype=torch.uint8) if trailers else torch.empty(0, dtype=torch.uint8)
-        )
+    def _trailers(self, header: Header, data: torch.Tensor) -> list[bytes]:
+        """Return the trailers of all ranks that _keep_trailers() has written."""
+        length = header.trailer_bytes
+        joined = bytes(byte_view(data[: length * self.size]))
+        return [joined[rank * length :][:length] for rank in range(self.size)]
 
-    def _trailers(self, data: torch.Tensor, trailer_bytes: int) -> list[bytes]:
-        joined = bytes(byte_view(data[: trailer_bytes * self.size]))
-        return [joined[rank * trailer_bytes :][:trailer_bytes] for rank in range(self.size)]
+
+Across = Callable[[RingTransport, list[torch.Tensor], bytes], list[bytes]]
+"""across(ring, this rank's sums of its host, trailers of its host): reduce the sums over the hosts, in place. Returns
+the trailers of each host."""
 
 
 # Construction from a ring of all ranks --------------------------------------------------------------------------------
@@ -331,6 +286,7 @@ class Rings:
     ) -> None:
         self.whole, self.across, self._local = whole, across, local
         self._all = [each for each in (whole, local, across) if each is not None]
+        self.next_header = whole.next_header
         self._header: Header | None = None
         self.needs_local = True
         """False when the operation that runs needs no other rank of this host any more."""
@@ -382,3 +338,68 @@ class Rings:
         interruption = self.interruption()
         if interruption is not None and self._header is not None:
             self.end_by(interruption, self._header)
+
+
+# The ranks of each host -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostLayout:
+    """The ranks of each host, seen from this rank.
+
+    Attributes:
+        hosts: The ranks of each host, in order; hosts come in the order of their first ranks.
+        host: The number of this rank's host.
+        place: The number of this rank among those of its host; 0 is the host's *leader*.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+    host: int
+    place: int
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """The ranks of this host."""
+        return self.hosts[self.host]
+
+    @property
+    def rings(self) -> int:
+        """The number of rings across hosts: that of the ranks of the smallest host."""
+        return min(map(len, self.hosts))
+
+    @property
+    def across(self) -> tuple[int, ...]:
+        """The ranks of this rank's ring, one of each host; empty if it is in none."""
+        return tuple(host[self.place] for host in self.hosts) if self.place < self.rings else ()
+
+    @property
+    def most_mates(self) -> int:
+        """The number of ranks of the largest host."""
+        return max(map(len, self.hosts))
+
+    def find(self, rank: int) -> tuple[int, int]:
+        """Return the host and place of a rank."""
+        return next((number, host.index(rank)) for number, host in enumerate(self.hosts) if rank in host)
+
+
+def layout(hosts: Sequence[Hashable], rank: int) -> HostLayout:
+    """Return the layout of a world in which `hosts` is the host of each rank, seen from `rank`."""
+    members: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for other, host in enumerate(hosts):
+        members[host].append(other)
+    ranks = tuple(tuple(each) for each in members.values())
+    return HostLayout(ranks, list(members).index(hosts[rank]), members[hosts[rank]].index(rank))
+
+
+def pack_trailers(trailers: Sequence[bytes], most: int) -> bytes:
+    """Join the trailers of one host, all of one length, padded to the length of a host with `most` ranks."""
+    return b"".join(trailers) + bytes((most - len(trailers)) * len(trailers[0]))
+
+
+def unpack_trailers(packed: Sequence[bytes], hosts: Sequence[Sequence[int]], trailer_bytes: int) -> list[bytes]:
+    """Return the trailers of all ranks, by rank, from the result of pack_trailers() of each host."""
+    trailers = [b""] * sum(map(len, hosts))
+    for ranks, text in zip(hosts, packed, strict=True):
+        for place, rank in enumerate(ranks):
+            trailers[rank] = text[place * trailer_bytes : (place + 1) * trailer_bytes]
+    return trailers

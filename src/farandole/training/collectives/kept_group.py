@@ -18,7 +18,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from farandole.training.collectives.ring_store import ExchangedStore
+from farandole.training.collectives.torch_group import ExchangedStore
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):

@@ -32,8 +32,7 @@ from farandole.training.collectives.kept_group import (
     make_reconfigurable,
 )
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.ring_store import ExchangedStore
-from farandole.training.collectives.torch_group import NO_LIMIT_S, OPS, Construction
+from farandole.training.collectives.torch_group import NO_LIMIT_S, OPS, Construction, ExchangedStore
 from farandole.training.collectives.transport import Reduction
 
 logger = logging.getLogger("farandole")

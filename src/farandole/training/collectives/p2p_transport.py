@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import torch
 
 from farandole.errors import CollectiveMismatch
-from farandole.training.collectives.chunks import chunk_bounds
 from farandole.training.collectives.connection_pair import byte_view, combiner, dtype_code, flat_view
 from farandole.training.collectives.point_to_point import PointToPoint
-from farandole.training.collectives.transport import Reduction
+from farandole.training.collectives.ring_schedules import chunk_bounds, combine_in_order
+from farandole.training.collectives.transport import Reduction, refuse_source
 
 # Up to this size every rank gets every rank's tensor; beyond, each rank reduces a part of it for all.
 _WHOLE_BYTES = 16 * 1024
 
-_HEADER = struct.Struct("!8sBBQ")  # operation, dtype, reduction or source, bytes
+_HEADER = struct.Struct("!8sBBQ6x")  # operation, dtype, reduction or source, bytes; the elements behind it are aligned
 
 _ALL_REDUCE, _ALL_GATHER, _BROADCAST, _BARRIER, _DELIVER = b"reduce", b"gather", b"bcast", b"barrier", b"deliver"
 
@@ -32,61 +32,42 @@ class P2PTransport:
 
     def __init__(self, p2p: PointToPoint, ranks: Sequence[int], subject: bytes) -> None:
         self._p2p, self._ranks, self._subject = p2p, ranks, subject
-        self._rank = list(ranks).index(p2p.rank)
-        self._others = [place for place in range(len(ranks)) if place != self._rank]
+        self.rank, self.size = list(ranks).index(p2p.rank), len(ranks)
+        self._others = [place for place in range(self.size) if place != self.rank]
         self._sequence = 0
-        self._ended: str | None = None
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return len(self._ranks)
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         flat, combine = flat_view(tensor), combiner(op)
-        nbytes = flat.numel() * flat.element_size()
-        header = _HEADER.pack(_ALL_REDUCE, dtype_code(flat.dtype), op, nbytes)
-        if nbytes <= _WHOLE_BYTES:
+        header = _HEADER.pack(_ALL_REDUCE, dtype_code(flat.dtype), op, flat.nbytes)
+        if flat.nbytes <= _WHOLE_BYTES:
             arrived = self._exchange(header, trailer + bytes(byte_view(flat)))
             if flat.numel():
-                first, *others = (_elements(each[len(trailer) :], flat.dtype) for each in arrived)
-                flat.copy_(first)
-                for other in others:
-                    combine(flat, other, out=flat)
+                tensors = [torch.frombuffer(bytearray(each[len(trailer) :]), dtype=flat.dtype) for each in arrived]
+                combine_in_order(flat, tensors, combine)
             return [bytes(each[: len(trailer)]) for each in arrived]
         trailers = [bytes(each) for each in self._exchange(header, trailer)]
-        bounds = chunk_bounds(flat.numel(), self.size)
-        subject = self._next_subject()
-        for place in self._others:
-            self._p2p.send(self._ranks[place], subject, byte_view(flat[slice(*bounds[place])]))
-        mine = flat[slice(*bounds[self._rank])]
-        parts = [
-            mine.clone() if place == self._rank else _elements(self._receive(place, subject), flat.dtype)
-            for place in range(self.size)
+        parts = [flat[slice(*bounds)] for bounds in chunk_bounds(flat.numel(), self.size)]
+        mine = parts[self.rank]
+        arrived = self._swap(header, [byte_view(part) for part in parts])
+        tensors = [
+            mine.clone() if place == self.rank else torch.frombuffer(each, dtype=flat.dtype)
+            for place, each in enumerate(arrived)
         ]
-        mine.copy_(parts[0])
-        for part in parts[1:]:  # in the order of the ranks, on whichever rank it runs
-            combine(mine, part, out=mine)
-        subject = self._next_subject()
-        for place in self._others:
-            self._p2p.send(self._ranks[place], subject, byte_view(mine))
-        for place in self._others:
-            byte_view(flat[slice(*bounds[place])])[:] = self._receive(place, subject)
+        combine_in_order(mine, tensors, combine)
+        for part, content in zip(parts, self._swap(header, [byte_view(mine)] * self.size), strict=True):
+            if part is not mine:
+                byte_view(part)[:] = content
         return trailers
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return [bytes(each) for each in self._exchange(_HEADER.pack(_ALL_GATHER, 0, 0, 0), payload)]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if not 0 <= source < self.size:
-            raise ValueError(f"broadcast: source must be a rank from 0 to {self.size - 1}, got {source}")
+        refuse_source(source, self.size)
         flat = flat_view(tensor)
-        header = _HEADER.pack(_BROADCAST, dtype_code(flat.dtype), source, flat.numel() * flat.element_size())
+        header = _HEADER.pack(_BROADCAST, dtype_code(flat.dtype), source, flat.nbytes)
         subject = self._next_subject()
-        if source == self._rank:
+        if source == self.rank:
             for place in self._others:
                 self._p2p.send(self._ranks[place], subject, header, byte_view(flat))
         else:
@@ -104,8 +85,8 @@ class P2PTransport:
         for place in self._others:
             if given[place].numel():
                 self._p2p.send(self._ranks[place], subject, header, byte_view(given[place]))
-        if outputs[self._rank].numel():
-            outputs[self._rank].copy_(given[self._rank])
+        if outputs[self.rank].numel():
+            outputs[self.rank].copy_(given[self.rank])
         for place in self._others:
             expected = outputs[place].numel()
             if not expected:
@@ -113,7 +94,7 @@ class P2PTransport:
             content = self._open(header, self._receive(place, subject), place)
             if len(content) != expected:
                 raise CollectiveMismatch(
-                    f"rank {self._ranks[place]} has sent {len(content)} bytes to rank {self._ranks[self._rank]}, which "
+                    f"rank {self._ranks[place]} has sent {len(content)} bytes to rank {self._ranks[self.rank]}, which "
                     f"expects {expected}"
                 )
             byte_view(outputs[place])[:] = content
@@ -133,11 +114,15 @@ class P2PTransport:
 
     def _exchange(self, header: bytes, payload: bytes) -> list[memoryview]:
         """Return the payloads of all ranks, by rank. Raises CollectiveMismatch if others run another operation."""
+        return self._swap(header, [memoryview(payload)] * self.size)
+
+    def _swap(self, header: bytes, given: Sequence[memoryview]) -> list[memoryview]:
+        """Send each rank its part of `given`. Return what all ranks have sent here, by rank; raises as _exchange()."""
         subject = self._next_subject()
         for place in self._others:
-            self._p2p.send(self._ranks[place], subject, header, payload)
+            self._p2p.send(self._ranks[place], subject, header, given[place])
         return [
-            memoryview(payload) if place == self._rank else self._open(header, self._receive(place, subject), place)
+            given[place] if place == self.rank else self._open(header, self._receive(place, subject), place)
             for place in range(self.size)
         ]
 
@@ -148,7 +133,7 @@ class P2PTransport:
         theirs = bytes(content[: _HEADER.size])
         if theirs != header:
             raise CollectiveMismatch(
-                f"rank {self._ranks[self._rank]} is in {_describe(header)}, but rank {self._ranks[place]} is in "
+                f"rank {self._ranks[self.rank]} is in {_describe(header)}, but rank {self._ranks[place]} is in "
                 f"{_describe(theirs)}; all ranks of a group must make the same calls"
             )
         return memoryview(content)[_HEADER.size :]
@@ -156,10 +141,6 @@ class P2PTransport:
     def _next_subject(self) -> bytes:
         self._sequence += 1
         return self._subject + self._sequence.to_bytes(8, "big")
-
-
-def _elements(content: bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content) if isinstance(content, memoryview) else content, dtype=dtype)
 
 
 def _describe(header: bytes) -> str:

@@ -13,22 +13,22 @@ import selectors
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
 from farandole.base.membership import DataAddress, GenerationId
 from farandole.base.wire.authentication import Introduction
 from farandole.base.wire.sockets import can_write
-from farandole.errors import AuthenticationError, FarandoleError, GenerationEnded, PeerLost, ProtocolError
-from farandole.training.collectives.connection_pair import Broken
-from farandole.training.collectives.data_listener import Caller, DataListener
+from farandole.errors import FarandoleError, GenerationEnded, PeerLost, ProtocolError
+from farandole.training.collectives.connection_pair import Broken, Wake
+from farandole.training.collectives.data_listener import Caller, DataListener, Reception
 from farandole.training.collectives.dialer import Dialer
 from farandole.training.collectives.encrypted_socket import DataSocket, EncryptedSocket, has_input
-from farandole.training.collectives.messages_in_order import Expected, MessageQueue, P2PMessage
 from farandole.training.collectives.ring import OnBroken
 
 _SLICE_S = 1.0
@@ -87,26 +87,14 @@ class PointToPoint:
         self._incoming: Incoming | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def address(self) -> DataAddress:
-        """The address at which the others reach this worker."""
-        return self._listener.address
-
     def open(self) -> None:
         """Start to receive messages. Idempotent."""
         with self._changed:
             if self._incoming is not None or self._abort_reason is not None:
                 return
             ranks = {each.worker: rank for rank, each in enumerate(self._endpoints)}
-            self._incoming = Incoming(
-                self._listener,
-                self._id,
-                self._endpoints[self.rank].worker,
-                ranks,
-                self._key,
-                self._deliver,
-                self._lose,
-            )
+            worker = self._endpoints[self.rank].worker
+            self._incoming = Incoming(self._listener, self._id, worker, ranks, self._key, self._deliver, self._lose)
             self._thread = threading.Thread(target=self._serve, name="farandole-p2p", daemon=True)
         self._thread.start()
 
@@ -155,7 +143,10 @@ class PointToPoint:
             while True:
                 with self._changed:
                     wait_s = max(0.0, min(_SLICE_S, deadline_s - now_s()))
-                    self._changed.wait_for(lambda: self._is_decided(expected), wait_s)
+                    self._changed.wait_for(
+                        lambda: expected.message or self._abort_reason is not None or expected.source in self._gone,
+                        wait_s,
+                    )
                     if expected.message is not None:
                         return True
                     is_lost = expected.source in self._gone
@@ -228,9 +219,6 @@ class PointToPoint:
             self._outgoing.clear()
             self._changed.notify_all()
 
-    def _is_decided(self, expected: Expected) -> bool:
-        return expected.message is not None or self._abort_reason is not None or expected.source in self._gone
-
     def _serve(self) -> None:
         assert self._incoming is not None
         try:
@@ -268,12 +256,7 @@ class PointToPoint:
             try:
                 while not dialer.is_done:
                     self.raise_if_ended("connect")
-                    dialer.dial_if_due()
-                    wait_s = _SLICE_S if dialer.retry_at_s is None else max(0.0, dialer.retry_at_s - now_s())
-                    events = selector.select(min(wait_s, _SLICE_S))
-                    for key, _ in events:
-                        key.data()
-                    if not events and self._check is not None:
+                    if not dialer.run(_SLICE_S) and self._check is not None:
                         self._check()
                     if now_s() > deadline_s:
                         detail = f"no answer within {_CONNECT_TIMEOUT_S:g} s, at {dialer.failure}"
@@ -310,8 +293,6 @@ def _filled(subject: bytes) -> bytes:
 
 
 # The receiving end ----------------------------------------------------------------------------------------------------
-#
-# The receiving end of point-to-point messages: verifies dialers, reads messages, and matches them with waiting calls.
 
 FRAME = struct.Struct("!24sQ")
 """The header of each message: its subject, padded with zeros, and the number of bytes that follow."""
@@ -325,7 +306,7 @@ CHANNEL = 1 << 62
 """The channel of connections for point-to-point messages; no ring has it."""
 
 
-class Incoming:
+class Incoming(Reception):
     """Serves all connections of one worker in one generation; for one thread.
 
     Args:
@@ -344,14 +325,11 @@ class Incoming:
         deliver: Callable[[P2PMessage], None],
         lost: Callable[[int], None],
     ) -> None:
-        self._listener, self._generation, self._worker = listener, generation, worker
+        super().__init__(selectors.DefaultSelector(), listener, dialers=len(ranks), is_limited=True)
+        self._generation, self._worker = generation, worker
         self._ranks, self._key, self._deliver, self._lost = ranks, key, deliver, lost
-        self._selector = selectors.DefaultSelector()
-        self._woken, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
-        for sock in listener.socks:
-            self._selector.register(sock, selectors.EVENT_READ, self._welcome)
+        self._wake = Wake()
+        self._selector.register(self._wake.descriptor, selectors.EVENT_READ, None)
         self._is_listening = True
 
     def serve(self) -> None:
@@ -365,7 +343,7 @@ class Incoming:
                     if key.data is None:
                         return
                     key.data()
-                self._drop_surplus()
+                self.drop_surplus()
         finally:
             for entry in list(self._selector.get_map().values()):
                 sock = entry.fileobj
@@ -377,10 +355,8 @@ class Incoming:
 
     def stop(self) -> None:
         """Stop serving. Callable from any thread."""
-        try:
-            self._wake.send(b"\0")
-        except OSError:
-            return  # stopped already
+        with contextlib.suppress(OSError):  # stopped already
+            self._wake.set()
 
     def _listen(self, is_listening: bool) -> None:
         """Accept callers, or leave them in the kernel's queue: a crowd of strangers must not slow the training."""
@@ -393,30 +369,6 @@ class Incoming:
             else:
                 self._selector.unregister(sock)
 
-    def _welcome(self) -> None:
-        while (caller := self._listener.accept(is_limited=True)) is not None:
-            self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._read_caller, caller))
-            self._drop_surplus()
-
-    def _drop_surplus(self) -> None:
-        for old in self._listener.surplus(len(self._ranks)):
-            self._drop(old)
-
-    def _read_caller(self, caller: Caller) -> None:
-        """Read from a caller that has not proved its identity yet."""
-        if caller not in self._listener.callers:
-            return  # dropped by an earlier event of the same round
-        try:
-            outgoing = caller.receive()
-            if caller.is_proved:
-                self._use(caller, outgoing)
-            elif caller.introduction is not None and not caller.is_answered:
-                self._judge(caller, caller.introduction)
-        except BlockingIOError:
-            return
-        except (OSError, AuthenticationError, ProtocolError):
-            self._drop(caller)
-
     def _judge(self, caller: Caller, introduction: Introduction) -> None:
         expected = Introduction(self._generation, introduction.dialer, self._worker, CHANNEL)
         if introduction.dialer not in self._ranks or introduction != expected:
@@ -424,7 +376,6 @@ class Incoming:
         caller.answer(self._key)
 
     def _use(self, caller: Caller, proof: bytes) -> None:
-        """Send this side's proof to the caller, which has proved itself, and read its messages."""
         assert caller.introduction is not None
         caller.sock.send(proof)
         sock = self._listener.release(caller)
@@ -438,10 +389,6 @@ class Incoming:
             self._selector.unregister(reader.sock)
             reader.sock.close()
             self._lost(reader.source)
-
-    def _drop(self, caller: Caller) -> None:
-        self._selector.unregister(caller.sock)
-        self._listener.drop(caller)
 
 
 class _Reader:
@@ -483,3 +430,59 @@ class _Reader:
 
     def _begin(self, buffer: bytearray) -> None:
         self._buffer, self._wanted = buffer, memoryview(buffer)
+
+
+# Messages, and the calls that wait for them ---------------------------------------------------------------------------
+
+
+class P2PMessage(NamedTuple):
+    """A message between two ranks.
+
+    Attributes:
+        source: The global rank that sent it.
+        subject: Agreed on by sender and receiver only: a group, and a tag or the number of an operation.
+        content: Memory of its own.
+    """
+
+    source: int
+    subject: bytes
+    content: bytearray
+
+
+class Expected:
+    """A message that a call waits for: the first one of this subject from `source`, or from any rank. `message` is None
+    until it has come."""
+
+    def __init__(self, source: int | None, subject: bytes) -> None:
+        self.source, self.subject = source, subject
+        self.message: P2PMessage | None = None
+
+    def matches(self, message: P2PMessage) -> bool:
+        return self.subject == message.subject and self.source in (None, message.source)
+
+
+class MessageQueue:
+    """The messages of one rank. Those of one source and subject are returned in the order of their arrival, to calls in
+    the order in which they began to wait."""
+
+    def __init__(self) -> None:
+        self._unclaimed: deque[P2PMessage] = deque()
+        self._expected: deque[Expected] = deque()
+
+    def deliver(self, message: P2PMessage) -> None:
+        for expected in self._expected:
+            if expected.matches(message):
+                expected.message = message
+                self._expected.remove(expected)
+                return
+        self._unclaimed.append(message)
+
+    def expect(self, source: int | None, subject: bytes) -> Expected:
+        expected = Expected(source, subject)
+        for message in self._unclaimed:
+            if expected.matches(message):
+                expected.message = message
+                self._unclaimed.remove(message)
+                return expected
+        self._expected.append(expected)
+        return expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -11,38 +10,39 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from farandole.base.liveness.status_reporting import WaitingForPeers
-from farandole.base.machine import now_s
+from farandole.base.machine import may_spin, now_s
 from farandole.base.membership import Peer
+from farandole.base.wire.link_messages import Start
 from farandole.errors import CollectiveMismatch, FarandoleError, GenerationEnded, PeerLost
-from farandole.training.collectives.chunks import Algorithm, choose_algorithm
 from farandole.training.collectives.connection_pair import (
     Broken,
     ConnectionPair,
     Interruption,
-    Outgoing,
     PeerCalled,
     Schedule,
     byte_view,
     combiners,
-    dtype_code,
     flat_view,
 )
 from farandole.training.collectives.encrypted_socket import DataSocket
 from farandole.training.collectives.ring_header import (
     HEADER_BYTES,
     Header,
+    NumberedOperations,
     TransportOperation,
     sequence_of,
 )
 from farandole.training.collectives.ring_schedules import (
-    Agreement,
     Combine,
+    Turn,
     broadcast_around,
+    combine_in_order,
     compare_around,
     gather_around,
+    is_gathering_cheaper,
     reduce_around,
 )
-from farandole.training.collectives.transport import Reduction
+from farandole.training.collectives.transport import Reduction, refuse_source
 
 if TYPE_CHECKING:
     from farandole.training.collectives.shard_tree import Division, Forest
@@ -56,52 +56,41 @@ _CHECK_EVERY_S = 1.0
 _SLIP_BYTES = 512
 _SHORT_BYTES = _SLIP_BYTES - 8
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
-class RingTransport:
+
+class RingTransport(NumberedOperations):
     """A Transport (transport.py) over one connection to the next rank and one from the previous one.
 
     Collectives run in the calling thread, one at a time; abort() may come from any. When one fails, the rank shuts both
     connections down at once, so that the failure goes around the ring and no rank waits for one that has failed.
 
     Args:
+        start: Tells the place of this rank, and its neighbours.
         on_broken: Called once, before PeerLost is raised for the first time.
         check: Called once a second while nothing moves; an error that it raises ends this transport. There is no other
         limit: the coordinator decides which workers are alive.
-        may_spin: There is a core for waiting without sleeping, for a moment (machine.py).
     """
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        generation: int,
+        start: Start,
         to_next: DataSocket,
         from_previous: DataSocket,
-        next_peer: Peer,
-        previous_peer: Peer,
         on_broken: OnBroken | None = None,
         check: Callable[[], None] | None = None,
-        may_spin: bool = False,
     ) -> None:
-        self._rank, self._size, self._generation = rank, size, generation
-        self._names: Sequence[int] = range(size)
-        self._connections = ConnectionPair(to_next, from_previous, check, may_spin)
+        placement, self._generation = start.placement, start.id.number
+        self.rank, self.size = placement.rank, placement.size
+        self._names: Sequence[int] = range(self.size)
+        self._connections = ConnectionPair(to_next, from_previous, check, may_spin(placement.local_size))
         self._check, self._next_check_s = check, now_s() + _CHECK_EVERY_S
-        self._peers = {"send": next_peer, "receive": previous_peer}
+        self._peers = {"send": start.next, "receive": start.previous}
         self._on_broken = on_broken
-        self._sequence = 0
         self._lock = threading.Lock()
         self._is_closed = False
         self._abort_reason: str | None = None
         self._failure: Callable[[str], FarandoleError] | None = None
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -114,44 +103,35 @@ class RingTransport:
         return self._connections.still_since_s
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
-        flat, (combine, last) = flat_view(tensor), combiners(op, self._size)
-        total_bytes = flat.numel() * flat.element_size()
-        header = Header(
-            TransportOperation.ALL_REDUCE, self._sequence + 1, dtype_code(flat.dtype), op, total_bytes, len(trailer)
-        )
+        flat, (combine, last) = flat_view(tensor), combiners(op, self.size)
+        header = self.next_header(TransportOperation.ALL_REDUCE, flat, op, len(trailer))
         return self.reduce_as(header, flat, trailer, combine, last)
 
     def all_reduce_shards(
         self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
     ) -> list[bytes]:
         flats = [flat_view(row) for row in rows]
-        nbytes = flats[0].numel() * flats[0].element_size()
-        code, shards = dtype_code(flats[0].dtype), division.shards
-        header = Header(TransportOperation.ADD_SHARDS, self._sequence + 1, code, shards, nbytes, len(trailer))
+        header = self.next_header(TransportOperation.ADD_SHARDS, flats[0], division.shards, len(trailer))
         return self.add_shards_as(header, flats, division.forests, trailer, factor)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        header = Header(TransportOperation.ALL_GATHER, self._sequence + 1, trailer_bytes=_SLIP_BYTES)
+        header = self.next_header(TransportOperation.ALL_GATHER, trailer_bytes=_SLIP_BYTES)
         # Short payloads travel with their lengths: one round for all, since every round has to wake every rank.
         slip = (len(payload).to_bytes(8, "big") + payload[:_SHORT_BYTES]).ljust(_SLIP_BYTES, b"\0")
-        slips = self._gather(header, slip, [_SLIP_BYTES] * self._size)
+        slips = self.exchange(header, slip)
         lengths = [int.from_bytes(each[:8], "big") for each in slips]
         if max(lengths) <= _SHORT_BYTES:
-            return [bytes(each[8 : 8 + length]) for each, length in zip(slips, lengths, strict=True)]
-        header = Header(TransportOperation.ALL_GATHER, self._sequence + 1, total_bytes=sum(lengths))
+            return [each[8 : 8 + length] for each, length in zip(slips, lengths, strict=True)]
+        header = self.next_header(TransportOperation.ALL_GATHER)._replace(total_bytes=sum(lengths))
         return [bytes(each) for each in self._gather(header, payload, lengths)]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if not 0 <= source < self._size:
-            raise ValueError(f"broadcast: source must be a rank from 0 to {self._size - 1}, got {source}")
+        refuse_source(source, self.size)
         flat = flat_view(tensor)
-        total_bytes = flat.numel() * flat.element_size()
-        header = Header(TransportOperation.BROADCAST, self._sequence + 1, dtype_code(flat.dtype), source, total_bytes)
-        self.broadcast_as(header, flat, source)
+        self.broadcast_as(self.next_header(TransportOperation.BROADCAST, flat, source), flat, source)
 
     def barrier(self) -> None:
-        header = Header(TransportOperation.BARRIER, self._sequence + 1, trailer_bytes=1)
-        self._gather(header, b"\0", [1] * self._size)
+        self.exchange(self.next_header(TransportOperation.BARRIER, trailer_bytes=1), b"\0")
 
     def wait_for_peer(self, wake: int) -> bool | None:
         self._raise_if_ended("wait")
@@ -168,7 +148,6 @@ class RingTransport:
                 self._connections.shut_down()
 
     def close(self) -> None:
-        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         with self._lock:
             if self._abort_reason is None:
                 self._abort_reason = "its transport was closed"
@@ -193,21 +172,15 @@ class RingTransport:
 
         The last of the ranks' tensors is combined by `last`, unless that is None.
         """
-        last = last or combine
-        total_bytes = flat.numel() * flat.element_size()
-        if choose_algorithm(total_bytes, self._size) is Algorithm.GATHER:
-            blobs = self._gather(header, bytes(byte_view(flat)) + trailer, [total_bytes + len(trailer)] * self._size)
-            _combine_into(flat, blobs, combine, last)
-            return [bytes(blob[total_bytes:]) for blob in blobs]
-        trailers = [bytearray(len(trailer)) for _ in range(self._size)]
-        trailers[self._rank][:] = trailer
-        outgoing: Outgoing = deque()
-        self._run(
-            header,
-            outgoing,
-            reduce_around(outgoing, self._agreement(header), self._rank, flat, trailers, combine, last),
+        if is_gathering_cheaper(flat.nbytes, self.size):
+            blobs = self._gather(header, bytes(byte_view(flat)) + trailer, [flat.nbytes + len(trailer)] * self.size)
+            if flat.numel():
+                tensors = (torch.frombuffer(blob, dtype=flat.dtype, count=flat.numel()) for blob in blobs)
+                combine_in_order(flat, tensors, combine, last)
+            return [bytes(blob[flat.nbytes :]) for blob in blobs]
+        return self._run_with(
+            header, trailer, lambda turn, trailers: reduce_around(turn, flat, trailers, combine, last or combine)
         )
-        return [bytes(each) for each in trailers]
 
     def add_shards_as(
         self,
@@ -219,44 +192,31 @@ class RingTransport:
     ) -> list[bytes]:
         """Add up the nodes of all ranks, `forests` by rank, as all_reduce_shards() does. The header has the number of
         shards as its source; the rows may be a part of what it describes."""
-        from farandole.training.collectives.shard_sums import add_around, add_blobs  # loaded only in strict mode
+        from farandole.training.collectives.shard_sums import add_around, add_packed  # loaded only in strict mode
 
-        nbytes = rows[0].numel() * rows[0].element_size()
-        if choose_algorithm(nbytes * max(map(len, forests)), self._size) is Algorithm.GATHER:
-            mine = rows[: len(forests[self._rank])]
+        nbytes = rows[0].nbytes
+        if is_gathering_cheaper(nbytes * max(map(len, forests)), self.size):
+            mine = rows[: len(forests[self.rank])]
             lengths = [len(forest) * nbytes + len(trailer) for forest in forests]
             blobs = self._gather(header, b"".join([*map(byte_view, mine), trailer]), lengths)
-            add_blobs(rows[0], blobs, forests, header.source, factor)
+            if nbytes:
+                packed = [torch.frombuffer(blob, dtype=torch.uint8) if blob else _NOTHING for blob in blobs]
+                add_packed(rows[0], packed, forests, header.source, factor, may_overwrite=True)
             return [bytes(blob[len(blob) - len(trailer) :]) for blob in blobs]
-        trailers = [bytearray(len(trailer)) for _ in range(self._size)]
-        trailers[self._rank][:] = trailer
-        outgoing: Outgoing = deque()
-        agreement = self._agreement(header)
-        schedule = add_around(outgoing, agreement, self._rank, rows, trailers, forests, header.source, factor)
-        self._run(header, outgoing, schedule)
-        return [bytes(each) for each in trailers]
+        return self._run_with(
+            header, trailer, lambda turn, trailers: add_around(turn, rows, trailers, forests, header.source, factor)
+        )
 
     def broadcast_as(self, header: Header, flat: torch.Tensor, source: int) -> None:
         """Overwrite a flat tensor with the tensor of the rank at place `source` of this ring, as broadcast() does."""
-        outgoing: Outgoing = deque()
-        agreement = self._agreement(header)
-        schedule = broadcast_around(outgoing, agreement, self._rank, byte_view(flat), source, self._size)
+        turn = self._turn(header)
         # The source receives only a header; its part is done when all bytes are sent.
-        self._run(header, outgoing, schedule, is_done_when_received=self._rank != source)
-
-    @property
-    def host(self) -> str:
-        """The address of this host on the route to the next rank."""
-        return self._connections.host
+        schedule = broadcast_around(turn, byte_view(flat), source, self.size)
+        self._run(turn, schedule, is_done_when_received=self.rank != source)
 
     def exchange(self, header: Header, payload: bytes) -> list[bytes]:
         """Gather the bytes of all ranks, by rank, as an operation of this header. All must have the same length."""
-        return [bytes(each) for each in self._gather(header, payload, [len(payload)] * self._size)]
-
-    @property
-    def next_sequence(self) -> int:
-        """The sequence number of the next operation's header."""
-        return self._sequence + 1
+        return [bytes(each) for each in self._gather(header, payload, [len(payload)] * self.size)]
 
     @contextmanager
     def running(self, header: Header) -> Iterator[None]:
@@ -265,7 +225,7 @@ class RingTransport:
         Raises if this transport has ended; any error inside ends it.
         """
         self._raise_if_ended(header.operation.name.lower())
-        self._sequence = header.sequence
+        self.sequence = header.sequence
         try:
             yield
         except BaseException as error:
@@ -295,7 +255,7 @@ class RingTransport:
         interruption = self._connections.interruption()
         if isinstance(interruption, PeerCalled):
             packed = self._connections.peek(HEADER_BYTES)
-            if len(packed) < HEADER_BYTES or (sequence_of(packed) or 0) > self._sequence:
+            if len(packed) < HEADER_BYTES or (sequence_of(packed) or 0) > self.sequence:
                 interruption = None
         if interruption is None and self._check is not None and now_s() >= self._next_check_s:
             self._next_check_s = now_s() + _CHECK_EVERY_S
@@ -309,10 +269,9 @@ class RingTransport:
         """
         op = header.operation.name.lower()
         if isinstance(interruption, PeerCalled) and self._abort_reason is None:
-            outgoing: Outgoing = deque()
-            schedule = compare_around(outgoing, self._agreement(header))
+            turn = self._turn(header)
             with WaitingForPeers():
-                broken = self._connections.move(outgoing, schedule, is_done_when_received=False)
+                broken = self._connections.move(turn.outgoing, compare_around(turn), is_done_when_received=False)
             assert broken is not None, "a comparison ends only with an error"
             interruption = broken
         if isinstance(interruption, Broken):
@@ -320,31 +279,39 @@ class RingTransport:
         self._raise_if_ended(op)
         raise AssertionError(f"{op} was interrupted without a cause")
 
-    def _agreement(self, header: Header) -> Agreement:
-        return Agreement(header, self._rank, self._names)
+    def _turn(self, header: Header) -> Turn:
+        return Turn(header, self.rank, self._names)
 
     def _gather(self, header: Header, own: bytes, lengths: list[int]) -> list[bytearray]:
         """Return the blobs of all ranks, by rank."""
         blobs = [bytearray(length) for length in lengths]
-        blobs[self._rank][:] = own
-        outgoing: Outgoing = deque()
-        self._run(header, outgoing, gather_around(outgoing, self._agreement(header), self._rank, blobs))
+        blobs[self.rank][:] = own
+        turn = self._turn(header)
+        self._run(turn, gather_around(turn, blobs))
         return blobs
 
-    def _run(
-        self, header: Header, outgoing: Outgoing, schedule: Schedule, *, is_done_when_received: bool = True
-    ) -> None:
+    def _run_with(
+        self, header: Header, trailer: bytes, schedule: Callable[[Turn, list[bytearray]], Schedule]
+    ) -> list[bytes]:
+        """Run an operation whose schedule fills the trailers of all ranks, which are returned."""
+        trailers = [bytearray(len(trailer)) for _ in range(self.size)]
+        trailers[self.rank][:] = trailer
+        turn = self._turn(header)
+        self._run(turn, schedule(turn, trailers))
+        return [bytes(each) for each in trailers]
+
+    def _run(self, turn: Turn, schedule: Schedule, *, is_done_when_received: bool = True) -> None:
         """Run one operation, and set the state that its end implies for later ones."""
-        op = header.operation.name.lower()
+        op = turn.header.operation.name.lower()
         if self._failure is None and self._connections.cannot_send:
             # The next rank had gone when the last operation ended well here. It may have finished, which is no failure;
             # it is one now that this rank needs it.
             self._end_by_lost_peer(op, "send", self._connections.cannot_send)
         self._raise_if_ended(op)
-        self._sequence = header.sequence
+        self.sequence = turn.header.sequence
         try:
             with WaitingForPeers():
-                broken = self._connections.move(outgoing, schedule, is_done_when_received=is_done_when_received)
+                broken = self._connections.move(turn.outgoing, schedule, is_done_when_received=is_done_when_received)
         except CollectiveMismatch as error:
             self._end_by_mismatch(str(error))
             raise
@@ -389,13 +356,3 @@ class RingTransport:
         generation, reason = self._generation, f"a collective was interrupted by {type(error).__name__}"
         self._failure = lambda later_op: GenerationEnded(later_op, generation, reason)
         self._connections.shut_down()
-
-
-def _combine_into(flat: torch.Tensor, blobs: list[bytearray], combine: Combine, last: Combine) -> None:
-    """Reduce the tensors at the front of all blobs, in the order of the ranks, as every rank does."""
-    if flat.numel() == 0:
-        return
-    first, *others = (torch.frombuffer(blob, dtype=flat.dtype, count=flat.numel()) for blob in blobs)
-    for number, other in enumerate(others, start=1):
-        function = last if number == len(others) else combine
-        function(flat if number > 1 else first, other, out=flat)

@@ -1,29 +1,22 @@
-"""Build a working ring from START: dial the next rank, accept the previous one, prove both
-identities.
-"""
+"""Build a working ring from START: dial the next rank, accept the previous one, prove both identities."""
 
 from __future__ import annotations
 
 import contextlib
 import selectors
-import socket
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 
-from farandole.base.machine import close_at_fork, may_spin, now_s
+from farandole.base.machine import may_spin, now_s
 from farandole.base.membership import Peer
-from farandole.base.wire.authentication import (
-    Introduction,
-)
+from farandole.base.wire.authentication import Introduction
 from farandole.base.wire.link_messages import Start
-from farandole.errors import AuthenticationError, GenerationEnded, PeerLost, ProtocolError
+from farandole.errors import GenerationEnded, PeerLost, ProtocolError
 from farandole.training.collectives.alone import AloneTransport
-from farandole.training.collectives.data_listener import Caller, DataListener
+from farandole.training.collectives.connection_pair import Wake
+from farandole.training.collectives.data_listener import Caller, DataListener, Reception
 from farandole.training.collectives.dialer import SEND_BYTES, SEND_BYTES_OF_SHARED_CORES, Dialer
-from farandole.training.collectives.encrypted_socket import (
-    DataSocket,
-)
+from farandole.training.collectives.encrypted_socket import DataSocket
 from farandole.training.collectives.ring import OnBroken, RingTransport
 from farandole.training.collectives.transport import Transport
 
@@ -60,7 +53,7 @@ class RingBuilder:
         self._on_broken, self._check = on_broken, check
         self._lock = threading.Lock()
         self._abort_reason: str | None = None
-        self._wake: socket.socket | None = None
+        self._wake: Wake | None = None
         self.still_since_s: float | None = None
         """The time since when build() has waited for its neighbours; None while it does not. Other threads read it."""
         self._transport: Transport | None = None
@@ -82,20 +75,7 @@ class RingBuilder:
             to_next, from_previous = self._connect()
         finally:
             self.still_since_s = None
-        return self._publish(
-            RingTransport(
-                placement.rank,
-                placement.size,
-                number,
-                to_next,
-                from_previous,
-                self._start.next,
-                self._start.previous,
-                self._on_broken,
-                self._check,
-                may_spin(placement.local_size),
-            )
-        )
+        return self._publish(RingTransport(self._start, to_next, from_previous, self._on_broken, self._check))
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -108,8 +88,7 @@ class RingBuilder:
             if self._abort_reason is None:
                 self._abort_reason = reason
             if self._wake is not None:
-                with contextlib.suppress(BlockingIOError):  # woken already
-                    self._wake.send(b"\0")
+                self._wake.set()
             if self._transport is not None:
                 self._transport.abort(reason)
 
@@ -138,7 +117,7 @@ class RingBuilder:
         theirs = Introduction(start.id, start.previous.worker, self._worker, self._channel)
         with contextlib.ExitStack() as cleanup:
             selector = cleanup.enter_context(selectors.DefaultSelector())
-            self._open_wake(selector, cleanup)
+            cleanup.enter_context(self._woken(selector))
             listener = self._listener
             send_bytes = SEND_BYTES if may_spin(start.placement.local_size) else SEND_BYTES_OF_SHARED_CORES
             dialer = Dialer(
@@ -148,26 +127,20 @@ class RingBuilder:
             cleanup.enter_context(self._listener.at_work())
             acceptor = Acceptor(selector, self._listener, theirs, start.data_key)
             cleanup.callback(acceptor.close)
-            self._wait(selector, dialer, acceptor)
+            self._wait(dialer, acceptor)
             return dialer.take(), acceptor.take()
 
-    def _wait(self, selector: selectors.BaseSelector, dialer: Dialer, acceptor: Acceptor) -> None:
+    def _wait(self, dialer: Dialer, acceptor: Acceptor) -> None:
         """Wait until both connections are proved."""
         deadline_s = now_s() + self._timeout_s
         while not (dialer.is_done and acceptor.is_done):
             self._raise_if_aborted()
-            dialer.dial_if_due()
             left_s = deadline_s - now_s()
             if left_s <= 0:
                 self._give_up(dialer)
-            wait_s = min(left_s, _SLICE_S)
-            if dialer.retry_at_s is not None:
-                wait_s = min(wait_s, dialer.retry_at_s - now_s())
-            events = selector.select(max(0.0, wait_s))
-            for key, _ in events:
-                key.data()
+            had_events = dialer.run(min(left_s, _SLICE_S))
             acceptor.drop_surplus()
-            if not events and self._check is not None:
+            if not had_events and self._check is not None:
                 self._check()
 
     def _give_up(self, dialer: Dialer) -> None:
@@ -186,46 +159,39 @@ class RingBuilder:
             self._on_broken(missing.worker, "connect", detail)
         raise PeerLost("connect", self._start.id.number, missing.rank, detail)
 
-    def _open_wake(self, selector: selectors.BaseSelector, cleanup: contextlib.ExitStack) -> None:
-        """Open a pair of sockets by which abort() ends a wait."""
-        woken, wake = socket.socketpair()
-        for sock in (woken, wake):
-            sock.setblocking(False)
-            close_at_fork(sock)
-            cleanup.callback(sock.close)
-        selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(1))
-        with self._lock:
-            self._wake = wake
-        cleanup.callback(self._close_wake)
-
-    def _close_wake(self) -> None:
-        with self._lock:
-            self._wake = None
+    @contextlib.contextmanager
+    def _woken(self, selector: selectors.BaseSelector) -> Iterator[None]:
+        """Let abort() end a wait for events of `selector`."""
+        with contextlib.closing(Wake()) as wake:
+            selector.register(wake.descriptor, selectors.EVENT_READ, lambda: None)
+            with self._lock:
+                self._wake = wake
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._wake = None
 
 
 # The connection from the previous rank --------------------------------------------------------------------------------
 
 
-class Acceptor:
-    """Listens to all callers at once, so that no other caller can delay the previous rank.
+class Acceptor(Reception):
+    """Accepts the connection of the previous rank, which `expected` introduces.
 
-    `expected` introduces the previous rank. Callers of a newer generation, or of a higher channel
-    of this one, stay with the listener for that build; all others are disconnected. The events of `selector` carry the
-    function to call.
+    Callers of a newer generation, or of a higher channel of this one, stay with the listener for that build; all others
+    are disconnected.
     """
 
     def __init__(
         self, selector: selectors.BaseSelector, listener: DataListener, expected: Introduction, key: bytes
     ) -> None:
-        self._selector, self._listener = selector, listener
+        super().__init__(selector, listener)
         self._expected, self._key = expected, key
         self._sock: DataSocket | None = None
-        for sock in listener.socks:
-            selector.register(sock, selectors.EVENT_READ, self._welcome)
         for caller in list(listener.callers):
             self._watch(caller)
-            if caller.introduction is not None:
-                self._judge(caller, caller.introduction)
+            self._go_on(caller)
 
     @property
     def is_done(self) -> bool:
@@ -237,11 +203,6 @@ class Acceptor:
         sock, self._sock = self._sock, None
         assert sock is not None, "take() was called before is_done"
         return sock
-
-    def drop_surplus(self) -> None:
-        """Disconnect surplus and overdue callers. The builder calls this periodically."""
-        for old in self._listener.surplus():
-            self._drop(old)
 
     def close(self) -> None:
         """Release the connection unless it was taken, and leave the selector.
@@ -255,35 +216,9 @@ class Acceptor:
         for caller in [caller for caller in self._listener.callers if caller.is_answered]:
             self._listener.drop(caller)  # half proved, for a generation that is not built again
 
-    def _watch(self, caller: Caller) -> None:
-        self._selector.register(caller.sock, selectors.EVENT_READ, partial(self._read_caller, caller))
-
-    def _welcome(self) -> None:
-        while (caller := self._listener.accept()) is not None:
-            self._watch(caller)
-            self.drop_surplus()
-
-    def _read_caller(self, caller: Caller) -> None:
-        if caller not in self._listener.callers:
-            return  # dropped by an earlier event of the same round
-        try:
-            outgoing = caller.receive()
-        except BlockingIOError:
-            return
-        except (OSError, AuthenticationError, ProtocolError):
-            self._drop(caller)
-            return
-        if caller.is_proved:
-            self._use(caller, outgoing)
-        elif caller.introduction is not None and not caller.is_answered:
-            self._judge(caller, caller.introduction)
-
     def _judge(self, caller: Caller, introduction: Introduction) -> None:
         if introduction == self._expected:
-            try:
-                caller.answer(self._key)
-            except OSError:
-                self._drop(caller)
+            caller.answer(self._key)
         elif introduction.generation.number < self._expected.generation.number or (
             introduction.generation.number == self._expected.generation.number
             and introduction.channel <= self._expected.channel
@@ -293,17 +228,8 @@ class Acceptor:
         # proved.
 
     def _use(self, caller: Caller, proof: bytes) -> None:
-        """Send this side's proof to the caller, which has proved itself, and keep its connection."""
-        try:
-            if self.is_done:
-                raise ProtocolError("the previous rank is connected already")
-            caller.sock.send(proof)
-        except (OSError, ProtocolError):
-            self._drop(caller)
-            return
+        if self.is_done:
+            raise ProtocolError("the previous rank is connected already")
+        caller.sock.send(proof)
         self._selector.unregister(caller.sock)
         self._sock = self._listener.release(caller)
-
-    def _drop(self, caller: Caller) -> None:
-        self._selector.unregister(caller.sock)
-        self._listener.drop(caller)

@@ -10,7 +10,9 @@ import enum
 import struct
 from typing import NamedTuple
 
-from farandole.training.collectives.connection_pair import DTYPES
+import torch
+
+from farandole.training.collectives.connection_pair import DTYPES, dtype_code
 from farandole.training.collectives.transport import Reduction
 
 _LAYOUT = struct.Struct("!4sBBHQQQ")
@@ -41,7 +43,7 @@ class Header(NamedTuple):
 
     Attributes:
         sequence: The number of operations of this generation, including this one.
-        dtype_code: That of tensor_bytes.dtype_code(); 0 where there is no tensor.
+        dtype_code: That of connection_pair.dtype_code(); 0 where there is no tensor.
         source: The rank whose tensor is broadcast; the Reduction of an all_reduce; the number of shards to be added
             up; 0 elsewhere.
         total_bytes: The size of the tensor, or of all payloads together once their lengths are known.
@@ -76,6 +78,21 @@ class Header(NamedTuple):
         if self.operation in _REDUCING and self.source != Reduction.SUM:
             text += f" by {Reduction(self.source).name.lower()}"
         return f"{text} (operation {self.sequence})"
+
+
+class NumberedOperations:
+    """The count of the operations of one transport on this rank, of which each header has the next number."""
+
+    sequence = 0
+    """The number of the last operation that has begun."""
+
+    def next_header(
+        self, operation: TransportOperation, flat: torch.Tensor | None = None, source: int = 0, trailer_bytes: int = 0
+    ) -> Header:
+        """Return the header of the next operation, on a flat tensor if there is one."""
+        if flat is None:
+            return Header(operation, self.sequence + 1, source=source, trailer_bytes=trailer_bytes)
+        return Header(operation, self.sequence + 1, dtype_code(flat.dtype), source, flat.nbytes, trailer_bytes)
 
 
 def sequence_of(packed: bytes) -> int | None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeGuard
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from farandole.errors import ConfigError
-from farandole.training.collectives.chunks import blocks, chunk_bounds
-from farandole.training.collectives.connection_pair import Outgoing, Schedule, byte_view
-from farandole.training.collectives.ring_header import HEADER_BYTES
-from farandole.training.collectives.ring_schedules import BLOCK_BYTES, Agreement
+from farandole.training.collectives.connection_pair import Schedule, byte_view
+from farandole.training.collectives.ring_schedules import Chunks, Turn
 from farandole.training.collectives.shard_tree import Division, Forest, Merge, merge
 from farandole.training.collectives.transport import Transport
 
@@ -39,20 +37,16 @@ class ShardTransport(Protocol):
 
 def with_shards(transport: Transport) -> ShardTransport:
     """Return the transport that adds up shards in the host's memory. Raises ConfigError where there is none."""
-    below: object = transport
-    while not _adds_shards(below):
+    below: Any = transport
+    while not hasattr(below, "all_reduce_shards"):  # isinstance() of a Protocol takes 20 us in Python 3.11
         below = getattr(below, "below", None)
         if below is None:
             raise ConfigError(
                 f"strict mode adds up gradients in an order of its own, {type(transport).__name__} in another one: "
                 f"leave --transport out, or use shm, tcp or hierarchical"
             )
-    return below
-
-
-def _adds_shards(transport: object) -> TypeGuard[ShardTransport]:
-    """Return whether the transport is a ShardTransport; isinstance() of a Protocol takes 20 us in Python 3.11."""
-    return hasattr(transport, "all_reduce_shards")
+    found: ShardTransport = below
+    return found
 
 
 class Scratch:
@@ -110,33 +104,42 @@ def add_nodes(
     return found
 
 
-def add_blobs(
-    result: torch.Tensor, blobs: Sequence[bytearray], forests: Sequence[Forest], shards: int, factor: float = 1.0
-) -> None:
-    """Add up the nodes at the front of the blobs of all ranks into `result`, as every rank does, times `factor`."""
-    numel, nbytes = result.numel(), result.numel() * result.element_size()
-    if not numel:
-        return
+def add_packed(
+    result: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    forests: Sequence[Forest],
+    shards: int,
+    factor: float = 1.0,
+    may_overwrite: bool = False,
+) -> list[torch.Tensor]:
+    """Add up the nodes at the front of the bytes of all ranks, as every rank does. Return the sums, in memory of this
+    rank: the first one in `result`, times `factor`."""
+    numel, nbytes = result.numel(), result.nbytes
     operands = [
-        torch.frombuffer(blob, dtype=result.dtype, count=numel, offset=place * nbytes)
-        for blob, forest in zip(blobs, forests, strict=True)
+        each[place * nbytes : (place + 1) * nbytes].view(result.dtype)
+        for each, forest in zip(packed, forests, strict=True)
         for place in range(len(forest))
     ]
-    add_nodes(merge(tuple(forests), shards), operands, [True] * len(operands), result=result, factor=factor)
+    if not operands:
+        return [result]
+    scratch = None if may_overwrite else Scratch(numel, result.dtype)
+    plan = merge(tuple(forests), shards)
+    first, *others = add_nodes(plan, operands, [may_overwrite] * len(operands), scratch)
+    result.copy_(first)
+    if factor != 1.0:
+        result.mul_(factor)
+    return [result, *(each.clone() for each in others)]
 
 
 def add_around(
-    outgoing: Outgoing,
-    agreement: Agreement,
-    rank: int,
+    turn: Turn,
     rows: Sequence[torch.Tensor],
     trailers: list[bytearray],
     forests: Sequence[Forest],
     shards: int,
     factor: float,
 ) -> Schedule:
-    """Add up the nodes of all ranks into `rows[0]`, times `factor`: reduce_around() of ring.py with the additions of
-    the tree.
+    """Add up the nodes of all ranks into `rows[0]`, times `factor`: reduce_around() with the additions of the tree.
 
     What travels from rank to rank is the forest of the ranks before, as far as its nodes could be added: one tensor or
     a few. The rank that gets the last nodes has the sum, and the sums go around once more.
@@ -145,22 +148,15 @@ def add_around(
         rows: The nodes of this rank's forest, in order; at least one row, for the result.
         forests: Those of all ranks, by rank.
     """
-    size, mine, result = len(trailers), forests[rank], rows[0]
-    item_bytes = result.element_size()
-    most = min(BLOCK_BYTES // item_bytes, result.numel())
-    chunks, staging = chunk_bounds(result.numel(), size), Scratch(most, result.dtype)
-
-    def runs(owner: int) -> Iterator[tuple[int, int]]:
-        return blocks(*chunks[owner % size], BLOCK_BYTES // item_bytes)
-
-    outgoing.append(memoryview(agreement.packed + trailers[rank]))
-    for start, stop in runs(rank):
+    size, mine, result, outgoing = len(trailers), forests[turn.rank], rows[0], turn.outgoing
+    chunks = Chunks(result, size)
+    staging = Scratch(min(chunks.block, result.numel()), result.dtype)
+    outgoing.append(memoryview(turn.packed + trailers[turn.rank]))
+    for start, stop in chunks.runs(turn.rank):
         outgoing.extend(byte_view(row[start:stop]) for row in rows[: len(mine)])
-    header = memoryview(bytearray(HEADER_BYTES))
-    yield header
-    agreement.check(header)
+    yield from turn.agree()
     for step in range(size - 1):
-        owner = (rank - step - 1) % size
+        owner = (turn.rank - step - 1) % size
         trailer = memoryview(trailers[owner])
         yield trailer
         if step < size - 2:
@@ -168,11 +164,11 @@ def add_around(
         before = merge(tuple(forests[(owner + place) % size] for place in range(step + 1)), shards).forest
         plan = merge((before, mine), shards)
         passed = set(plan.sums)  # nodes that only travel on need memory until they are sent
-        begin, end = chunks[owner]
+        begin, end = chunks.bounds[owner]
         travelling = [
             torch.empty(end - begin, dtype=result.dtype) if node in passed else None for node in range(len(before))
         ]
-        for start, stop in runs(owner):
+        for start, stop in chunks.runs(owner):
             arrived = []
             for node, whole in enumerate(travelling):
                 block = staging.place(node, stop - start) if whole is None else whole[start - begin : stop - begin]
@@ -184,9 +180,5 @@ def add_around(
                 outgoing.extend(map(byte_view, add_nodes(plan, [*arrived, *own], are_own)))
             else:
                 add_nodes(plan, [*arrived, *own], are_own, result=result[start:stop], factor=factor)
-                outgoing.append(byte_view(result[start:stop]))
-    for step in range(size - 1):
-        for start, stop in runs(rank - step):
-            yield byte_view(result[start:stop])
-            if step < size - 2:
-                outgoing.append(byte_view(result[start:stop]))
+                outgoing.append(chunks.part(start, stop))
+    yield from chunks.pass_on(turn)

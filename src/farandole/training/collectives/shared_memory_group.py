@@ -1,4 +1,4 @@
-"""The operations of the ranks of one host in shared memory: exchange messages, reduce, broadcast.
+"""The operations of the ranks of one host in shared memory: exchange messages, reduce, broadcast, exchange parts.
 
 Each rank reads the tensors of the others in place, or in a staging area into which the owner had to copy them, and
 writes only its own. A rank reduces its part of the tensor over all ranks, then copies the other parts from the ranks
@@ -7,19 +7,25 @@ that have reduced them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
 from farandole.base.machine import now_s
-from farandole.training.collectives.chunks import blocks, chunk_bounds
+from farandole.errors import CollectiveMismatch
 from farandole.training.collectives.connection_pair import Interruption
-from farandole.training.collectives.control_blocks import DATA_BYTES, PAYLOAD_BYTES, ControlBlock, MessageSlot
-from farandole.training.collectives.memory_barrier import MemoryBarrier
-from farandole.training.collectives.ring_header import HEADER_BYTES, Header
-from farandole.training.collectives.ring_schedules import Agreement, Combine
+from farandole.training.collectives.control_blocks import (
+    DATA_BYTES,
+    PAYLOAD_BYTES,
+    ControlBlock,
+    MemoryBarrier,
+    MessageSlot,
+)
+from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
+from farandole.training.collectives.ring_schedules import Agreement, Combine, blocks, chunk_bounds, combine_in_order
 from farandole.training.collectives.shared_memory_tensors import (
     TENSOR_REF_BYTES,
     OtherTensors,
@@ -32,11 +38,12 @@ from farandole.training.collectives.shared_memory_tensors import (
 if TYPE_CHECKING:
     from farandole.training.collectives.shard_sums import Scratch
     from farandole.training.collectives.shard_tree import Forest
-    from farandole.training.collectives.shared_memory_exchange import Wanted
 
 
 MAX_PAYLOAD_BYTES = PAYLOAD_BYTES - HEADER_BYTES - TENSOR_REF_BYTES
 """The limit of a payload beside a tensor."""
+
+_SIZE_BYTES = 8  # of the number of a rank's bytes in an exchange
 
 # A block is combined with those of all ranks before the next one: it stays in the cache between.
 _BLOCK_BYTES = 256 * 1024
@@ -55,6 +62,29 @@ FinishNodes = Callable[[list[torch.Tensor], list[MessageSlot]], None]
 into the first node."""
 
 
+class Engine(Protocol):
+    """What carries out the operations of a group: it numbers them, and knows when a rank is lost."""
+
+    def next_header(
+        self, operation: TransportOperation, flat: torch.Tensor | None = None, source: int = 0, trailer_bytes: int = 0
+    ) -> Header: ...
+
+    def interruption(self) -> Interruption | None:
+        """Return the reason why this rank should stop waiting for the others. May raise."""
+        ...
+
+    def end_by(self, interruption: Interruption, header: Header) -> NoReturn:
+        """Raise the error of such a reason."""
+        ...
+
+
+class Wanted(NamedTuple):
+    """A part of a rank's bytes: as many as `output`, which is flat and of uint8, has, from byte `begin` on."""
+
+    begin: int
+    output: torch.Tensor
+
+
 class SharedMemoryGroup:
     """The operations of the `size` ranks of this host; ranks are their places. For one thread; wake() is for any.
 
@@ -64,8 +94,7 @@ class SharedMemoryGroup:
         place: The place of this rank.
         names: The ranks' names in error messages.
         control_blocks: Those of all ranks; new ones for each generation.
-        look_around: Called every few milliseconds while this rank waits; returns a reason to stop, or None; may raise.
-        end_by: Raises the error of such a reason.
+        engine: Tells every few milliseconds whether this rank should go on waiting.
         piece_bytes: Tensors that others cannot read in place move in pieces of this size; all, if
             `is_always_in_pieces`.
     """
@@ -75,17 +104,15 @@ class SharedMemoryGroup:
         place: int,
         names: Sequence[int],
         control_blocks: Sequence[ControlBlock],
-        look_around: Callable[[], Interruption | None],
-        end_by: Callable[[Interruption, Header], NoReturn],
+        engine: Engine,
         piece_bytes: int,
         is_always_in_pieces: bool = False,
     ) -> None:
         self.place, self.size = place, len(control_blocks)
         self._names, self._control_blocks = names, control_blocks
-        self._look_around, self._end_by = look_around, end_by
-        self._barrier: MemoryBarrier[Interruption] | None = MemoryBarrier(
-            place, control_blocks, look_around
-        )  # None: closed
+        self._engine = engine
+        self._barrier: MemoryBarrier[Interruption] | None  # None: closed
+        self._barrier = MemoryBarrier(place, control_blocks, engine.interruption)
         self._others = OtherTensors()
         self._stage = Stage(piece_bytes)
         self._piece_bytes, self._is_always_in_pieces = piece_bytes, is_always_in_pieces
@@ -104,7 +131,7 @@ class SharedMemoryGroup:
         mine = message_slots[self.place]
         mine.payload[: HEADER_BYTES + len(payload)] = agreement.packed + payload
         if data is not None:
-            mine.data[: data.numel() * data.element_size()].view(data.dtype).copy_(data)
+            mine.data[: data.nbytes].view(data.dtype).copy_(data)
         self.meet(header)
         for back in range(1, self.size):
             agreement.check(message_slots[self.place - back].payload[:HEADER_BYTES], back)
@@ -117,7 +144,7 @@ class SharedMemoryGroup:
         barrier.arrive()
         interruption = barrier.wait()
         if interruption is not None:
-            self._end_by(interruption, header)
+            self._engine.end_by(interruption, header)
 
     def reduce(
         self,
@@ -230,7 +257,7 @@ class SharedMemoryGroup:
         """Return the rows, or copies of them in memory that the others can read."""
         if all(find_segment(row) is not None for row in rows):
             return rows
-        nbytes = rows[0].numel() * rows[0].element_size()
+        nbytes = rows[0].nbytes
         if self._copies is None or self._copies.numel() < len(rows) * nbytes:
             self._copies = create_tensor(len(rows) * nbytes)
         copies = self._copies[: len(rows) * nbytes].view(len(rows), nbytes).view(rows[0].dtype)
@@ -246,28 +273,47 @@ class SharedMemoryGroup:
 
     def broadcast(self, header: Header, flat: torch.Tensor, source: int) -> None:
         """Copy the tensor of the rank at place `source` into every rank's."""
-        nbytes = flat.numel() * flat.element_size()
-        if nbytes <= DATA_BYTES:
+        if flat.nbytes <= DATA_BYTES:
             message_slots = self.post(header, b"", flat if source == self.place else None)
-            flat.copy_(message_slots[source].data[:nbytes].view(flat.dtype))
+            flat.copy_(message_slots[source].data[: flat.nbytes].view(flat.dtype))
         else:
             self._pass_on(header, flat, source)
 
     def exchange(self, header: Header, mine: torch.Tensor, wanted: Sequence[Wanted]) -> None:
-        """Copy the wanted parts of the tensors of all ranks: see SharedMemoryTransport.exchange()."""
-        from farandole.training.collectives.shared_memory_exchange import (  # loaded only where it is needed
-            offer,
-            take_parts,
-        )
+        """Copy the wanted parts of the tensors of all ranks: see TensorsInMemory.exchange().
 
-        own = offer(mine, self._stage, self._piece_bytes)
-        message_slots = self.post(header, own.pack())
-        payloads = [message_slot.payload[HEADER_BYTES:] for message_slot in message_slots]
-        for part in take_parts(own, payloads, self.place, wanted):
-            if part is None:
+        Each rank copies from the others' bytes only what it wants. Bytes in private memory pass through the staging
+        area, piece by piece; all ranks meet before each further piece.
+        """
+        step, mine_at = self._piece_bytes, self._stage.make_ref(mine, is_read=mine.numel() > 0)
+        if mine.numel():
+            self._stage.put(mine_at, mine[:step])
+        message_slots = self.post(header, mine_at.pack() + mine.numel().to_bytes(_SIZE_BYTES, "big"))
+        offers = [message_slot.payload[HEADER_BYTES:] for message_slot in message_slots]
+        refs = [TensorRef.unpack(offer) for offer in offers]
+        sizes = [int.from_bytes(offer[TENSOR_REF_BYTES:][:_SIZE_BYTES], "big") for offer in offers]
+        for source, ((begin, output), size) in enumerate(zip(wanted, sizes, strict=True)):
+            if begin + output.numel() > size:
+                raise CollectiveMismatch(
+                    f"exchange: bytes {begin} to {begin + output.numel()} of rank {source} are expected, and it has "
+                    f"{size}"
+                )
+        begin, output = wanted[self.place]
+        output.copy_(mine[begin : begin + output.numel()])
+        others = self._from_mine(list(zip(refs, wanted, strict=True)))[1:]
+        staged = max((size for ref, size in zip(refs, sizes, strict=True) if ref.is_staged), default=0)
+        for number in range(max(1, -(-staged // step))):
+            if number:
+                if number * step < mine.numel():
+                    self._stage.put(mine_at, mine[number * step :][:step])
                 self.meet(header)
-            else:
-                part.copy_from(self._memory(header, part.ref))
+            for ref, (begin, output) in others:
+                # Bytes that are readable whole are copied with the first piece.
+                low, high = (number * step, (number + 1) * step) if ref.is_staged else (0, 0 if number else sys.maxsize)
+                start, stop = max(begin, low), min(begin + output.numel(), high)
+                if start < stop:
+                    whole = self._memory(header, ref)[ref.bytes_of(number, low, stop, step)]
+                    output[start - begin : stop - begin].copy_(whole[start - low :])
         self.meet(header)  # as in reduce(); nor does a rank leave before all have opened its memory
 
     def wake(self) -> None:
@@ -324,9 +370,9 @@ class SharedMemoryGroup:
         """End after a rank's memory has vanished: that rank is gone, as the ring will report in a moment."""
         deadline_s = now_s() + _LOSS_S
         while now_s() < deadline_s:
-            interruption = self._look_around()
+            interruption = self._engine.interruption()
             if interruption is not None:
-                self._end_by(interruption, header)
+                self._engine.end_by(interruption, header)
             Event().wait(_LOOK_AGAIN_S)
 
     def _pieces(self, flat: torch.Tensor, is_staged: bool) -> Iterator[tuple[int, int]]:
@@ -346,31 +392,18 @@ def add_data(
     shards: int,
     factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Add up the nodes in the data of all message slots. Return the sums, in memory of this rank, the first one in
-    `result`, times `factor`; on whichever rank."""
-    from farandole.training.collectives.shard_sums import Scratch, add_nodes  # loaded only in strict mode
-    from farandole.training.collectives.shard_tree import merge
+    """Add up the nodes in the data of all message slots, as add_packed() does."""
+    from farandole.training.collectives.shard_sums import add_packed  # loaded only in strict mode
 
-    numel, nbytes = result.numel(), result.numel() * result.element_size()
-    operands = [
-        message_slot.data[place * nbytes : (place + 1) * nbytes].view(result.dtype)
-        for message_slot, forest in zip(message_slots, forests, strict=True)
-        for place in range(len(forest))
-    ]
-    if not operands:
-        return [result]
-    plan = merge(tuple(forests), shards)
-    first, *others = add_nodes(plan, operands, [False] * len(operands), Scratch(numel, result.dtype))
-    result.copy_(first)
-    if factor != 1.0:
-        result.mul_(factor)
-    return [result, *(each.clone() for each in others)]
+    return add_packed(result, [message_slot.data for message_slot in message_slots], forests, shards, factor)
 
 
 def combine_data(flat: torch.Tensor, message_slots: list[MessageSlot], combine: Combine, last: Combine) -> None:
-    """Reduce the tensors in the data of all message slots into `flat`, in the order of the ranks, on whichever rank."""
-    nbytes = flat.numel() * flat.element_size()
-    first, *others = (message_slot.data[:nbytes].view(flat.dtype) for message_slot in message_slots)
-    for number, other in enumerate(others, start=1):
-        function = last if number == len(others) else combine
-        function(flat if number > 1 else first, other, out=flat)
+    """Reduce the tensors in the data of all message slots into `flat`."""
+    tensors = (message_slot.data[: flat.nbytes].view(flat.dtype) for message_slot in message_slots)
+    combine_in_order(flat, tensors, combine, last)
+
+
+def trailers_of(header: Header, message_slots: Sequence[MessageSlot]) -> list[bytes]:
+    """Return the trailers of all ranks of the group."""
+    return [bytes(message_slot.payload[HEADER_BYTES:][: header.trailer_bytes]) for message_slot in message_slots]

@@ -128,9 +128,6 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _FAILED = ctypes.c_void_p(-1).value
-_SEGMENT = struct.Struct("=5Q")
-
-SEGMENT_REF_BYTES = _SEGMENT.size
 
 
 class SegmentRef(NamedTuple):
@@ -146,13 +143,6 @@ class SegmentRef(NamedTuple):
     device: int
     inode: int
     nbytes: int
-
-    def pack(self) -> bytes:
-        return _SEGMENT.pack(*self)
-
-    @staticmethod
-    def unpack(packed: bytes | memoryview) -> SegmentRef:
-        return SegmentRef(*_SEGMENT.unpack(packed))
 
 
 class OwnSegment(NamedTuple):
@@ -232,9 +222,9 @@ def _map(descriptor: int, nbytes: int, protection: int) -> npt.NDArray[np.uint8]
 _WHOLE = 2
 _NO_SEGMENT = SegmentRef(0, 0, 0, 0, 0)
 
-_PLACE_IN_SEGMENT = struct.Struct("=2Q")
+_PACKED = struct.Struct("=7Q")  # the segment, offset and first_half
 
-TENSOR_REF_BYTES = SEGMENT_REF_BYTES + _PLACE_IN_SEGMENT.size
+TENSOR_REF_BYTES = _PACKED.size
 
 
 class TensorRef(NamedTuple):
@@ -254,14 +244,12 @@ class TensorRef(NamedTuple):
         return self.first_half != _WHOLE
 
     def pack(self) -> bytes:
-        return self.segment.pack() + _PLACE_IN_SEGMENT.pack(self.offset, self.first_half)
+        return _PACKED.pack(*self.segment, self.offset, self.first_half)
 
     @staticmethod
     def unpack(packed: memoryview) -> TensorRef:
-        return TensorRef(
-            SegmentRef.unpack(packed[:SEGMENT_REF_BYTES]),
-            *_PLACE_IN_SEGMENT.unpack(packed[SEGMENT_REF_BYTES:TENSOR_REF_BYTES]),
-        )
+        *segment, offset, first_half = _PACKED.unpack(packed[:TENSOR_REF_BYTES])
+        return TensorRef(SegmentRef(*segment), offset, first_half)
 
     def bytes_of(self, piece: int, start: int, stop: int, piece_bytes: int) -> slice:
         """Return the place in the segment of piece number `piece`: bytes [start, stop) of the tensor."""
@@ -300,7 +288,7 @@ class Stage:
             return piece
         assert self._area is not None
         begin = self._filled % 2 * self._piece_bytes
-        half = self._area[begin : begin + piece.numel() * piece.element_size()].view(piece.dtype)
+        half = self._area[begin : begin + piece.nbytes].view(piece.dtype)
         half.copy_(piece)
         self._filled += 1
         return half

@@ -3,101 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
-from farandole.training.collectives.connection_pair import combiners, dtype_code, flat_view
-from farandole.training.collectives.control_blocks import (
-    DATA_BYTES,
-    ControlBlock,
-    ControlBlocks,
-    share_control_blocks,
-)
+from farandole.training.collectives.connection_pair import combiners, flat_view
+from farandole.training.collectives.control_blocks import DATA_BYTES, ControlBlock, ControlBlocks, share_control_blocks
 from farandole.training.collectives.ring import RingTransport
-from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
+from farandole.training.collectives.ring_header import Header, TransportOperation
 from farandole.training.collectives.shared_memory_group import (
     MAX_PAYLOAD_BYTES,
+    Engine,
     SharedMemoryGroup,
+    Wanted,
     add_data,
     combine_data,
+    trailers_of,
 )
-from farandole.training.collectives.transport import Reduction
+from farandole.training.collectives.transport import Reduction, refuse_source
 
 if TYPE_CHECKING:
     from farandole.training.collectives.shard_tree import Division
-    from farandole.training.collectives.shared_memory_exchange import Wanted
 
 PIECE_BYTES = 1 << 20
 """The size of the pieces in which a tensor in private memory moves."""
 
 
-class SharedMemoryTransport:
-    """A Transport (transport.py) through shared memory.
+class TensorsInMemory:
+    """The operations on tensors of ranks that share memory: a part of a Transport (transport.py).
 
     Args:
-        ring: Connects all ranks in the same order; close() closes it. It carries operations without a tensor, and
-            reports lost ranks.
+        engine: Numbers the operations, and reports lost ranks.
+        rank: This rank's place among them.
+        names: The ranks' names in error messages.
         control_blocks: Those of all ranks, by rank; new ones for each generation.
     """
 
-    def __init__(self, ring: RingTransport, control_blocks: Sequence[ControlBlock]) -> None:
-        self._ring, self._rank, self._size = ring, ring.rank, ring.size
-        self._group = SharedMemoryGroup(
-            ring.rank, range(ring.size), control_blocks, ring.interruption, ring.end_by, PIECE_BYTES
-        )
+    # The group must not refer to the transport: memory that only a cycle holds is not released with the generation.
+    def __init__(self, engine: Engine, rank: int, names: Sequence[int], control_blocks: Sequence[ControlBlock]) -> None:
+        self.rank, self.size, self._engine = rank, len(names), engine
+        self._group = SharedMemoryGroup(rank, names, control_blocks, engine, PIECE_BYTES)
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
+    def _running(self, header: Header) -> AbstractContextManager[None]:
+        """Enclose an operation. Raises if the transport has ended; any error inside ends it."""
+        raise NotImplementedError
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
-        flat, (combine, last) = flat_view(tensor), combiners(op, self._size)
-        if flat.numel() == 0 or len(trailer) > MAX_PAYLOAD_BYTES:
-            return self._ring.all_reduce(flat, trailer, op)
-        nbytes = flat.numel() * flat.element_size()
-        header = Header(
-            TransportOperation.ALL_REDUCE, self._ring.next_sequence, dtype_code(flat.dtype), op, nbytes, len(trailer)
-        )
-        with self._ring.running(header):
-            if nbytes <= DATA_BYTES:
+        flat, (combine, last) = flat_view(tensor), combiners(op, self.size)
+        header = self._engine.next_header(TransportOperation.ALL_REDUCE, flat, op, len(trailer))
+        with self._running(header):
+            if flat.nbytes <= DATA_BYTES:
                 message_slots = self._group.post(header, trailer, flat)
                 combine_data(flat, message_slots, combine, last)
             else:
-                message_slots = self._group.reduce(header, trailer, flat, combine, last, owners=self._size)
-            return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
-
-    def all_reduce_shards(
-        self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
-    ) -> list[bytes]:
-        flats = [flat_view(row) for row in rows]
-        nbytes, forests = flats[0].numel() * flats[0].element_size(), division.forests
-        if not nbytes:
-            return self._ring.all_reduce_shards(flats, division, trailer, factor)
-        operation, code = TransportOperation.ADD_SHARDS, dtype_code(flats[0].dtype)
-        header = Header(operation, self._ring.next_sequence, code, division.shards, nbytes, len(trailer))
-        with self._ring.running(header):
-            if nbytes * max(map(len, forests)) <= DATA_BYTES:
-                message_slots = self._group.post_rows(header, trailer, flats, forests)
-                add_data(flats[0], message_slots, forests, division.shards, factor)
-            else:
-                message_slots = self._group.add_shards(header, trailer, flats, forests, self._size, factor=factor)
-            return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
+                message_slots = self._group.reduce(header, trailer, flat, combine, last, owners=self.size)
+            return trailers_of(header, message_slots)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if not 0 <= source < self._size:
-            raise ValueError(f"broadcast: source must be a rank from 0 to {self._size - 1}, got {source}")
+        refuse_source(source, self.size)
         flat = flat_view(tensor)
-        if flat.numel() == 0:
-            self._ring.broadcast(flat, source)
-            return
-        nbytes = flat.numel() * flat.element_size()
-        header = Header(TransportOperation.BROADCAST, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes)
-        with self._ring.running(header):
+        header = self._engine.next_header(TransportOperation.BROADCAST, flat, source)
+        with self._running(header):
             self._group.broadcast(header, flat, source)
 
     def exchange(self, mine: torch.Tensor, wanted: Sequence[Wanted]) -> None:
@@ -111,9 +78,47 @@ class SharedMemoryTransport:
         Raises:
             CollectiveMismatch: A part ends behind the end of that rank's tensor.
         """
-        header = Header(TransportOperation.EXCHANGE, self._ring.next_sequence)
-        with self._ring.running(header):
+        header = self._engine.next_header(TransportOperation.EXCHANGE)
+        with self._running(header):
             self._group.exchange(header, mine, wanted)
+
+
+class SharedMemoryTransport(TensorsInMemory):
+    """A Transport (transport.py) through shared memory.
+
+    Args:
+        ring: Connects all ranks in the same order; close() closes it. It carries operations without a tensor, and
+            reports lost ranks.
+        control_blocks: Those of all ranks, by rank; new ones for each generation.
+    """
+
+    def __init__(self, ring: RingTransport, control_blocks: Sequence[ControlBlock]) -> None:
+        super().__init__(ring, ring.rank, range(ring.size), control_blocks)
+        self._ring = ring
+
+    def _running(self, header: Header) -> AbstractContextManager[None]:
+        return self._ring.running(header)
+
+    def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
+        if len(trailer) > MAX_PAYLOAD_BYTES:
+            return self._ring.all_reduce(tensor, trailer, op)
+        return super().all_reduce(tensor, trailer, op)
+
+    def all_reduce_shards(
+        self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
+    ) -> list[bytes]:
+        flats, forests = [flat_view(row) for row in rows], division.forests
+        nbytes = flats[0].nbytes
+        if not nbytes:
+            return self._ring.all_reduce_shards(flats, division, trailer, factor)
+        header = self._ring.next_header(TransportOperation.ADD_SHARDS, flats[0], division.shards, len(trailer))
+        with self._ring.running(header):
+            if nbytes * max(map(len, forests)) <= DATA_BYTES:
+                message_slots = self._group.post_rows(header, trailer, flats, forests)
+                add_data(flats[0], message_slots, forests, division.shards, factor)
+            else:
+                message_slots = self._group.add_shards(header, trailer, flats, forests, self.size, factor=factor)
+            return trailers_of(header, message_slots)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._ring.all_gather(payload)
@@ -129,7 +134,6 @@ class SharedMemoryTransport:
         self._group.wake()
 
     def close(self) -> None:
-        """Close the transport; no collective may run. Later calls raise GenerationEnded."""
         self._ring.close()
         self._group.close()
 

@@ -18,21 +18,13 @@ from typing import NoReturn
 import torch
 
 from farandole.errors import CollectiveMismatch, GenerationEnded, RecoverableError, StepError
-from farandole.training.collectives.connection_pair import (
-    Interruption,
-    PeerCalled,
-    byte_view,
-    combiners,
-    dtype_code,
-    flat_view,
-)
+from farandole.training.collectives.connection_pair import Interruption, PeerCalled, byte_view
 from farandole.training.collectives.control_blocks import DATA_BYTES, ControlBlocks, share_control_blocks
 from farandole.training.collectives.p2p_transport import P2PTransport
 from farandole.training.collectives.point_to_point import PointToPoint
-from farandole.training.collectives.ring_header import HEADER_BYTES, Header, TransportOperation
-from farandole.training.collectives.shared_memory_exchange import Wanted
-from farandole.training.collectives.shared_memory_group import MAX_PAYLOAD_BYTES, SharedMemoryGroup, combine_data
-from farandole.training.collectives.shared_memory_transport import PIECE_BYTES
+from farandole.training.collectives.ring_header import HEADER_BYTES, Header, NumberedOperations, TransportOperation
+from farandole.training.collectives.shared_memory_group import MAX_PAYLOAD_BYTES, Wanted
+from farandole.training.collectives.shared_memory_transport import TensorsInMemory
 from farandole.training.collectives.transport import Reduction
 
 logger = logging.getLogger("farandole")
@@ -68,7 +60,7 @@ def connect_members(p2p: PointToPoint, ranks: Sequence[int], subject: bytes) -> 
     return messages
 
 
-class SubgroupTransport:
+class SubgroupTransport(TensorsInMemory):
     """A Transport (transport.py) whose ranks are places in `ranks`. There may be many in one generation.
 
     Args:
@@ -78,45 +70,22 @@ class SubgroupTransport:
         control_blocks: Those of the members, new ones for this group.
     """
 
-    # The group must not refer to the transport: memory that only a cycle holds is not released with the generation.
     def __init__(self, p2p: PointToPoint, ranks: Sequence[int], subject: bytes, control_blocks: ControlBlocks) -> None:
         self._members = _Members(p2p, ranks, subject)
-        self._rank, self._size = list(ranks).index(p2p.rank), len(ranks)
-        self._group = SharedMemoryGroup(
-            self._rank, ranks, control_blocks, self._members.interruption, self._members.end_by, PIECE_BYTES
-        )
-        self._sequence = 0
+        super().__init__(self._members, list(ranks).index(p2p.rank), ranks, control_blocks)
         self._in_operation = threading.Lock()
         self._is_closed = False
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
-        flat, (combine, last) = flat_view(tensor), combiners(op, self._size)
-        if len(trailer) > MAX_PAYLOAD_BYTES:
-            trailers = self.all_gather(trailer)
-            if flat.numel():
-                self.all_reduce(flat, op=op)
-            return trailers
-        nbytes = flat.numel() * flat.element_size()
-        header = self._header(TransportOperation.ALL_REDUCE, dtype_code(flat.dtype), op, nbytes, len(trailer))
-        with self._running(header):
-            if nbytes <= DATA_BYTES:
-                message_slots = self._group.post(header, trailer, flat)
-                combine_data(flat, message_slots, combine, last)
-            else:
-                message_slots = self._group.reduce(header, trailer, flat, combine, last, owners=self._size)
-            return [bytes(message_slot.payload[HEADER_BYTES:][: len(trailer)]) for message_slot in message_slots]
+        if len(trailer) <= MAX_PAYLOAD_BYTES:
+            return super().all_reduce(tensor, trailer, op)
+        trailers = self.all_gather(trailer)
+        super().all_reduce(tensor, op=op)
+        return trailers
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
-        header = self._header(TransportOperation.ALL_GATHER)
+        header = self._members.next_header(TransportOperation.ALL_GATHER)
         with self._running(header):
             length = len(payload).to_bytes(_LENGTH_BYTES, "big")
             message_slots = self._group.post(header, length, mine if len(payload) <= DATA_BYTES else None)
@@ -128,23 +97,8 @@ class SubgroupTransport:
         self.exchange(mine, [Wanted(0, output) for output in outputs])
         return [bytes(byte_view(output)) for output in outputs]
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        if not 0 <= source < self._size:
-            raise ValueError(f"broadcast: source must be a rank from 0 to {self._size - 1}, got {source}")
-        flat = flat_view(tensor)
-        nbytes = flat.numel() * flat.element_size()
-        header = self._header(TransportOperation.BROADCAST, dtype_code(flat.dtype), source, nbytes)
-        with self._running(header):
-            self._group.broadcast(header, flat, source)
-
-    def exchange(self, mine: torch.Tensor, wanted: Sequence[Wanted]) -> None:
-        """Copy parts of the tensors of all members, as SharedMemoryTransport.exchange() does."""
-        header = self._header(TransportOperation.EXCHANGE)
-        with self._running(header):
-            self._group.exchange(header, mine, wanted)
-
     def barrier(self) -> None:
-        header = self._header(TransportOperation.BARRIER)
+        header = self._members.next_header(TransportOperation.BARRIER)
         with self._running(header):
             self._group.post(header, b"")
 
@@ -165,16 +119,6 @@ class SubgroupTransport:
         if self._in_operation.acquire(blocking=False):
             self._end_operation()
 
-    def _header(
-        self,
-        operation: TransportOperation,
-        dtype_code: int = 0,
-        source: int = 0,
-        total_bytes: int = 0,
-        trailer_bytes: int = 0,
-    ) -> Header:
-        return Header(operation, self._sequence + 1, dtype_code, source, total_bytes, trailer_bytes)
-
     @contextmanager
     def _running(self, header: Header) -> Iterator[None]:
         """Enclose an operation. Raises if the group has ended; any error inside ends it, for all members."""
@@ -186,7 +130,7 @@ class SubgroupTransport:
             )
         try:
             self._members.raise_if_ended(op, self._is_closed)
-            self._sequence = header.sequence
+            self._members.sequence = header.sequence
             try:
                 yield
             except BaseException as error:
@@ -204,7 +148,7 @@ class SubgroupTransport:
 # The connections of the members, which show that one of them is gone --------------------------------------------------
 
 
-class _Members:
+class _Members(NumberedOperations):
     """The members of a group, and what this one learns of the others while it waits for them.
 
     An error that only one member notices (a part of another size) reaches the others in a message; a member that can

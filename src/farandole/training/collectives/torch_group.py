@@ -1,5 +1,5 @@
-"""Process groups of torch, whose ranks agree around the ring: their operations and their construction, for Gloo and
-NCCL.
+"""Process groups of torch, whose ranks agree around the ring: their operations, their construction and its store, for
+Gloo and NCCL.
 
 Ranks agree on each operation around the ring, submit it to the group, and tell each other when they have their result.
 The group works on a private copy: after an abort it may go on writing for a while, into memory that is not read.
@@ -8,8 +8,9 @@ The group works on a private copy: after an abort it may go on writing for a whi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -17,10 +18,9 @@ import torch.distributed as dist
 
 from farandole.base.liveness.status_reporting import WaitingForPeers
 from farandole.base.machine import now_s
-from farandole.training.collectives.connection_pair import Broken, as_bytes, dtype_code
+from farandole.training.collectives.connection_pair import Broken, Wake, as_bytes
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.ring_header import Header, TransportOperation
-from farandole.training.collectives.ring_store import ExchangedStore
 from farandole.training.collectives.transport import Reduction
 
 _RING_KNOWS_S = 0.1  # the time that the ring may need, after a connection of the group failed, to name the lost rank
@@ -111,7 +111,7 @@ class GroupOperations:
 
     def all_reduce(self, flat: torch.Tensor, trailer: bytes, op: Reduction) -> list[bytes]:
         """Reduce a flat tensor that is not empty, as a transport does."""
-        header = self._header(self._all_reduce, flat, op, len(trailer))
+        header = self._ring.next_header(self._all_reduce, flat, op, len(trailer))
         trailers = self._ring.exchange(header, trailer)
         copy = self.group.take(flat, _WIDER.get(flat.dtype, flat.dtype), is_read=True)
         self._run(header, lambda: self.group.all_reduce(copy, op, self._wake.set))
@@ -120,7 +120,7 @@ class GroupOperations:
 
     def broadcast(self, flat: torch.Tensor, source: int) -> None:
         """Broadcast a flat tensor that is not empty, as a transport does."""
-        header = self._header(self._broadcast, flat, source)
+        header = self._ring.next_header(self._broadcast, flat, source)
         self._ring.exchange(header, b"")
         data = as_bytes(flat)
         copy = self.group.take(data, torch.uint8, is_read=self._ring.rank == source)
@@ -132,16 +132,12 @@ class GroupOperations:
         self._wake.set()
         self.group.shut_down()
 
-    def _header(self, operation: TransportOperation, flat: torch.Tensor, source: int, trailer_bytes: int = 0) -> Header:
-        nbytes = flat.numel() * flat.element_size()
-        return Header(operation, self._ring.next_sequence, dtype_code(flat.dtype), source, nbytes, trailer_bytes)
-
     def _run(self, header: Header, begin: Callable[[], PendingWork]) -> None:
         """Run one operation of the group on all ranks: when it returns, all have their result."""
         try:
             with self._ring.running(header), WaitingForPeers():
                 self._wait(begin, header)
-            self._ring.exchange(header._replace(sequence=self._ring.next_sequence, trailer_bytes=1), b"\0")
+            self._ring.exchange(header._replace(sequence=header.sequence + 1, trailer_bytes=1), b"\0")
         except BaseException:
             self.group.shut_down()
             raise
@@ -289,3 +285,133 @@ class Construction(Generic[T]):
         finally:
             self._is_through = True  # after the problem, which is read by another thread
             self.store.end()
+
+
+# The store by which the ranks of a group find each other --------------------------------------------------------------
+#
+# It holds the values exchanged on the ring, which the Construction carries. Torch's own stores need a server, reach it
+# without proof of identity, and do not learn of an abort.
+
+
+class ExchangedStore(dist.Store):  # type: ignore[name-defined, misc]
+    """The store of one rank.
+
+    A thread that builds a group sets values and reads those of others; another thread carries them. A read raises
+    TimeoutError after `timeout_s` seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._mine: dict[str, bytes] = {}
+        self._unsent: dict[str, bytes] = {}
+        self._all: dict[str, bytes] = {}
+        self._waiting = 0
+        self._has_to_send_end = self._was_abandoned = self._is_closed = False
+        self._changed = threading.Condition()
+        self._wake = Wake()
+
+    # For the thread that carries values ------------------------------------------------------------------
+
+    @property
+    def mine(self) -> dict[str, bytes]:
+        """The values that this rank has set."""
+        return self._mine
+
+    @property
+    def has_to_send(self) -> bool:
+        """True when this rank waits for a value, or there is news since take_unsent(): values, or the end."""
+        return bool(self._unsent) or self._waiting > 0 or self._has_to_send_end
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when this rank has to send a message."""
+        return self._wake.descriptor
+
+    def take_unsent(self) -> dict[str, bytes]:
+        """Return the values that this rank has set since the last call."""
+        with self._changed:
+            unsent, self._unsent = self._unsent, {}
+            self._has_to_send_end = False
+            self._update_wake()
+            return unsent
+
+    def bring(self, values: Sequence[dict[str, bytes]]) -> None:
+        """Add the values that the ranks have set, in any order."""
+        with self._changed:
+            for each in values:
+                self._all.update(each)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Mark that the group exists, or that there will be none."""
+        with self._changed:
+            self._has_to_send_end = True
+            self._update_wake()
+
+    def abandon(self) -> None:
+        """Mark that no more values will come: waiting threads raise."""
+        with self._changed:
+            self._was_abandoned = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Close the store, once no thread carries values any more."""
+        with self._changed:
+            self._is_closed = True
+            self._wake.close()
+
+    def _update_wake(self) -> None:
+        if self._is_closed:
+            return
+        if self.has_to_send:
+            self._wake.set()
+        else:
+            self._wake.clear()
+
+    # Called by torch, in the thread that builds a group --------------------------------------------------
+
+    def set(self, key: str, value: Any) -> None:
+        with self._changed:
+            self._mine[key] = self._unsent[key] = self._all[key] = _as_bytes(value)
+            self._update_wake()
+
+    def get(self, key: str) -> bytes:
+        """Return a value. Raises TimeoutError if no rank has set it in time."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                if key not in self._all:
+                    self._update_wake()
+                self._changed.wait_for(lambda: key in self._all or self._was_abandoned, self._timeout_s)
+            finally:
+                self._waiting -= 1
+                self._update_wake()
+            if key not in self._all:
+                raise TimeoutError(f"no other rank has set the key {key!r} within {self._timeout_s:g} s")
+            return self._all[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return all(key in self._all for key in keys)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        """Set a value if it is the expected one so far, or if none is there and none is expected. Return the value.
+
+        Not atomic among ranks: for keys that one rank sets.
+        """
+        with self._changed:
+            if self._all.get(key, b"") == _as_bytes(expected):
+                self.set(key, desired)
+            return self._all.get(key, b"")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: the store has its own timeout."""
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

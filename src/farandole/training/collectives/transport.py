@@ -81,5 +81,11 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release sockets and memory. Idempotent."""
+        """Release sockets and memory; no collective may run. Later calls raise GenerationEnded. Idempotent."""
         ...
+
+
+def refuse_source(source: int, size: int) -> None:
+    """Raise ValueError unless the source of a broadcast is one of `size` ranks."""
+    if not 0 <= source < size:
+        raise ValueError(f"broadcast: source must be a rank from 0 to {size - 1}, got {source}")

@@ -17,11 +17,10 @@ import torch
 
 from farandole.errors import ConfigError
 from farandole.training.collectives.control_blocks import ControlBlocks
-from farandole.training.collectives.device_transport import StagedTransport
-from farandole.training.collectives.hierarchical_transport import ConnectRing, share_memory_within_hosts
-from farandole.training.collectives.host_layout import layout
+from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport
+from farandole.training.collectives.hierarchical_transport import ConnectRing, layout, share_memory_within_hosts
 from farandole.training.collectives.kept_group import KeptGroup
-from farandole.training.collectives.nccl_transport import own_nccl_problem
+from farandole.training.collectives.nccl_transport import NcclGroups, own_nccl_problem
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.shared_memory_transport import share_memory
 from farandole.training.collectives.transport import Transport
@@ -214,11 +213,7 @@ def for_devices(
         reason = staging_reason(hosts, devices) if choice == "auto" else ""
         speaker = next((rank for rank, each in enumerate(devices) if each.count), None)
         return StagedTransport(host, reason=reason if ring.rank == speaker else ""), way.value
-    staged = StagedTransport(host)
-    from farandole.training.collectives.device_transport import DeviceTransport  # loaded only if it is needed
-    from farandole.training.collectives.nccl_transport import NcclGroups
-
-    transport = DeviceTransport(staged, ring, NcclGroups(kept), is_required=choice == "nccl")
+    transport = DeviceTransport(host, ring, NcclGroups(kept), is_required=choice == "nccl")
     return transport, f"{way.value}; torch's NCCL for CUDA tensors, if each worker has its own device"
 
 

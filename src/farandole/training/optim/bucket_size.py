@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from farandole.errors import ConfigError
 
@@ -22,27 +21,16 @@ _FEWEST = 4
 """Minimum number of buckets, if there is enough to cut: about the last bucket is exposed at the end of backward."""
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """The hardware and transport of a rank.
+def has_core_to_spare(cores: int, local_size: int, threads: int, is_by_network: bool, is_on_device: bool) -> bool:
+    """Return whether a task can run in the background without taking a core from a backward pass.
 
-    cores          cores that its process may use
+    cores          cores that this process may use
     local_size     workers of its host
     threads        threads that its computations use
     is_by_network  tensors travel over connections, not through shared memory
     is_on_device   computations run on a device, not on the cores
     """
-
-    cores: int
-    local_size: int
-    threads: int
-    is_by_network: bool
-    is_on_device: bool = False
-
-    @property
-    def has_core_to_spare(self) -> bool:
-        """True when a task can run in the background without taking a core from a backward pass."""
-        return self.is_on_device or (self.is_by_network and self.cores > self.local_size * self.threads)
+    return is_on_device or (is_by_network and cores > local_size * threads)
 
 
 def bucket_sizes(

@@ -23,10 +23,9 @@ from farandole.training.collectives.shared_memory_transport import SharedMemoryT
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.transport_choice import host_transport
 from farandole.training.collectives.world import World
-from farandole.training.optim.bucket_size import BucketAutotune, Surroundings, bucket_sizes, fastest
+from farandole.training.optim.bucket_size import BucketAutotune, bucket_sizes, fastest, has_core_to_spare
 from farandole.training.optim.buckets import Arrivals, Bucket, Buckets, is_same_memory
 from farandole.training.optim.compression import BF16Compressor, Compressor, FP16Compressor, NoneCompressor
-from farandole.training.optim.small_gradients import SmallGradients
 from farandole.training.optim.step_agreement import (
     HEADER_BYTES,
     StepHeader,
@@ -44,8 +43,7 @@ _MOST_OTHERS = 2
 
 
 class BucketedGradients:
-    """Gradients in buckets; see Gradients in step_reduction.py. `.grad` becomes a view of a bucket, so that nothing is
-    copied back. Main thread only.
+    """Gradients in buckets. `.grad` becomes a view of a bucket, so that nothing is copied back. Main thread only.
 
     names         the parameters, with their names for errors
     reduce        adds up a bucket over all ranks
@@ -54,20 +52,16 @@ class BucketedGradients:
     note, notes   bytes of this rank that travel with each step, of the same length on all ranks, and those of all ranks
     """
 
-    stay_in_place = False
-
     def __init__(
         self, names: Mapping[torch.Tensor, str], digest: int, reduce: Reduce, pinned_bytes: int | None
     ) -> None:
         self._names, self._digest, self._pinned_bytes = names, digest, pinned_bytes
         self.parameters = list(names)
         self._buckets = Buckets(self.parameters)
-        self._small = SmallGradients(self._buckets, self.parameters)
         self._are_shown = False  # `.grad` shows the buckets, and nothing was written since
-        self._others: list[tuple[Buckets, SmallGradients]] = []  # buckets whose gradients somebody has put aside
+        self._others: list[Buckets] = []  # whose gradients somebody has put aside
         self._reduce = reduce
         self.note, self.notes = b"", [b""]
-        self._background = of_gradients
         self._agreed_in: world.World | None = None
         self._autotune: BucketAutotune | None = None  # during the first steps, while the fastest size is unknown
         self._fastest: int | None = None  # result of the autotune
@@ -88,9 +82,9 @@ class BucketedGradients:
         """
         if self._are_shown:
             self._begin_writing()
-        if is_final and factor and not adds and self._small.take(parameter, factor):
+        if is_final and factor and not adds and self._buckets.small.take(parameter, factor):
             return
-        self._small.write()
+        self._buckets.small.write()
         view = self._buckets.view(parameter)
         gradient = self._dense_gradient(parameter, view)
         if not adds:
@@ -100,7 +94,11 @@ class BucketedGradients:
                 view.zero_()  # not multiplied: a dummy batch's inf times 0 would be NaN
         elif factor:
             view.add_(gradient, alpha=factor)
-        release(parameter, gradient, view, is_final)
+        # Its values are taken: the next micro-batch must not accumulate on top of them.
+        if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
+            parameter.grad = None
+        else:
+            gradient.zero_()
 
     def _dense_gradient(self, parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         """Return the parameter's `.grad` outside autograd. Raises StepError unless it has the shape of the bucket's
@@ -123,13 +121,12 @@ class BucketedGradients:
         """Zero the bucket's part of a parameter that has no gradient."""
         if self._are_shown:
             self._begin_writing()
-        self._small.write()
+        self._buckets.small.write()
         self._buckets.view(parameter).zero_()
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return whether the parameter's `.grad` is its part of a bucket."""
-        all_buckets = (self._buckets, *(each for each, _ in self._others))
-        return any(is_same_memory(parameter.grad, each.view(parameter)) for each in all_buckets)
+        return any(is_same_memory(parameter.grad, each.view(parameter)) for each in (self._buckets, *self._others))
 
     def _begin_writing(self) -> None:
         """Take other buckets if a script has put gradients of these aside, e.g. to combine them with those of another
@@ -137,18 +134,21 @@ class BucketedGradients:
         self._are_shown = False
         if not self._buckets.is_kept():
             return
-        former = self._buckets, self._small
-        free = next((each for each in self._others if not each[0].is_kept()), None)
-        if free is None:
-            buckets = Buckets(self.parameters)
-            free = buckets, SmallGradients(buckets, self.parameters)
+        former = self._buckets
+        free = next((each for each in self._others if not each.is_kept()), None) or Buckets(self.parameters)
         self._others = [former, *(each for each in self._others if each is not free)][:_MOST_OTHERS]
-        self._buckets, self._small = free
-        if self._buckets.least_bytes != former[0].least_bytes:
-            self._buckets.cut(former[0].least_bytes)
+        self._buckets = free
+        if free.least_bytes != former.least_bytes:
+            free.cut(former.least_bytes)
 
     def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
-        """Complete the buckets: zeros for the parameters that are not filled, unless they keep their gradients."""
+        """Complete the gradients after the backward passes: zeros for the parameters that are not filled.
+
+        filled   parameters, by id, whose gradients were put
+        factor   that of this loop body
+        is_kept  parameters that are not filled keep the gradients that they have: reduced ones of an earlier pass, or
+                 of the last step if the script does not zero them
+        """
         if len(filled) == len(self.parameters):
             return
         for parameter in self.parameters:
@@ -179,9 +179,9 @@ class BucketedGradients:
         self._arrivals[place].record()
         transport = self._overlaps_on = world.current().transport
         while self._given < len(self._missing) - 1 and not self._missing[self._given]:
-            self._small.write()
+            self._buckets.small.write()
             task = partial(self._all_reduce, transport, self._given, b"")
-            self._background.add(self._arrivals[self._given].before(task))
+            of_gradients.add(self._arrivals[self._given].before(task))
             self._given += 1
 
     def is_overlapping(self) -> bool:
@@ -193,7 +193,7 @@ class BucketedGradients:
         if self._given and self._overlaps_on is not None:
             # Other ranks wait for the remaining buckets, which will not come.
             self._overlaps_on.abort(reason)
-            self._background.finish()
+            of_gradients.finish()
             self._given = 0
 
     # From bucket to the sum ------------------------------------------------------------------------------
@@ -206,33 +206,23 @@ class BucketedGradients:
     def reduce(self, header: StepHeader) -> list[StepHeader]:
         """Add up the remaining buckets over all ranks. Returns the headers of all ranks, by rank. Raises the errors of
         transports."""
-        self._small.write()
+        self._buckets.small.write()
         here, trailer = world.current(), packed_at_end(header) + self.note
         if self._agreed_in is not here:
             self._agree(here)
-        self._land(here.transport)
         given, self._given = self._given, 0
+        if given:
+            of_gradients.land(here.transport)
         *others, last = range(len(self._buckets.buckets))
         for place in others[given:]:
             self._all_reduce(here.transport, place, b"")
         if self._autotune is not None and self._autotune.is_over:
-            self._end_autotune(
-                here, self._autotune
-            )  # before the last bucket, since ranks differ in the buckets submitted so far
+            # Before the last bucket, since ranks differ in the buckets submitted so far.
+            self._end_autotune(here, self._autotune)
         trailers = self._all_reduce(here.transport, last, trailer)
         self.notes = [each[HEADER_BYTES:] for each in trailers]
         self._take_turns()
         return [StepHeader.unpack(each[:HEADER_BYTES]) for each in trailers]
-
-    def _land(self, transport: Transport) -> None:
-        """Wait for the submitted buckets. Raises the error of a failed reduction."""
-        if not self._given:
-            return
-        try:
-            self._background.land(transport)
-        except BaseException:
-            self._given = 0
-            raise
 
     def _all_reduce(self, transport: Transport, place: int, trailer: bytes) -> list[bytes]:
         return self._reduce.all_reduce(transport, self._buckets.buckets, place, trailer)
@@ -250,7 +240,7 @@ class BucketedGradients:
             logger.info("%.1f MB of gradients are reduced in buckets of %s", total / 2**20, _format_size(sizes[0]))
 
     def _cut(self, least_bytes: int) -> None:
-        self._least_bytes = self._next_bytes = least_bytes
+        self._next_bytes = least_bytes
         self._buckets.cut(least_bytes)
         self._reduce.forget()
         buckets = enumerate(self._buckets.buckets)
@@ -262,7 +252,7 @@ class BucketedGradients:
         if self._autotune is not None:
             self._autotune.record(None if began_s is None else now_s() - began_s)
             self._next_bytes = self._autotune.size
-        if self._next_bytes != self._least_bytes:
+        if self._next_bytes != self._buckets.least_bytes:
             self._cut(self._next_bytes)
 
     def _end_autotune(self, here: world.World, autotune: BucketAutotune) -> None:
@@ -299,17 +289,8 @@ class BucketedGradients:
 
     def memory(self) -> list[torch.Tensor]:
         """Return all tensors that put() writes."""
-        self._small.write()
+        self._buckets.small.write()
         return self._buckets.flats
-
-
-def release(parameter: torch.Tensor, gradient: torch.Tensor, view: torch.Tensor, is_final: bool) -> None:
-    """Release `.grad`, whose values are taken, in the bucket's part `view`: the next micro-batch must not accumulate on
-    top of them."""
-    if is_final or gradient is not parameter.grad or gradient.data_ptr() == view.data_ptr():
-        parameter.grad = None
-    else:
-        gradient.zero_()
 
 
 def _format_size(least_bytes: int) -> str:
@@ -405,16 +386,12 @@ def agree_on_buckets(
     Raises CollectiveMismatch, alike on every rank, naming the first parameter that differs, unless all have the same
     digest. Raises the errors of transports, too.
     """
-    around = Surroundings(
-        cores=usable_cores(),
-        local_size=here.placement.local_size,
-        threads=torch.get_num_threads(),
-        is_by_network=not isinstance(host_transport(here.transport), SharedMemoryTransport),
-        is_on_device=is_on_device,
+    is_by_network = not isinstance(host_transport(here.transport), SharedMemoryTransport)
+    has_core = has_core_to_spare(
+        usable_cores(), here.placement.local_size, torch.get_num_threads(), is_by_network, is_on_device
     )
-    is_by_network = around.is_by_network or is_on_device
     asked, tried = (-1 if each is None else each for each in (pinned_bytes, tried_bytes))
-    proposal = _PROPOSAL.pack(digest, total_bytes, is_by_network, around.has_core_to_spare, asked, tried)
+    proposal = _PROPOSAL.pack(digest, total_bytes, is_by_network or is_on_device, has_core, asked, tried)
     proposals = [_PROPOSAL.unpack(each) for each in here.transport.all_gather(proposal)]
     if any(each[0] != digest for each in proposals):
         texts = here.transport.all_gather("\n".join(described).encode())

@@ -1,5 +1,5 @@
-"""Flat buffers into which gradients are copied while they are in the cache, and from which they are reduced; and the
-order of what writes them on a device.
+"""Flat buffers into which gradients are copied while they are in the cache, small ones some at a time, and from which
+they are reduced; and the order of what writes them on a device.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,6 +43,8 @@ class Buckets:
     """Buffers, one for each dtype, on the parameters' device, with their partition into buckets. Their order is that in
     which gradients arrive: the last parameter's first.
 
+    allocate  returns a buffer of zeros
+
     flats    the buffers
     buckets  at least one; empty if there are no parameters
     least_bytes  the size that they have at least
@@ -50,17 +52,22 @@ class Buckets:
 
     buckets: list[Bucket]
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor] = shareable_zeros,
+    ) -> None:
         self._order = list(reversed(parameters))
         self.device = self._order[0].device if self._order else torch.device("cpu")
         self.flats = []
         self._view: dict[int, torch.Tensor] = {}
         self._parts: dict[int, Part] = {}
         for number, (dtype, members) in enumerate(_by_dtype(self._order).items()):
-            flat = shareable_zeros(sum(member.numel() for member in members), dtype, self.device)
+            flat = allocate(sum(member.numel() for member in members), dtype, self.device)
             self.flats.append(flat)
             self._lay_out(number, flat, members)
-        wait_for_device(self.device)  # other streams that write gradients here need not know the current one
+        if self.device.type == "cuda":  # other streams that write gradients here need not know the current one
+            torch.cuda.current_stream(self.device).synchronize()
         # Of our own, as this Python counts them.
         self._known_references = max(map(sys.getrefcount, self._view.values()), default=0), self._most_apart()
         self.known_uses = self.uses()
@@ -78,6 +85,11 @@ class Buckets:
         """Return the buffer part for the parameter's gradient; same shape, dtype and order in memory."""
         view = self._view[id(parameter)]
         return view if view.data_ptr() == self._parts[id(parameter)].pointer else self._again(parameter)
+
+    @cached_property
+    def small(self) -> SmallGradients:
+        """The small gradients that wait to be written here."""
+        return SmallGradients(self, self._order)
 
     def part(self, parameter: torch.Tensor) -> Part:
         return self._parts[id(parameter)]
@@ -119,12 +131,12 @@ class Buckets:
         if gradient.layout != torch.strided:
             return gradient
         start = gradient.data_ptr()
-        is_here = any(0 <= start - flat.data_ptr() < flat.numel() * flat.element_size() for flat in self.flats)
+        is_here = any(0 <= start - flat.data_ptr() < flat.nbytes for flat in self.flats)
         return gradient.clone() if is_here else gradient
 
     @property
     def total_bytes(self) -> int:
-        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+        return sum(flat.nbytes for flat in self.flats)
 
     def is_kept(self) -> bool:
         """Return whether somebody else refers to a gradient that show_all() has shown, and that is not `.grad` any
@@ -151,7 +163,7 @@ class Buckets:
     def cut(self, least_bytes: int) -> None:
         """Make buckets of at least this size; with 0 one for each dtype."""
         before, self.least_bytes = self.uses(), least_bytes
-        sizes = [parameter.numel() * parameter.element_size() for parameter in self._order]
+        sizes = [parameter.nbytes for parameter in self._order]
         groups = cut(sizes, [str(parameter.dtype) for parameter in self._order], least_bytes)
         self.buckets = [self._bucket([self._order[place] for place in group]) for group in groups]
         if not self.buckets:
@@ -180,6 +192,83 @@ def _by_dtype(parameters: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torc
     for parameter in parameters:
         found.setdefault(parameter.dtype, []).append(parameter)
     return found
+
+
+# Small gradients on the CPU -------------------------------------------------------------------------------------------
+#
+# They are copied into their bucket some at a time: an operation takes longer to call than to copy a few values.
+
+_MOST_ELEMENTS = 4096
+_MOST_WAITING = 32
+"""Gradients are copied while they are in the cache."""
+
+
+class SmallGradients:
+    """Gradients that wait for write(). Each belongs into its parameter's part of `buckets`, times a factor."""
+
+    def __init__(self, buckets: Buckets, parameters: list[torch.Tensor]) -> None:
+        self._flats = buckets.flats
+        self._places = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in buckets.flats]
+        is_on_cpu = buckets.device.type == "cpu"
+        self._parts = {id(each): buckets.part(each) for each in parameters if is_on_cpu and _is_small(each)}
+        self._waiting: dict[tuple[int, int], torch.Tensor] = {}  # by their place
+        self._factor = 1.0
+
+    def take(self, parameter: torch.Tensor, factor: float) -> bool:
+        """Take `factor` times the parameter's `.grad`, for its part. False: it has to be written at once."""
+        part, gradient = self._parts.get(id(parameter)), parameter.grad
+        if (
+            part is None
+            or type(gradient) is not torch.Tensor
+            or gradient.is_sparse
+            or gradient.requires_grad
+            or gradient.shape != part.shape
+            or gradient.dtype is not part.dtype
+            or not gradient.is_contiguous()
+            # In a bucket: autograd has added to the gradient of the last step, or the script has set another one's.
+            or any(begin <= gradient.data_ptr() < end for begin, end in self._places)
+        ):
+            return False
+        if len(self._waiting) == _MOST_WAITING or factor != self._factor:
+            self.write()
+            self._factor = factor
+        self._waiting[part.place] = gradient
+        parameter.grad = None  # nobody else writes to its memory
+        return True
+
+    def write(self) -> None:
+        """Write all that wait: those that are adjacent in one operation."""
+        if not self._waiting:
+            return
+        run: list[torch.Tensor] = []
+        number = begin = end = 0
+        for place, gradient in sorted(self._waiting.items(), key=_place):
+            if run and place != (number, end):
+                self._write(run, self._flats[number][begin:end])
+                run = []
+            if not run:
+                number, begin = place
+                end = begin
+            run.append(gradient)
+            end += gradient.numel()
+        self._write(run, self._flats[number][begin:end])
+        self._waiting.clear()
+
+    def _write(self, run: list[torch.Tensor], part: torch.Tensor) -> None:
+        if len(run) == 1:
+            torch.mul(run[0].view(-1), self._factor, out=part)
+            return
+        torch.cat([each if each.dim() == 1 else each.view(-1) for each in run], out=part)
+        if self._factor != 1.0:
+            part.mul_(self._factor)
+
+
+def _is_small(parameter: torch.Tensor) -> bool:
+    return 0 < parameter.numel() <= _MOST_ELEMENTS and not has_own_order(parameter)
+
+
+def _place(item: tuple[tuple[int, int], torch.Tensor]) -> tuple[int, int]:
+    return item[0]
 
 
 # The order of a gradient's elements in memory -------------------------------------------------------------------------
@@ -221,12 +310,6 @@ def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 # nothing to do.
 
 T = TypeVar("T")
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait until the operations queued in the current stream have completed."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 class Arrivals:

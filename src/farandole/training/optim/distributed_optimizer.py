@@ -15,10 +15,19 @@ from farandole.training.collectives.extension import SomeRanks
 from farandole.training.collectives.transport import Reduction
 from farandole.training.optim.compression import Compression, Compressor
 from farandole.training.optim.loader_path import LoaderPath
-from farandole.training.optim.optimizer_mixin import OptimizerT, WrappedOptimizer, become, closure_of, wrap, zeroing
+from farandole.training.optim.optimizer_mixin import (
+    OptimizerT,
+    WrappedOptimizer,
+    become,
+    closure_of,
+    protect,
+    wrap,
+    zeroing,
+)
 from farandole.training.optim.options import Options, groups_of, recommend_fused
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
+from farandole.training.state.step import StepStatus
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -166,7 +175,6 @@ class ReducingOptimizer(WrappedOptimizer):
             self._path_without_loader.on_gradient(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as torch does; the new parameters are reduced from the next backward pass on."""
         super().add_param_group(param_group)
         self.groups_changed()
         self._path_without_loader.name(self._parameter_names)
@@ -183,7 +191,7 @@ class ReducingOptimizer(WrappedOptimizer):
         closure, apply = closure_of(self, closure, args, kwargs)
         batch = step.batch()
         if batch is not None:
-            return self._loader_path.step(self, batch, apply, closure)
+            return step_along([self._loader_path], self, batch, apply, closure)
         if self._loss == "sum":
             raise StepError('loss="sum" needs a batch of a DataLoader of Farandole, and there is none; use op=Sum')
         if closure is None:
@@ -198,7 +206,7 @@ class ReducingOptimizer(WrappedOptimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _decide_within(self, batch: Batch) -> None:
-        self._loader_path.decide_within(self, batch)
+        decide_along([self._loader_path], self, batch)
 
     def synchronize(self) -> None:
         """Reduce the remaining gradients, and those that the script has set; afterwards gradients may be changed."""
@@ -233,16 +241,11 @@ class ReducingOptimizer(WrappedOptimizer):
             self._loader_path.zeroed()
 
     def abandon_step(self) -> None:
-        """Drop the results of backward passes since the last step: gradients and the count of passes.
-
-        For use after a failed collective, when gradients may be partly reduced. A TorchState calls it in restore().
-        """
         super().abandon_step()
         self._path_without_loader.forget()
         self._loader_path.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as torch does; backward passes are counted from zero again."""
         self._path_without_loader.forget()
         super().load_state_dict(state_dict)
 
@@ -290,3 +293,95 @@ class ReducingOptimizer(WrappedOptimizer):
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient._values() if gradient.is_sparse else gradient
+
+
+# The step along one path of gradients, or along several: one for each module in DistributedDataParallel ---------------
+
+
+def step_along(
+    paths: Sequence[LoaderPath],
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    apply: Callable[..., Any],
+    closure: Callable[[], float] | None,
+) -> Any:
+    """Apply the reduced gradients of the paths by `apply`. True: applied by all workers. False: not applied. With a
+    closure, its loss."""
+    _refuse_untracked(optimizer)
+    for path in paths:
+        path.notice(batch)
+    if closure is not None:
+        return _step_with(closure, paths, optimizer, batch, apply)
+    if not batch.is_last:
+        step.note_early_step()
+        for path in paths:
+            path.end_body(batch)
+        return False
+    for path in paths:
+        path.reduce_rest(batch)
+    step.begin_applying(optimizer)
+    if step.is_aborted():
+        return False
+    for path in paths:
+        path.refuse_second_step()
+        path.refuse_unplanned()
+    if step.awaits_others(optimizer):
+        protect(optimizer)
+    for path in paths:
+        path.applied()
+    apply(gradients=[each for path in paths for each in path.tensors()])
+    step.mark_stepped(optimizer)
+    return True
+
+
+def _step_with(
+    closure: Callable[[], Any],
+    paths: Sequence[LoaderPath],
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    apply: Callable[..., Any],
+) -> Any:
+    """Step with a closure. The optimizer runs backward passes itself, each of which reduces; it may change parameters
+    between them."""
+    if batch.global_batch.is_divided or batch.is_padding:
+        raise StepError(
+            "step(closure) with micro-batches of a DataLoader of Farandole: the closure's backward pass would be one "
+            "of several. Call backward() first and step() without a closure, or leave micro_batch_size out"
+        )
+    if step.is_aborted():
+        with torch.enable_grad():
+            return closure()  # its loss may be needed, its gradients do not count
+    for path in paths:
+        path.refuse_unplanned()
+    step.begin_applying(optimizer)
+    protect(optimizer)
+    loss = apply(closure)
+    if not step.is_aborted():
+        decide_along(paths, optimizer, batch)
+    return loss
+
+
+def decide_along(paths: Sequence[LoaderPath], optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    """Decide a step whose reduced gradients the optimizer has applied by itself. Raises StepError if they were not."""
+    _refuse_untracked(optimizer)
+    for path in paths:
+        path.notice(batch)
+        path.refuse_second_step()
+    if step.status() is not StepStatus.REDUCED:
+        raise StepError(
+            f"{type(optimizer).__name__} has stepped without the gradients of the global batch: each loop body "
+            f"needs a backward pass between zero_grad() and the step"
+        )
+    for path in paths:
+        path.refuse_unplanned()
+        path.applied()
+    step.mark_stepped(optimizer)
+
+
+def _refuse_untracked(optimizer: torch.optim.Optimizer) -> None:
+    if not step.is_tracked(optimizer):
+        raise StepError(
+            "optimizer.step() of an optimizer that belongs to no TorchState, within the loop over a DataLoader of "
+            "Farandole, whose steps all workers decide: pass it to the state, TorchState(..., NAME=optimizer), or "
+            "call its step() outside of the loop"
+        )

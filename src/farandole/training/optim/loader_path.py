@@ -21,18 +21,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 from farandole.errors import RecoverableError, StepError
-from farandole.training.optim.end_of_pass import at_end_of_pass
-from farandole.training.optim.optimizer_mixin import STEPPED_TWICE
-from farandole.training.optim.optimizer_step import decide_along, step_along
+from farandole.training.optim.bucketed_gradients import BucketedGradients
+from farandole.training.optim.optimizer_mixin import STEPPED_TWICE, at_end_of_pass
 from farandole.training.optim.options import Options
 from farandole.training.optim.passes import Passes
 from farandole.training.optim.step_agreement import Weights
-from farandole.training.optim.step_reduction import StepReduction
+from farandole.training.optim.step_reduction import LocalGradients, StepReduction
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
 from farandole.training.state.session import SESSION
@@ -121,7 +119,7 @@ class LoaderPath:
             parameter.grad = None
             return
         gradients, key = self._reduction.gradients, id(parameter)
-        if gradients.stay_in_place:
+        if isinstance(gradients, LocalGradients):
             self.waits_in = batch
             return
         gradients.put(parameter, self._factor, adds=key in self._filled, is_final=self._is_final)
@@ -222,7 +220,7 @@ class LoaderPath:
             self.reduce_rest(batch)
         elif counts and self._status is GradientStatus.REDUCED:
             self._taken.clear()
-            if (other := self._set_by_script()) is not None:
+            for other in self._set_by_script():
                 raise StepError(
                     f"the gradient of {self._names()[other]} was set after those of this batch were reduced, and they "
                     f"are not reduced once more: set gradients before the backward pass, or call zero_grad() first"
@@ -230,11 +228,8 @@ class LoaderPath:
 
     def _take_set(self, batch: Batch) -> None:
         """Take the gradients of this loop body that the script has set."""
-        gradients = self._reduction.gradients
-        if gradients.stay_in_place:
-            return
-        found = [each for each in gradients.parameters if self._is_set(each)]
-        if not found:
+        gradients, found = self._reduction.gradients, self._set_by_script()
+        if isinstance(gradients, LocalGradients) or not found:
             return
         step.begin_pass(batch)  # in the count of samples that are trained
         if self._body is BodyStatus.FRESH:
@@ -255,24 +250,24 @@ class LoaderPath:
         if batch.index > 0 and step.is_shared() and self._before is None:
             self._before = self._reduction.copies(), set(self._filled)
 
-    def _set_by_script(self) -> torch.Tensor | None:
-        """Return a parameter whose gradient the script has set."""
-        if self._reduction.gradients.stay_in_place:
-            return None
-        return next((each for each in self._reduction.gradients.parameters if self._is_set(each)), None)
+    def _set_by_script(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients the script has set, unless they stay where they are."""
+        gradients = self._reduction.gradients
+        if isinstance(gradients, LocalGradients):
+            return []
+        return [each for each in gradients.parameters if self._is_set(each, gradients)]
 
-    def _is_set(self, parameter: torch.Tensor) -> bool:
+    def _is_set(self, parameter: torch.Tensor, gradients: BucketedGradients) -> bool:
         gradient = parameter.grad
         if gradient is None or id(parameter) in self._taken or not parameter.requires_grad:
             return False
-        if self._reduction.gradients.holds(parameter) and not self._was_zeroed:
+        if gradients.holds(parameter) and not self._was_zeroed:
             return False  # of the last step: the script has not zeroed it
         return bool(_has_values(gradient))
 
     def _refuse_set(self) -> None:
         """Raise StepError for gradients that the script has set, and not reduced by synchronize()."""
-        parameter = self._set_by_script()
-        if parameter is not None:
+        for parameter in self._set_by_script():
             raise StepError(
                 f"the gradient of {self._names()[parameter]} comes from no backward pass, but from "
                 f"torch.autograd.grad() or from p.grad = ...: it is that of this worker's samples alone. {self._ADVICE}"
@@ -281,7 +276,7 @@ class LoaderPath:
     def _note_set_alone(self, batch: Batch) -> None:
         """Count the samples of a worker alone, whose gradients stay where the script has set them."""
         gradients = self._reduction.gradients
-        if gradients.stay_in_place and not step.passed():
+        if isinstance(gradients, LocalGradients) and not step.passed():
             set_ = (each.grad for each in gradients.parameters if each.grad is not None)
             if any(bool(_has_values(gradient)) for gradient in set_):
                 step.begin_pass(batch)
@@ -359,23 +354,7 @@ class LoaderPath:
         """Wait until no reduction runs in the background."""
         self._reduction.end_overlap(reason)
 
-    # From gradient to step -------------------------------------------------------------------------------
-
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        batch: Batch,
-        apply: Callable[..., Any],
-        closure: Callable[[], float] | None,
-    ) -> Any:
-        """Apply the reduced gradients by `apply`. True: applied by all workers. False: not applied. With a closure, its
-        loss."""
-        return step_along([self], optimizer, batch, apply, closure)
-
-    def decide_within(self, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
-        """Decide a step whose reduced gradients the optimizer has applied by itself: in step(closure), or in a method
-        of its own."""
-        decide_along([self], optimizer, batch)
+    # From gradient to step: distributed_optimizer.py -----------------------------------------------------
 
     def end_body(self, batch: Batch) -> None:
         """Note that step() was called, and further micro-batches follow."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,17 +28,24 @@ from farandole.training.state.deep_copy import deep_copy, finish_all
 from farandole.training.state.optimizer_state import OptimizerState, load_state_dict_in_place, with_inner
 from farandole.training.state.session import SESSION
 
-# The step of the user's optimizer class, called from Farandole's by GradScaler's rules --------------------------------
+# The user's optimizer class: its step by GradScaler's rules, and the methods that it adds to torch's ------------------
+#
+# Examples are first_step() and second_step() of SAM, train() and eval() of a schedule-free optimizer. Their changes
+# are part of the step while a batch of a loader of Farandole is out.
 
 
-class ScaledStep(torch.optim.Optimizer):
-    """A mixin that is put before the user's optimizer class."""
+class OwnMethods(torch.optim.Optimizer):
+    """A mixin that is put before the user's optimizer class, with overriding_methods() in the namespace of the new
+    class."""
 
+    farandole_attributes = frozenset({"_base_scales", "_is_inside"})
+    """Names of attributes that belong to Farandole, and not to the optimizer's state."""
     # GradScaler then always calls step(), even when it would skip: a skipped step is decided too (torch 2.13,
     # torch/amp/grad_scaler.py, GradScaler.step).
     _step_supports_amp_scaling = True
     _base_scales: bool
     """True when the user's class unscales and skips by itself, as fused ones do."""
+    _is_inside = False  # of one of its methods: they call each other, and only the outermost call counts
 
     def _apply(
         self,
@@ -56,13 +64,12 @@ class ScaledStep(torch.optim.Optimizer):
         if found_inf is not None:
             step.refuse_unknown_scaler()
         step.note_update(is_skipped)
-        if self._base_scales:
-            return super().step(*first, **options)
-        names = ("grad_scale", "found_inf")
+        before, self._is_inside = self._is_inside, True
+        names = () if self._base_scales else ("grad_scale", "found_inf")
         asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}
         scale = asked.get("grad_scale")
         try:
-            if is_skipped:
+            if is_skipped and not self._base_scales:
                 return None
             if scale is not None:
                 inverse = scale.double().reciprocal().float()
@@ -71,105 +78,12 @@ class ScaledStep(torch.optim.Optimizer):
             return super().step(*first, **options)
         finally:
             self.__dict__.update(asked)
-
-    def _all_parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
-
-
-@functools.lru_cache(maxsize=64)
-def _demands_closure(step: Callable[..., Any]) -> bool:
-    """Return whether the first argument of step(), after `self`, has no default."""
-    first = next(iter(list(inspect.signature(step).parameters.values())[1:]), None)
-    return (
-        first is not None
-        and first.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        and first.default is inspect.Parameter.empty
-    )
-
-
-def closure_of(
-    optimizer: ScaledStep, first: Any, arguments: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[Callable[[], Any] | None, Callable[..., Any]]:
-    """Return the closure among the arguments of step(), and `apply` of the optimizer, with the other arguments: classes
-    of one's own may have such, or others instead of a closure."""
-    if first is not None and not callable(first):
-        return None, lambda gradients=(): optimizer._apply(first, gradients, arguments, options)
-    return first, functools.partial(optimizer._apply, arguments=arguments, options=options)
-
-
-STEPPED_TWICE = "optimizer.step() was called twice for one batch of the loader; call it once in each loop body"
-
-
-def refuse_closure(batch: Batch) -> None:
-    """Raise StepError for step(closure) where the backward passes of the closure would not be the whole step."""
-    if batch.global_batch.is_divided or batch.is_padding:
-        raise StepError(
-            "step(closure) with micro-batches of a DataLoader of Farandole: the closure's backward pass would be one "
-            "of several. Call backward() first and step() without a closure, or leave micro_batch_size out"
-        )
-
-
-def zeroing(set_to_none: bool) -> dict[str, bool]:
-    """Return arguments for zero_grad() of the user's class, which may take none."""
-    return {} if set_to_none else {"set_to_none": False}
-
-
-def call_dropped(closure: Callable[[], Any]) -> Any:
-    """Call the closure of an aborted step: its loss may be needed, its gradients do not count."""
-    with torch.enable_grad():
-        return closure()
-
-
-def as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> None:
-    """Replace the patched step() on an optimizer by the current class's. A scheduler that was made before has set the
-    step of the user's class on the object, to see its calls (torch 2.13, torch/optim/lr_scheduler.py,
-    patch_track_step_called). Raises ConfigError for a step() that has another origin.
-    """
-    patched = optimizer.__dict__["step"]
-    if not getattr(patched, "_wrapped_by_lr_sched", False):
-        raise ConfigError(
-            f"step() of this {type(optimizer).__name__} was replaced on the object; override step() in a subclass, so "
-            f"that it can be called only when the step is applied"
-        )
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(patched)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        each: Any = reference()
-        each._opt_called = True
-        return type(each).step(each, *args, **kwargs)
-
-    optimizer.step = step  # type: ignore[method-assign]
-
-
-# Methods that an optimizer's class adds to torch's --------------------------------------------------------------------
-#
-# Examples are first_step() and second_step() of SAM, train() and eval() of a schedule-free optimizer. Their changes
-# are part of the step while a batch of a loader of Farandole is out.
-
-
-class OwnMethods(ScaledStep):
-    """A mixin that is put before the user's optimizer class, with overriding_methods() in the namespace of the new
-    class."""
-
-    farandole_attributes = frozenset({"_base_scales", "_is_inside"})
-    """Names of attributes that belong to Farandole, and not to the optimizer's state."""
-    _is_inside = False
+            self._is_inside = before
 
     def _decide_within(self, batch: Batch) -> None:
         """Note that an optimizer has stepped inside a method: the step is applied. Raises StepError if it must not
         be."""
         raise NotImplementedError
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        before, self._is_inside = self._is_inside, True  # methods call each other: only the outermost call counts
-        try:
-            return super()._apply(*args, **kwargs)
-        finally:
-            self._is_inside = before
 
     def _run_own(self, name: str, method: Callable[[], Any]) -> Any:
         """Call a method of the user's class.
@@ -199,7 +113,7 @@ class OwnMethods(ScaledStep):
             f"complete yet; leave micro_batch_size out, or make it as large as the worker's local batch"
         )
         with _watching() as watch:
-            before, self._is_inside = self._is_inside, True
+            self._is_inside = True
             try:
                 result = method()
             except Exception as error:
@@ -207,7 +121,7 @@ class OwnMethods(ScaledStep):
                     raise StepError(refusal) from error
                 raise
             finally:
-                self._is_inside = before
+                self._is_inside = False
         if step.is_aborted():
             return result
         if batch.global_batch.is_divided and (undo.has_moved() or watch.has_stepped):
@@ -215,6 +129,63 @@ class OwnMethods(ScaledStep):
         if watch.has_stepped:
             self._decide_within(batch)
         return result
+
+    def _all_parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._all_parameters() if parameter.grad is not None]
+
+
+@functools.lru_cache(maxsize=64)
+def _demands_closure(step: Callable[..., Any]) -> bool:
+    """Return whether the first argument of step(), after `self`, has no default."""
+    first = next(iter(list(inspect.signature(step).parameters.values())[1:]), None)
+    return (
+        first is not None
+        and first.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        and first.default is inspect.Parameter.empty
+    )
+
+
+def closure_of(
+    optimizer: OwnMethods, first: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Callable[[], Any] | None, Callable[..., Any]]:
+    """Return the closure among the arguments of step(), and `apply` of the optimizer, with the other arguments: classes
+    of one's own may have such, or others instead of a closure."""
+    if first is not None and not callable(first):
+        return None, lambda gradients=(): optimizer._apply(first, gradients, arguments, options)
+    return first, functools.partial(optimizer._apply, arguments=arguments, options=options)
+
+
+STEPPED_TWICE = "optimizer.step() was called twice for one batch of the loader; call it once in each loop body"
+
+
+def zeroing(set_to_none: bool) -> dict[str, bool]:
+    """Return arguments for zero_grad() of the user's class, which may take none."""
+    return {} if set_to_none else {"set_to_none": False}
+
+
+def as_schedulers_patch_it(optimizer: torch.optim.Optimizer) -> None:
+    """Replace the patched step() on an optimizer by the current class's. A scheduler that was made before has set the
+    step of the user's class on the object, to see its calls (torch 2.13, torch/optim/lr_scheduler.py,
+    patch_track_step_called). Raises ConfigError for a step() that has another origin.
+    """
+    patched = optimizer.__dict__["step"]
+    if not getattr(patched, "_wrapped_by_lr_sched", False):
+        raise ConfigError(
+            f"step() of this {type(optimizer).__name__} was replaced on the object; override step() in a subclass, so "
+            f"that it can be called only when the step is applied"
+        )
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(patched)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        each: Any = reference()
+        each._opt_called = True
+        return type(each).step(each, *args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 def protect(optimizer: torch.optim.Optimizer) -> Undo:
@@ -386,6 +357,26 @@ def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None
     _hook_of[parameter] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     if is_frozen:
         parameter.requires_grad_(False)
+
+
+# The end of a backward pass, for hooks --------------------------------------------------------------------------------
+
+
+# As hooks in torch 2.13, torch/nn/parallel/distributed.py: inside of compiled autograd the hooks are compiled, too, and
+# what is raised in code that is being compiled would not arrive.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """Have `callback` called when the current backward() ends, on the thread that called it. Raises StepError inside of
+    compiled autograd, which has no such end."""
+    # It takes seconds to import, so `import torch` does not: who compiles has imported it.
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        raise StepError(
+            "compiled autograd (torch._dynamo.config.compiled_autograd) runs the hooks on gradients in a graph of its "
+            "own, in which gradients cannot be reduced: leave it out; torch.compile() of the model works"
+        )
+    # Private, but the only hook at the end of backward(): torch 2.13 uses it in torch/nn/parallel/distributed.py.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 # A copy of the values that one optimizer's step changes, to undo the step ---------------------------------------------

@@ -57,16 +57,6 @@ class Options:
         asked = read_bucket_mb() if self.bucket_mb is None else self.bucket_mb
         return None if asked is None else bytes_of(asked)
 
-    @property
-    def is_plain(self) -> bool:
-        """True when no argument needs named operations."""
-        return (
-            self.op == Reduction.AVERAGE
-            and self.predivide_factor == 1.0
-            and not self.groups
-            and are_all(self.process_set)
-        )
-
 
 def refuse_for_loader(options: Options, passes_per_step: int) -> None:
     """Raise StepError for arguments that are not possible with a loader of Farandole."""
@@ -75,7 +65,12 @@ def refuse_for_loader(options: Options, passes_per_step: int) -> None:
             f"backward_passes_per_step={passes_per_step} is for scripts without a DataLoader of "
             f"Farandole, which accumulates gradients itself: DataLoader(global_batch_size=..., micro_batch_size=...)"
         )
-    if not options.is_plain:
+    if (
+        options.op != Reduction.AVERAGE
+        or options.predivide_factor != 1.0
+        or options.groups
+        or not are_all(options.process_set)
+    ):
         raise StepError(
             "op other than Average, gradient_predivide_factor, groups, sparse_as_dense and process_set are "
             "for scripts without a DataLoader of Farandole, which weights gradients itself: leave them out"

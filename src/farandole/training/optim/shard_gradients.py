@@ -20,11 +20,11 @@ import torch
 
 from farandole.errors import ConfigError
 from farandole.training.collectives.shard_sums import with_shards
-from farandole.training.collectives.shard_tree import Division, Leaf, leaves
+from farandole.training.collectives.shard_tree import leaves
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.world import World
 from farandole.training.optim.bucketed_gradients import BucketedGradients, CompressedReduce
-from farandole.training.optim.buckets import Buckets, laid_out
+from farandole.training.optim.buckets import Buckets
 from farandole.training.optim.compression import Compressor, NoneCompressor
 from farandole.training.optim.step_agreement import conclude, header_of
 from farandole.training.state import step
@@ -39,7 +39,7 @@ _MAY_BE_SUMMED_FIRST = {torch.float32, torch.float64, torch.bfloat16}
 
 
 class ShardGradients(BucketedGradients):
-    """Gradients of one optimizer in strict mode; see Gradients in step_reduction.py."""
+    """Gradients of one optimizer in strict mode. begin() comes first."""
 
     def __init__(
         self,
@@ -60,26 +60,12 @@ class ShardGradients(BucketedGradients):
                 f"strict mode trains on the CPU, and the parameters are on {self._buckets.device}: kernels of other "
                 f"devices add up in an order of their own"
             )
-        self._least_bytes = 0  # as Buckets are cut at first
         self._rows = [self._buckets]
-        self._division = Division(1, ((0, 1),))
-        self._leaves: tuple[Leaf, ...] = ()
         self._repeated = RepeatedShards()
-        self._first = self._nodes = 0
-        self._index = 0  # the place of the current shard among this rank's; behind the last one, none or it is complete
-        self._begun = 0  # the place of the current shard, also when it is complete
         self._batch: Batch | None = None  # the one that reduces
-        self._filled: set[int] = set()  # parameters whose gradient of the current shard is taken
-        # By parameter: gradients of the shard before to which those of the current one are added, and gradients of the
-        # current one to which those of the next are added.
-        self._waiting: dict[int, torch.Tensor] = {}
-        self._next_waiting: dict[int, torch.Tensor] = {}
-        self._waiting_at_begin = self._waiting  # when the current shard began; it may be reopened
         self._loss_is_mean = loss_is_mean
-        self._factor: float | None = None  # of all shards, if they have the same one, and the user weighs none of them
         self._shown: ShownZeros | None = None
         self._is_audit = False  # the current shard is another rank's
-        self._audited: dict[int, dict[int, int]] = {}  # digests of gradients, by parameter, of each audited shard
         self._digests: dict[int, int] | None = None  # those of the current shard, if it is audited
 
     def begin(self, global_batch: GlobalBatch) -> None:
@@ -91,14 +77,22 @@ class ShardGradients(BucketedGradients):
         self._nodes = max(1, len(self._division.forests[global_batch.place]))
         while len(self._rows) < self._division.rows(global_batch.place):
             self._rows.append(Buckets(self.parameters))
-            self._rows[-1].cut(self._least_bytes)
-        self._index = self._begun = 0
-        self._filled.clear()
-        self._waiting, self._next_waiting, self._waiting_at_begin = {}, {}, {}
+            self._rows[-1].cut(self._buckets.least_bytes)
+        self._index = 0  # the place of the current shard among this rank's; behind the last one, none or it is complete
+        self._begun = 0  # the place of the current shard, also when it is complete
+        self._filled: set[int] = set()  # parameters whose gradient of the current shard is taken
+        # By parameter: gradients of the shard before to which those of the current one are added, and gradients of the
+        # current one to which those of the next are added.
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._next_waiting: dict[int, torch.Tensor] = {}
+        self._waiting_at_begin = self._waiting  # when the current shard began; it may be reopened
         has_factor = self._loss_is_mean and global_batch.has_equal_shards
+        # Of all shards, if they have the same one, and the user weighs none of them.
         self._factor = 1 / self._division.shards if has_factor else None
         self._repeated.begin(global_batch)
         audit = global_batch.audit
+        # Digests of gradients, by parameter, of each audited shard.
+        self._audited: dict[int, dict[int, int]]
         self._audited = {} if audit is None else {shard: {} for shard in _audited(audit, global_batch.place)}
 
     def _begin_writing(self) -> None:
@@ -133,7 +127,7 @@ class ShardGradients(BucketedGradients):
             parameter.grad = None
         else:
             self._shown = self._shown or ShownZeros(self.parameters)
-            self._shown.show(parameter)
+            self._shown.publish(parameter)
 
     def _put_leaf(self, parameter: torch.Tensor, gradient: torch.Tensor, factor: float) -> None:
         if self._are_shown:
@@ -249,38 +243,26 @@ def _audited(audit: Audit, rank: int) -> tuple[int, int]:
     return audit.shards[rank], audit.again(rank)
 
 
-class ShownZeros:
+class ShownZeros(Buckets):
     """Zeros that `.grad` shows after the backward pass of a loop body whose step() does nothing, so that code which
     inspects gradients, clips them or steps a GradScaler finds the expected values. Nothing is written for them, and as
     long as nobody else writes they need no memory: all their pages are one page of the kernel's."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._flats: dict[torch.dtype, torch.Tensor] = {}
-        self._versions: dict[torch.dtype, int] = {}
-        self._views: dict[int, torch.Tensor] = {}
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            members = [parameter for parameter in parameters if parameter.dtype == dtype]
-            sizes = [member.numel() for member in members]
-            flat = self._flats[dtype] = _unwritten_zeros(sum(sizes), dtype)
-            for member, piece in zip(members, torch.split(flat, sizes), strict=True):
-                self._views[id(member)] = laid_out(piece, member)
-            self._versions[dtype] = flat._version
-
-    def show(self, parameter: torch.Tensor) -> None:
-        """Set the parameter's `.grad`."""
-        parameter.grad = self._views[id(parameter)].detach()
+        super().__init__(parameters, _unwritten_zeros)
+        self._versions = [flat._version for flat in self.flats]
 
     def restore(self) -> None:
         """Zero what was written since."""
-        for dtype, flat in self._flats.items():
-            if flat._version != self._versions[dtype]:
+        for flat, version in zip(self.flats, self._versions, strict=True):
+            if flat._version != version:
                 flat.zero_()
-                self._versions[dtype] = flat._version
+        self._versions = [flat._version for flat in self.flats]
 
 
-def _unwritten_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _unwritten_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros in memory of their own, of which no page was written, where the system can give it."""
     nbytes = numel * dtype.itemsize
     if not (nbytes and hasattr(mmap, "MAP_ANONYMOUS")):
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)

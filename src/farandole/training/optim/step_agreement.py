@@ -240,25 +240,7 @@ class StepHeader(msgspec.Struct, frozen=True):  # made in each step: see state/s
     content: int = 0
 
     def pack(self) -> bytes:
-        return _LAYOUT.pack(
-            self.generation,
-            self.step,
-            self.plan,
-            self.epoch,
-            self.start,
-            self.stop,
-            self.samples,
-            self.prepared,
-            self.ids_hash,
-            self.weight,
-            self.digest,
-            self.saved,
-            self.own_shard,
-            self.other_shard,
-            self.own_ns,
-            self.passed,
-            self.content,
-        )
+        return _LAYOUT.pack(*msgspec.structs.astuple(self))
 
     @classmethod
     def unpack(cls, trailer: bytes) -> StepHeader:

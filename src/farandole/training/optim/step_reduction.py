@@ -5,7 +5,7 @@ loader_path.py decides its time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -24,71 +24,10 @@ if TYPE_CHECKING:
     from farandole.training.optim.shard_gradients import ShardGradients
 
 
-class Gradients(Protocol):
-    """The gradients of one optimizer's parameters in a global batch: BucketedGradients, or, where no other gradients
-    have to be added to those of one backward pass, LocalGradients."""
-
-    @property
-    def stay_in_place(self) -> bool:
-        """True when `.grad` keeps the tensors that autograd creates: put() and arrived() are not called."""
-        ...
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]: ...
-
-    def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
-        """Take `factor` times the parameter's `.grad`, after a backward pass."""
-        ...
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """Note that the parameter's gradient is final on this rank, if reductions overlap with backward."""
-        ...
-
-    def may_overlap(self) -> bool:
-        """Return whether parts can be reduced while backward continues."""
-        ...
-
-    def is_overlapping(self) -> bool:
-        """Return whether a part is being reduced while backward continues."""
-        ...
-
-    def end_overlap(self, reason: str) -> None:
-        """Wait until no reduction is under way."""
-        ...
-
-    def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
-        """Complete the gradients after the backward passes: each parameter has one.
-
-        filled   parameters, by id, whose gradients were put
-        factor   that of this loop body
-        is_kept  parameters that are not filled keep the gradients that they have: reduced ones of an earlier pass, or
-                 of the last step if the script does not zero them
-        """
-        ...
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter's `.grad` is the one that publish() has set."""
-        ...
-
-    def add_up(self, batch: Batch, own_weight: float) -> None:
-        """Reduce the gradients to those of the global batch."""
-        ...
-
-    def zero(self, parameter: torch.Tensor) -> None:
-        """Set the gradient of a parameter to zeros."""
-        ...
-
-    def publish(self) -> None:
-        """Set every `.grad` to the gradient of the global batch."""
-        ...
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return all gradients, in as few tensors as possible."""
-        ...
-
-    def memory(self) -> list[torch.Tensor]:
-        """Return all tensors that put() writes."""
-        ...
+Gradients: TypeAlias = "BucketedGradients | LocalGradients"
+"""The gradients of one optimizer's parameters in a global batch: LocalGradients where no other gradients have to be
+added to those of one backward pass. BucketedGradients explains the methods of both; those that take a gradient are only
+its own."""
 
 
 class StepReduction:
@@ -263,7 +202,7 @@ class StepReduction:
         transports, and CollectiveMismatch, alike on every rank, unless all reduce the same step."""
         world.raise_if_refused("gradients cannot be reduced")
         gradients = self.gradients
-        if not gradients.stay_in_place:
+        if not isinstance(gradients, LocalGradients):
             _active.refuse_reducing(id(self))
         try:
             gradients.add_up(batch, own_weight)
@@ -334,18 +273,10 @@ _active = ActiveOptimizers()
 
 
 class LocalGradients:
-    """Gradients in the tensors that autograd has created; see Gradients."""
-
-    stay_in_place = True
+    """Gradients in the tensors that autograd has created; the methods are those of BucketedGradients."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
-
-    def put(self, parameter: torch.Tensor, factor: float, adds: bool, is_final: bool = True) -> None:
-        """Do nothing: autograd adds up the passes."""
-
-    def arrived(self, parameter: torch.Tensor) -> None:
-        """Do nothing: no reduction waits for it."""
 
     def may_overlap(self) -> bool:
         return False
@@ -355,9 +286,6 @@ class LocalGradients:
 
     def end_overlap(self, reason: str) -> None:
         """Do nothing: no reduction is under way."""
-
-    def holds(self, parameter: torch.Tensor) -> bool:
-        return True
 
     def complete(self, filled: Collection[int], factor: float, is_kept: bool) -> None:
         """Complete the gradients, as with several workers. Factor 0: zeros only."""

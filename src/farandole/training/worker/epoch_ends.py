@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from farandole.errors import CollectiveMismatch
 from farandole.training.collectives import world
-from farandole.training.collectives.advice import DECIDE_TOGETHER
+from farandole.training.collectives.agreement import DECIDE_TOGETHER
 
 EPOCH_END = struct.Struct("<3qQ")
 """Epoch, decided steps, prepared, digest: what workers exchange at the end of an epoch."""

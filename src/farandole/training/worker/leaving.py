@@ -11,7 +11,7 @@ from farandole.base.membership import Phase, Shortfall
 from farandole.base.wire.link_messages import Finished
 from farandole.errors import CollectiveMismatch, RecoverableError
 from farandole.training.collectives import world
-from farandole.training.collectives.advice import LEAVE_TOGETHER
+from farandole.training.collectives.agreement import LEAVE_TOGETHER
 from farandole.training.collectives.world import World
 from farandole.training.worker.worker_job import WorkerJob
 

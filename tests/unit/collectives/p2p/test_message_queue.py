@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.training.collectives.messages_in_order import MessageQueue, P2PMessage
+from farandole.training.collectives.point_to_point import MessageQueue, P2PMessage
 
 
 def message(source: int, subject: bytes, content: bytes = b"") -> P2PMessage:

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from farandole.base.machine import now_s
-from farandole.training.collectives.control_blocks import CONTROL_BLOCK_BYTES, ControlBlock
-from farandole.training.collectives.memory_barrier import MemoryBarrier
+from farandole.training.collectives.control_blocks import CONTROL_BLOCK_BYTES, ControlBlock, MemoryBarrier
 from farandole.training.collectives.shared_memory_tensors import can_share_memory, create_segment, open_segment
 
 pytestmark = pytest.mark.skipif(not can_share_memory(), reason="shared memory is for Linux on x86-64")

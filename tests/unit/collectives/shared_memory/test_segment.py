@@ -13,7 +13,7 @@ import torch
 
 from farandole.training.collectives.shared_memory_tensors import (
     OtherTensors,
-    SegmentRef,
+    TensorRef,
     create_segment,
     create_tensor,
     find_segment,
@@ -40,8 +40,8 @@ except TypeError as error:
 
 
 def test_a_place_survives_packing() -> None:
-    ref = create_segment(1).ref
-    assert SegmentRef.unpack(ref.pack()) == ref
+    ref = TensorRef(create_segment(1).ref, 3, 1)
+    assert TensorRef.unpack(memoryview(ref.pack())) == ref
 
 
 def test_a_descriptor_that_is_another_file_by_now_is_not_taken_for_the_segment(tmp_path: Path) -> None:

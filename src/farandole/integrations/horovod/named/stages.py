@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from farandole.training.collectives.advice import LEAVE_TOGETHER
+from farandole.training.collectives.agreement import LEAVE_TOGETHER
 from farandole.training.collectives.transport import Reduction
 
 CPU = -1

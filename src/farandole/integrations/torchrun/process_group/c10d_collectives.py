@@ -19,7 +19,7 @@ from farandole.errors import CollectiveMismatch
 from farandole.training.collectives.connection_pair import DTYPES, as_bytes, byte_view
 from farandole.training.collectives.device_transport import DeviceTransport, StagedTransport, is_in_host_memory
 from farandole.training.collectives.p2p_transport import P2PTransport
-from farandole.training.collectives.shared_memory_exchange import Wanted
+from farandole.training.collectives.shared_memory_group import Wanted
 from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.training.collectives.subgroup_transport import SubgroupTransport
 from farandole.training.collectives.transport import Reduction, Transport

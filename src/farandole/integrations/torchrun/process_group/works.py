@@ -22,8 +22,7 @@ from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.collectives.background import of_gradients
 from farandole.training.collectives.connection_pair import as_bytes
-from farandole.training.collectives.messages_in_order import Expected, P2PMessage
-from farandole.training.collectives.point_to_point import PointToPoint
+from farandole.training.collectives.point_to_point import Expected, P2PMessage, PointToPoint
 from farandole.training.collectives.subgroup_transport import SubgroupTransport, connect_members
 from farandole.training.collectives.torch_versions import FORGETS_WORKS, ended_work
 from farandole.training.collectives.transport import Transport
