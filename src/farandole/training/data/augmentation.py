@@ -1,6 +1,6 @@
 """Random numbers of a data set's items, as a function of (seed, epoch, position in the epoch's order): an item that is
-fetched again, by any worker or loader worker, is augmented in the same way. loader.py puts this around the data set and
-the batch sampler.
+fetched again, by any worker or loader worker, is augmented in the same way. fetching.py puts this around the data set
+and the batch sampler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import pickle
 import random
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -100,12 +100,6 @@ class SeededDataset:
         fetch_all: Callable[[list[int]], list[Any]] | None = getattr(self._dataset, "__getitems__", None)
         # A Subset has one that only iterates over the items, unless the underlying data set has one.
         return fetch_all if hasattr(innermost_dataset(self._dataset), "__getitems__") else None
-
-
-def with_places(dataset: Any, index_stream: IndexStream, seed: int) -> tuple[Any, Iterable[Any]]:
-    """Return a data set whose items' random numbers depend on their positions, and the batch sampler that passes it
-    these."""
-    return SeededDataset(dataset), KeyedSampler(index_stream, seed)
 
 
 def seed_item(seed: int, epoch: int, position: int) -> None:

@@ -27,6 +27,21 @@ Tail: TypeAlias = Literal["short", "carry", "drop"]
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """The sizes by which the global batches of streams are divided, as in BatchLayout. Raises DataError on invalid
+    values."""
+
+    global_batch_size: int
+    max_local_batch: int | None
+    min_local_batch: int
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise DataError(f"global_batch_size must be 1 or more, got {self.global_batch_size}")
+        _check_local_batches(self)
+
+
+@dataclass(frozen=True)
 class BatchLayout:
     """The partition of an epoch into global batches, and of these into loop bodies; equal on all ranks.
 
@@ -69,20 +84,9 @@ class BatchLayout:
                 f"global_batch_size must be in 1..{self.size}, the size of the data set, and a whole number; got "
                 f"{self.global_batch_size}"
             )
-        if not 1 <= self.min_local_batch <= self.global_batch_size:
-            raise DataError(
-                f"min_local_batch must be in 1..{self.global_batch_size}, the global batch size, got "
-                f"{self.min_local_batch}"
-            )
         if self.tail not in get_args(Tail):
             raise DataError(f"tail must be one of {', '.join(get_args(Tail))}, got {self.tail!r}")
-        # With a smaller limit, some local batch could not be split into parts between min_local_batch and
-        # max_local_batch.
-        if self.max_local_batch is not None and self.max_local_batch < 2 * self.min_local_batch - 1:
-            raise DataError(
-                f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * self.min_local_batch - 1}, "
-                f"got {self.max_local_batch}"
-            )
+        _check_local_batches(self)
 
     @property
     def end(self) -> int:
@@ -114,6 +118,15 @@ class BatchLayout:
     def next_epoch(self, cursor: int) -> int:
         """Return the cursor at which the next epoch begins, when this one is left at `cursor`."""
         return max(0, cursor - self.size)
+
+
+def _check_local_batches(sizes: Sizes | BatchLayout) -> None:
+    count, most, least = sizes.global_batch_size, sizes.max_local_batch, sizes.min_local_batch
+    if not 1 <= least <= count:
+        raise DataError(f"min_local_batch must be in 1..{count}, the global batch size, got {least}")
+    # With a smaller limit, some local batch could not be split into parts between min_local_batch and max_local_batch.
+    if most is not None and most < 2 * least - 1:
+        raise DataError(f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * least - 1}, got {most}")
 
 
 def make_global_batch(
