@@ -34,10 +34,6 @@ __all__ = ["TrackerCallback", "Trainer"]
 # PartialState), and scripts make them before the Trainer.
 hide_torchrun_place()
 
-_NO_ARGUMENT = {
-    "model_init": "pass the model; every worker must start with the same model",
-}
-
 
 class Trainer(transformers.Trainer):
     """A transformers.Trainer for `farandole run`: train() continues when workers come and go.
@@ -98,9 +94,11 @@ class Trainer(transformers.Trainer):
         global_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, instead in _NO_ARGUMENT.items():
-            if kwargs.get(name) is not None:
-                raise ConfigError(f"Trainer({name}=...) is not supported by Farandole: {instead}")
+        if kwargs.get("model_init") is not None:
+            raise ConfigError(
+                "Trainer(model_init=...) is not supported by Farandole: pass the model; every worker must start with "
+                "the same model"
+            )
         _refuse(args)
         world.current()  # NotInitialized here is clearer than later
         _refuse_data(train_loader, train_dataset, global_batch_size, args)

@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 
 _OWN_ORDER = "seed and order determine the order of samples, so that they can be divided again when workers change"
 
-# Values that request the default behaviour.
+# Values that request the default behaviour; of the other arguments it is None.
 _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "batch_size": (),
-    "sampler": (None,),
-    "batch_sampler": (None,),
-    "generator": (None,),
     "in_order": (True,),
     "shuffle": (False, None),
     "drop_last": (False,),
@@ -61,7 +58,7 @@ def refuse_torch_arguments(
             close = difflib.get_close_matches(name, [*known, *reasons], n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise TypeError(f"{loader} has no argument {name!r}{hint}")
-        if not any(value is each for each in _HARMLESS[name]):
+        if not any(value is each for each in _HARMLESS.get(name, (None,))):
             raise ConfigError(f"{loader}: {name}={value!r} is not supported: {reasons[name]}")
 
 
