@@ -23,8 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from farandole.elastic import TorchState
 from farandole.errors import ConfigError
 from farandole.integrations.frameworks.feed import Feed
-from farandole.integrations.frameworks.lightning_loggers import TrackerLogger, tracked
-from farandole.integrations.frameworks.lightning_progress import BarOfRankZero
+from farandole.integrations.frameworks.lightning_outputs import BarOfRankZero, TrackerLogger, tracked
 from farandole.integrations.horovod.named.objects import broadcast_object
 from farandole.training.collectives import world
 from farandole.training.collectives.agreement import any as any_worker, mean

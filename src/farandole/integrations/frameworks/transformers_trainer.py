@@ -21,8 +21,12 @@ from farandole.base.env import hide_torchrun_place
 from farandole.elastic import DataLoader, TorchState
 from farandole.errors import ConfigError
 from farandole.integrations.frameworks.feed import Feed
-from farandole.integrations.frameworks.transformers_loggers import FolderCallback, TrackerCallback, in_one_folder
-from farandole.integrations.frameworks.transformers_progress import StepsCallback
+from farandole.integrations.frameworks.transformers_outputs import (
+    FolderCallback,
+    StepsCallback,
+    TrackerCallback,
+    in_one_folder,
+)
 from farandole.training.collectives import world
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
 from farandole.training.optim.optimizer_mixin import WrappedOptimizer
