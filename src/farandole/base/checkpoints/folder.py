@@ -176,14 +176,8 @@ def begin_job(settings: CheckpointEnv) -> LockedStore:
 
 
 def continue_job(settings: CheckpointEnv) -> JobLock:
-    """Lock a place again for a job that goes on under another launcher.
-
-    Args:
-        settings: Those of LockedStore, as the job's workers have them.
-
-    Raises:
-        ConfigError: As begin_job.
-    """
+    """Lock a place again for a job that goes on under another launcher, with the settings of LockedStore. Raises
+    ConfigError as begin_job does."""
     return lock(open_store(settings.folder), settings.owner)
 
 

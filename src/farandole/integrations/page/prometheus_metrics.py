@@ -37,11 +37,8 @@ class JobMetrics:
         self._registry.register(_JobCollector(history))
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics, and their content type.
-
-        Args:
-            accept: The header of the request: Prometheus asks for its OpenMetrics format.
-        """
+        """Return the metrics, and their content type. `accept` is the header of the request: Prometheus asks for its
+        OpenMetrics format."""
         recoveries, self._history.recoveries = self._history.recoveries, []
         for each in recoveries:
             kind = "planned" if each["is_planned"] else "fault"

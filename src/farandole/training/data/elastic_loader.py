@@ -71,11 +71,7 @@ class LoaderHooks:
 class ElasticLoader(ABC):
     """The base of DataLoader and StreamLoader.
 
-    Attributes:
-        epoch: The current epoch. Position and epoch change with decided steps only, through commit(); fetching ahead
-            and handing out batches change nothing that is saved.
-        batch: The current batch; None before the first and after the last one.
-        indices: The samples of the data set in it, in order; none for a dummy batch.
+    Attributes, besides those of DataLoader:
         elder: An object that is older than each iterator over the batches of this epoch; None: there is none.
         rows_on_trial: Digests of samples in the last rehearsal's batch.
         seed: Seed of random numbers.

@@ -6,7 +6,7 @@ and stacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from farandole.errors import DataError
 from farandole.training.data.augmentation import KeyedSampler, SeededDataset
 from farandole.training.data.index_stream import IndexedBatch, IndexStream
 from farandole.training.data.prefetch import Prefetch, torch_loader
+from farandole.training.state.tensor_digest import digest_of
 
 
 class MapDataset(Protocol):
@@ -137,3 +138,28 @@ def are_rows(dataset: Any) -> bool:
 def _as_it_is(batch: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return Rows' batch as it is, in place of a collation."""
     return batch
+
+
+# Digests of the samples in a batch, by which workers find out whether their data sets are the same --------------------
+
+_MOST_ROWS = 32
+
+
+@torch.no_grad()
+def row_digests(data: Any, indices: Sequence[int]) -> dict[str, int]:
+    """Return a digest of each of some samples in a batch, by its index and the shapes of its tensors: a batch may pad
+    its samples to the longest one. Empty where the batch has no tensors with a row for each sample."""
+    columns = [each for each in _tensors_in(data) if each.dim() and each.shape[0] == len(indices)]
+    if not columns:
+        return {}
+    shapes = ";".join(str(tuple(each.shape[1:])) for each in columns)
+    chosen = list(enumerate(indices))[:: -(-len(indices) // _MOST_ROWS)]
+    return {f"{index} {shapes}": digest_of([each[row].contiguous() for each in columns]) for row, index in chosen}
+
+
+def _tensors_in(data: Any) -> list[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        return [data] if data.layout is torch.strided else []
+    if isinstance(data, Mapping):
+        return [tensor for each in data.values() for tensor in _tensors_in(each)]
+    return [tensor for each in data for tensor in _tensors_in(each)] if isinstance(data, list | tuple) else []

@@ -14,7 +14,7 @@ import torch
 from farandole.base.membership import Shortfall
 from farandole.errors import DataError
 from farandole.training.data.elastic_loader import ElasticLoader, rehearsed_place
-from farandole.training.data.fetching import MapDataset, fetch, size_of
+from farandole.training.data.fetching import MapDataset, fetch, row_digests, size_of
 from farandole.training.data.index_stream import IndexedBatch, IndexStream
 from farandole.training.data.loader_arguments import (
     audit_rule,
@@ -29,7 +29,6 @@ from farandole.training.data.loader_arguments import (
 )
 from farandole.training.data.partition import BatchLayout, Tail, batches, global_batch_range, make_global_batch
 from farandole.training.data.permutation import FORMAT_VERSION
-from farandole.training.data.row_digests import row_digests
 from farandole.training.data.sample_order import Order
 from farandole.training.state import step
 from farandole.training.state.batch import GlobalBatch
@@ -208,7 +207,6 @@ class DataLoader(ElasticLoader):
     def _open(self, **options: Any) -> None:
         """Fetch from now on with these arguments of torch."""
         self._options = options
-        self._num_workers, self._keeps_processes = options["num_workers"], options["persistent_workers"]
         self._prefetch = fetch(self.dataset, self._index_stream, options, self.seed, self._seed_of_processes)
 
     # Iterating -------------------------------------------------------------------------------------------
@@ -445,11 +443,11 @@ class DataLoader(ElasticLoader):
     def warm_up(self) -> None:
         """Start the loader processes and wait until each has fetched a sample, which is not trained. A worker does so
         before others wait for it. Nothing where the first loop over the batches starts others."""
-        if not self._keeps_processes:
+        if not self._options["persistent_workers"]:
             return
         self._index_stream.try_out()
         try:
-            for _ in range(self._num_workers):
+            for _ in range(self._options["num_workers"]):
                 self._prefetch.take()
         except Exception:  # e.g. a collate_fn that cannot handle one sample; other errors will show in training
             logger.debug("the loader processes could not be started in advance", exc_info=True)

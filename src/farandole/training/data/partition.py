@@ -1,6 +1,4 @@
-"""The partition of a global batch among the ranks, and into micro-batches. Pure.
-
-The positions of the global order on which a rank trains.
+"""The positions on which a rank trains: its part of a global batch, and the micro-batches of it. Pure.
 
 Nothing here is stored: every division depends on the cursor and the world, so that a change of the world divides the
 remaining samples again and nothing else.
