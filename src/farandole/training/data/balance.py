@@ -121,7 +121,7 @@ class Balance(Timer):
         return self._own_cost, self._fetched_ahead
 
     def begin(self, layout: BatchLayout, notes: Sequence[Sequence[int]], rank: int) -> None:
-        """Begin a generation, with the notes of all ranks, by rank: the batches that the loader fetches next are divided
+        """Begin a generation, with the notes of all ranks, by rank: batches that are fetched from now on are divided
         anew. Raises ConfigError where some workers do not balance."""
         without = [rank for rank, each in enumerate(notes) if not each]
         if without:
