@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from farandole.base.checkpoints.folder import CheckpointFolder
 from farandole.base.checkpoints.manifest import FORMAT, Manifest
 from farandole.base.machine import now_s, wall_time_s
@@ -110,15 +112,10 @@ class CheckpointWriter:
             if refusal := self._ask(name, snapshot.progress):
                 self._check()
                 raise FarandoleError(f"it was not published: {refusal}")
-            at = snapshot.progress
             manifest = Manifest(
                 format=FORMAT,
                 rule=self._rule,
-                run_id=at.run_id,
-                step=at.step,
-                epoch=at.epoch,
-                cursor=at.cursor,
-                boundary_number=at.boundary_number,
+                **msgspec.structs.asdict(snapshot.progress),
                 generation=generation,
                 workers=workers,
                 written_s=wall_time_s(),

@@ -9,7 +9,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,22 +17,9 @@ import torch
 from farandole.base.membership import Progress
 from farandole.errors import ConfigError
 from farandole.training.state.deep_copy import BackgroundCopy, tensors_in
-from farandole.training.state.packing import Packed, unpack
+from farandole.training.state.packing import unpack
+from farandole.training.state.sync import Shared
 from farandole.training.state.tensor_digest import digest_of
-
-
-class Kept(Protocol):
-    """A state as a checkpoint sees it: a StepState, or one of the commit rule. As in sync.py."""
-
-    is_holder: bool
-
-    @property
-    def progress(self) -> Progress: ...
-    def capture(self) -> None: ...
-    def captured(self) -> Packed: ...
-    def load_metadata(self, metadata: Mapping[str, Any]) -> None: ...
-    def live_tensors(self) -> dict[str, Any]: ...
-    def load_tensors(self, tensors: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +31,7 @@ class Snapshot:
     tensors: Mapping[str, torch.Tensor]
 
 
-def live(state: Kept, progress: Progress) -> Snapshot:
+def live(state: Shared, progress: Progress) -> Snapshot:
     """Return the captured metadata and the live tensors, not copied. Raises ConfigError for a state with values that a
     checkpoint cannot hold."""
     # The captured data were pickled in this process a moment ago.
@@ -64,7 +51,7 @@ class Staging:
         self.copies = BackgroundCopy()
         self._targets: dict[str, torch.Tensor] = {}
 
-    def take(self, state: Kept, progress: Progress) -> Snapshot:
+    def take(self, state: Shared, progress: Progress) -> Snapshot:
         """Take a snapshot right after state.capture(). The tensors are copied from now on, and are complete before an
         optimizer steps or `copies.finish()` returns. Raises the errors of live()."""
         snapshot = live(state, progress)

@@ -25,7 +25,7 @@ from farandole.training.state.tensor_digest import digest_of
 
 
 class Shared(Protocol):
-    """A state as a sync sees it: a StepState, or one of the commit rule."""
+    """A state as a sync or a checkpoint sees it: a StepState, or one of the commit rule."""
 
     is_holder: bool
 
