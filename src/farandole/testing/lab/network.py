@@ -53,9 +53,8 @@ class Network:
     """
 
     def __init__(self, cgroup: Cgroup) -> None:
-        enter_and_hold = 'for file in "$@"; do echo $$ > "$file"; done; exec unshare --net sh -c "echo; exec cat"'
         self._holder = subprocess.Popen(
-            ["sh", "-c", enter_and_hold, "sh", *cgroup.entrances],
+            cgroup.entering(["unshare", "--net", "sh", "-c", "echo; exec cat"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is handled by the lab
