@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import convert_inf
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from farandole.integrations.frameworks import board_folder
-from farandole.integrations.frameworks.board_folder import BoardTracker
+from farandole.integrations.frameworks.board_folder import Board, BoardTracker
 from farandole.training.state.tracker import MetricsWriter, Tracker
 
 
@@ -60,7 +60,7 @@ class TrackerLogger(Logger):  # type: ignore[misc]
         self.tracker.log(step or 0, **{name: value for name, value in metrics.items() if _is_number(value)})
 
 
-class _Board:
+class _Board(Board):
     """A TensorBoardLogger as a BoardTracker needs it. During training its log_metrics() is replaced by this one."""
 
     def __init__(self, logger: TensorBoardLogger) -> None:
@@ -84,7 +84,7 @@ class _Board:
         self._logger._kwargs = {**self._kwargs, "filename_suffix": self._kwargs.get("filename_suffix", "") + suffix}
         self.close()  # Lightning has opened a file before the training, for hyperparameters
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         self._log_metrics(values, step)
         self._logger.experiment.flush()
 

@@ -13,7 +13,7 @@ from transformers.integrations.integration_utils import TensorBoardCallback, def
 from transformers.trainer_callback import ProgressCallback
 
 from farandole.integrations.frameworks import board_folder
-from farandole.integrations.frameworks.board_folder import BoardTracker
+from farandole.integrations.frameworks.board_folder import Board, BoardTracker
 from farandole.training.state.session import SESSION
 from farandole.training.state.tracker import MetricsWriter, Tracker
 
@@ -42,7 +42,7 @@ class TrackerCallback(transformers.TrainerCallback):
         self.tracker.log(state.global_step, **_numbers(logs))
 
 
-class FolderCallback(TensorBoardCallback):
+class FolderCallback(TensorBoardCallback, Board):
     """transformers' callback for TensorBoard, in a folder that is the same on all workers, with each point once."""
 
     def __init__(self, args: transformers.TrainingArguments) -> None:
@@ -71,7 +71,7 @@ class FolderCallback(TensorBoardCallback):
     def _init_summary_writer(self, args: Any) -> None:
         self.tb_writer = self._SummaryWriter(log_dir=self.logging_dir, filename_suffix=self._suffix)
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         if self.tb_writer is None:
             self._init_summary_writer(self._args)
         for name, value in values.items():
