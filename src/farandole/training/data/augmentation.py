@@ -13,7 +13,7 @@ import hashlib
 import pickle
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -72,34 +72,28 @@ class SeededDataset:
         if not self._draws:
             watch = DrawWatch()
             try:
-                items = self._fetch(keyed.indices)
+                items = self._fetch(keyed, is_seeded=False)
             finally:
                 self._draws = watch.undo()
             if not self._draws:
                 return items
         with generators_kept():
-            return self._fetch_seeded(keyed)
+            return self._fetch(keyed, is_seeded=True)
 
-    def _fetch(self, indices: list[int]) -> list[Any]:
-        fetch_all = self._fetch_all()
-        return fetch_all(list(indices)) if fetch_all is not None else [self._dataset[index] for index in indices]
-
-    def _fetch_seeded(self, keyed: Keyed) -> list[Any]:
-        indices, seed, epoch, position = keyed.indices, keyed.seed, keyed.epoch, keyed.position
-        fetch_all = self._fetch_all()
-        if fetch_all is not None:
-            seed_item(seed, epoch, position)
-            return fetch_all(list(indices))
-        items = []
-        for place, index in enumerate(indices):
-            seed_item(seed, epoch, position + place)
-            items.append(self._dataset[index])
-        return items
-
-    def _fetch_all(self) -> Callable[[list[int]], list[Any]] | None:
-        fetch_all: Callable[[list[int]], list[Any]] | None = getattr(self._dataset, "__getitems__", None)
+    def _fetch(self, keyed: Keyed, is_seeded: bool) -> list[Any]:
+        dataset = self._dataset
         # A Subset has one that only iterates over the items, unless the underlying data set has one.
-        return fetch_all if hasattr(innermost_dataset(self._dataset), "__getitems__") else None
+        if hasattr(innermost_dataset(dataset), "__getitems__"):
+            if is_seeded:
+                seed_item(keyed.seed, keyed.epoch, keyed.position)
+            fetched: list[Any] = dataset.__getitems__(list(keyed.indices))
+            return fetched
+        items = []
+        for place, index in enumerate(keyed.indices):
+            if is_seeded:
+                seed_item(keyed.seed, keyed.epoch, keyed.position + place)
+            items.append(dataset[index])
+        return items
 
 
 def seed_item(seed: int, epoch: int, position: int) -> None:
