@@ -348,8 +348,7 @@ class DataLoader(ElasticLoader):
         if (global_batch.epoch, global_batch.start, global_batch.stop) != (self.epoch, start, stop):
             raise DataError(
                 f"cannot commit samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}: "
-                f"next are "
-                f"[{start}, {stop}) of epoch {self.epoch}; commit each global batch once, in order"
+                f"next are [{start}, {stop}) of epoch {self.epoch}; commit each global batch once, in order"
             )
         self._cursor = stop
         self._is_pending = False
@@ -460,9 +459,8 @@ class DataLoader(ElasticLoader):
         self._cursor = max(0, layout.global_batches() - 1) * layout.global_batch_size if is_at_tail else 0
         self._rank, self._world, self._is_ended = rank, size, False
         self._restart()
-        return batches(make_global_batch(layout, self.epoch, self.cursor, rank, size), layout.min_local_batch)[
-            0
-        ].samples
+        first, *_ = batches(make_global_batch(layout, self.epoch, self.cursor, rank, size), layout.min_local_batch)
+        return first.samples
 
     def close(self) -> None:
         """End the loader processes. Iterating again starts new ones. Idempotent."""
