@@ -1,4 +1,5 @@
-"""The base of both loaders: epochs, the loop over batches and its boundaries, wherever the samples come from."""
+"""The base of both loaders: epochs, the loop over batches and its boundaries, wherever the samples come from; the run
+loop as they call it; and batches that do not count: those of rehearsals, and padding."""
 
 from __future__ import annotations
 
@@ -29,43 +30,6 @@ _CHANGED: Mapping[str, str] = {
     "order": "; the last digits of an order are a hash of its weights, labels, lengths or shard sizes",
 }
 """Reasons, besides other arguments, for which a saved state may not fit."""
-
-
-class LoaderHooks:
-    """The calls of a loader at its boundaries, where workers may regroup: before each batch, and at the end of an
-    epoch. The run loop overrides them; these are for a worker without one."""
-
-    def reach_boundary(self) -> None:
-        """Handle that a batch is about to be handed out. May regroup, and call set_world() and load_state_dict()."""
-
-    def rehearses(self) -> bool:
-        """Return whether the next batch is a rehearsal's: it has no effect, and comes again."""
-        return False
-
-    def part_on_trial(self) -> tuple[int, int] | None:
-        """Return the part of the first rank's samples of the global batch that a rehearsal is to have, and the number
-        of parts; None: its batch is the worker's own."""
-        return None
-
-    def begin_shard(self, batch: Batch) -> None:
-        """Handle that a batch of strict mode is handed out: seed its random numbers."""
-
-    def leave_batches(self) -> bool:
-        """Handle the end of the epoch's batches, before the code after them. False: there was a regroup instead, and
-        the loader's epoch and cursor are those on which the workers agreed."""
-        return True
-
-    def reach_epoch_end(self) -> bool:
-        """Handle this worker's end of an epoch. True: all workers have ended it, and the epoch's number advances.
-        False: there was a regroup instead, and the loader's epoch and cursor are those on which the workers agreed."""
-        return True
-
-    def begin_epoch(self) -> None:
-        """Handle that the epoch's number has advanced."""
-
-    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
-        """Call the function, the `call`-th one of this epoch, when all workers have arrived at it."""
-        function()
 
 
 class ElasticLoader(ABC):
@@ -328,6 +292,9 @@ class ElasticLoader(ABC):
                 )
 
 
+# Divisions of a rehearsal ---------------------------------------------------------------------------------------------
+
+
 def rehearsed_place(shards: int, rank: int, world: int) -> tuple[int, int]:
     """Return rank and world for a rehearsal's batch in strict mode: the worker has a shard of its own in it, and
     another one, where there are several, since the loss of a worker may make the loop body run more often."""
@@ -347,6 +314,46 @@ def has_compiled() -> bool:
     # troubleshooting guide reads the same counters.
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return counters is not None and bool(counters["stats"]["unique_graphs"])
+
+
+# The run loop, as a loader calls it -----------------------------------------------------------------------------------
+
+
+class LoaderHooks:
+    """The calls of a loader at its boundaries, where workers may regroup: before each batch, and at the end of an
+    epoch. The run loop overrides them; these are for a worker without one."""
+
+    def reach_boundary(self) -> None:
+        """Handle that a batch is about to be handed out. May regroup, and call set_world() and load_state_dict()."""
+
+    def rehearses(self) -> bool:
+        """Return whether the next batch is a rehearsal's: it has no effect, and comes again."""
+        return False
+
+    def part_on_trial(self) -> tuple[int, int] | None:
+        """Return the part of the first rank's samples of the global batch that a rehearsal is to have, and the number
+        of parts; None: its batch is the worker's own."""
+        return None
+
+    def begin_shard(self, batch: Batch) -> None:
+        """Handle that a batch of strict mode is handed out: seed its random numbers."""
+
+    def leave_batches(self) -> bool:
+        """Handle the end of the epoch's batches, before the code after them. False: there was a regroup instead, and
+        the loader's epoch and cursor are those on which the workers agreed."""
+        return True
+
+    def reach_epoch_end(self) -> bool:
+        """Handle this worker's end of an epoch. True: all workers have ended it, and the epoch's number advances.
+        False: there was a regroup instead, and the loader's epoch and cursor are those on which the workers agreed."""
+        return True
+
+    def begin_epoch(self) -> None:
+        """Handle that the epoch's number has advanced."""
+
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
+        """Call the function, the `call`-th one of this epoch, when all workers have arrived at it."""
+        function()
 
 
 # Loop bodies behind the last micro-batch: padding, where a body accumulates; and the message where it does not --------
