@@ -34,17 +34,14 @@ class Order(Protocol):
     @property
     def identity(self) -> str:
         """Short text that differs where a cursor would mean other samples; a part of the saved state."""
-        ...
 
     def length(self, samples: int) -> int:
         """Return the number of positions of an epoch, for a data set of this size. Raises DataError when the order does
         not fit."""
-        ...
 
     def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         """Return the lookup function for a loader. It depends on (order, layout, seed) only. May take time and memory
         in proportion to the order's arguments. Raises DataError for an unsuitable layout."""
-        ...
 
 
 def fingerprint(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> str:
