@@ -261,11 +261,8 @@ class StreamLoader(ElasticLoader):
             DataError: It is another global batch: stale, or committed already. Nothing is changed.
         """
         out = self.global_batch if self._is_pending else None
-        if out is None or (global_batch.epoch, global_batch.start, global_batch.stop) != (
-            out.epoch,
-            out.start,
-            out.stop,
-        ):
+        place = global_batch.epoch, global_batch.start, global_batch.stop
+        if out is None or place != (out.epoch, out.start, out.stop):
             raise DataError(
                 f"cannot commit samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}: "
                 f"training is at sample {self.cursor} of epoch {self.epoch}; commit each global batch once, before the "
