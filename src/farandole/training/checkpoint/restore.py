@@ -11,7 +11,7 @@ from farandole.base.checkpoints.folder import CheckpointFolder, Found
 from farandole.errors import ConfigError, DataError
 from farandole.training.checkpoint.file_format import read_files
 from farandole.training.state.packing import unpack
-from farandole.training.state.sync import Shared
+from farandole.training.state.sync import Kept
 
 
 def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[Found, Any]:
@@ -31,7 +31,7 @@ def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[
     )
 
 
-def restore(state: Shared, found: Found, value: Any, run_id: int) -> None:
+def restore(state: Kept, found: Found, value: Any, run_id: int) -> None:
     """Make the state that of the checkpoint, under a new run id. `state.capture()` was called before.
 
     value  result of read_files()

@@ -18,7 +18,7 @@ from farandole.base.membership import Progress
 from farandole.errors import ConfigError
 from farandole.training.state.deep_copy import BackgroundCopy, tensors_in
 from farandole.training.state.packing import unpack
-from farandole.training.state.sync import Shared
+from farandole.training.state.sync import Kept
 from farandole.training.state.tensor_digest import digest_of
 
 
@@ -31,7 +31,7 @@ class Snapshot:
     tensors: Mapping[str, torch.Tensor]
 
 
-def live(state: Shared, progress: Progress) -> Snapshot:
+def live(state: Kept, progress: Progress) -> Snapshot:
     """Return the captured metadata and the live tensors, not copied. Raises ConfigError for a state with values that a
     checkpoint cannot hold."""
     # The captured data were pickled in this process a moment ago.
@@ -51,7 +51,7 @@ class Staging:
         self.copies = BackgroundCopy()
         self._targets: dict[str, torch.Tensor] = {}
 
-    def take(self, state: Shared, progress: Progress) -> Snapshot:
+    def take(self, state: Kept, progress: Progress) -> Snapshot:
         """Take a snapshot right after state.capture(). The tensors are copied from now on, and are complete before an
         optimizer steps or `copies.finish()` returns. Raises the errors of live()."""
         snapshot = live(state, progress)

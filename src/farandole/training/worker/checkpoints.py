@@ -23,7 +23,7 @@ from farandole.training.checkpoint.restore import read_newest, restore
 from farandole.training.checkpoint.snapshot import Staging, digest_of_snapshot, live
 from farandole.training.collectives import world
 from farandole.training.state.step_state import StepState
-from farandole.training.state.sync import Shared
+from farandole.training.state.sync import Kept
 from farandole.training.state.tracker import flush_trackers
 from farandole.training.worker.worker_job import WorkerJob
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("farandole")
 Rule = Literal["step", "commit"]
 
 
-def checkpoints(job: WorkerJob | None, state: Shared, rule: Rule) -> Checkpoints | None:
+def checkpoints(job: WorkerJob | None, state: Kept, rule: Rule) -> Checkpoints | None:
     """Return None for a job that writes no checkpoints. Raises ConfigError where none can be written."""
     settings = read_checkpoint_env()
     if settings is None:
@@ -50,7 +50,7 @@ class Checkpoints:
     rank 0 may have died during a write.
     """
 
-    def __init__(self, authority: CheckpointAuthority, state: Shared, rule: Rule) -> None:
+    def __init__(self, authority: CheckpointAuthority, state: Kept, rule: Rule) -> None:
         self._authority, self._state, self._rule = authority, state, rule
         self._staging = Staging()
         settings = authority.settings
