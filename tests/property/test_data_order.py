@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from farandole.errors import DataError, StepError
-from farandole.training.data.boundary_hooks import NoLoaderHooks
+from farandole.training.data.elastic_loader import LoaderHooks
 from farandole.training.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
 from farandole.training.data.index_stream import IndexStream
 from farandole.training.data.loader import DataLoader
@@ -224,7 +224,7 @@ class Numbers:
         return index
 
 
-class Worker(NoLoaderHooks):
+class Worker(LoaderHooks):
     """A training loop as a user writes it, which stops for the simulation at every batch and after every
     epoch. It is the hooks of its own loader."""
 

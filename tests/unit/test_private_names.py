@@ -26,8 +26,7 @@ USED: dict[str, set[str]] = {
         "_reconstructor",
         "_use_python_reducer",
     },
-    "integrations/frameworks/lightning_loggers.py": {"_experiment"},
-    "integrations/frameworks/lightning_progress.py": {"_train_progress_bar"},
+    "integrations/frameworks/lightning_outputs.py": {"_experiment", "_train_progress_bar"},
     "integrations/frameworks/lightning_trainer.py": {
         "_batches_that_stepped",
         "_data_fetcher",
@@ -39,7 +38,7 @@ USED: dict[str, set[str]] = {
         "lightning.pytorch.loops.fit_loop._FitLoop",
         "lightning.pytorch.loops.loop._Loop",
     },
-    "integrations/frameworks/transformers_loggers.py": {"_SummaryWriter"},
+    "integrations/frameworks/transformers_outputs.py": {"_SummaryWriter"},
     "integrations/frameworks/transformers_trainer.py": {
         "_get_collator_with_removed_columns",
         "_get_num_items_in_batch",

@@ -6,6 +6,7 @@ import itertools
 import json
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,8 @@ class Proof:
     def epochs(self, samples: int) -> Epochs:
         """Compare the samples of each epoch with the data set {0, ..., samples - 1}."""
         trained: dict[int, Counter[int]] = defaultdict(Counter)
-        for record in self.records:
-            if "before" in record and self._standing.get(record["before"]) == record["generation"]:
-                trained[record["epoch"]].update(record["ids"])
+        for record in self._trained():
+            trained[record["epoch"]].update(record["ids"])
         everything = range(samples)
         lost = {e: [i for i in everything if i not in ids] for e, ids in trained.items()}
         repeated = {e: [i for i, times in ids.items() if times > 1] for e, ids in trained.items()}
@@ -71,10 +71,15 @@ class Proof:
         """Return for each step that stands, sorted: (epoch, sample) of all the samples that all workers trained in
         it."""
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for record in self._trained():
+            found[record["before"]] += [(record["epoch"], sample) for sample in record["ids"]]
+        return {step: sorted(samples) for step, samples in sorted(found.items())}
+
+    def _trained(self) -> Iterator[Record]:
+        """Yield the records of local batches whose steps stand."""
         for record in self.records:
             if "before" in record and self._standing.get(record["before"]) == record["generation"]:
-                found[record["before"]] += [(record["epoch"], sample) for sample in record["ids"]]
-        return {step: sorted(samples) for step, samples in sorted(found.items())}
+                yield record
 
     def steps(self) -> int:
         """Return the number of optimizer steps that stand."""

@@ -123,20 +123,13 @@ class RunningJob:
 
 def all_writing(size: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
     """Return the condition that `size` workers of one generation have each written a record in it."""
-
-    def condition(latest: dict[int, dict[str, Any]]) -> bool:
-        return len(latest) == size and all(record["size"] == size for record in latest.values())
-
-    return condition
+    return lambda latest: len(latest) == size and all(record["size"] == size for record in latest.values())
 
 
 def all_training(size: int) -> Callable[[dict[int, dict[str, Any]]], bool]:
     """Return the condition that `size` workers of one generation have each applied a step in it."""
-
-    def condition(latest: dict[int, dict[str, Any]]) -> bool:
-        return all_writing(size)(latest) and all(record["has_applied"] for record in latest.values())
-
-    return condition
+    are_writing = all_writing(size)
+    return lambda latest: are_writing(latest) and all(record["has_applied"] for record in latest.values())
 
 
 def coordinator_below(launcher: int) -> int | None:

@@ -12,7 +12,7 @@ from farandole.base.checkpoints.manifest import FORMAT, Manifest
 
 def publish(folder: CheckpointFolder, step: int, run_id: int = 1) -> Path:
     name = folder.begin(step)
-    files = {"state.json": write_file(folder.store, f"{name}/state.json", b"{}")}
+    files = {"state.json": write_file(folder.store, f"{name}/state.json", [b"{}"])}
     folder.publish(name, manifest(step, run_id, files=files))
     return Path(folder.store.place) / name
 
@@ -30,7 +30,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     older = publish(folder, 5)
     begun = folder.begin(9)
-    write_file(folder.store, f"{begun}/state.json", b"{}")
+    write_file(folder.store, f"{begun}/state.json", [b"{}"])
     (tmp_path / begun / f"{MANIFEST}.new").write_bytes(b"{}")
     assert [each.name for each in folder.complete()[0]] == [older.name]
 

@@ -33,7 +33,7 @@ def store(place: str) -> Store:
 
 def publish(folder: CheckpointFolder, step: int) -> str:
     name = folder.begin(step)
-    files = {"state.json": write_file(folder.store, f"{name}/state.json", b"{}")}
+    files = {"state.json": write_file(folder.store, f"{name}/state.json", [b"{}"])}
     folder.publish(name, Manifest(FORMAT, "step", 1, step, 0, step, step, 1, 1, 0.0, files))
     return name
 
@@ -68,7 +68,7 @@ def test_checkpoints_are_published_found_and_removed_alike_everywhere(store: Sto
     assert folder.complete() == ([], [])
     names = [publish(folder, step) for step in (10, 20, 30)]
     begun = folder.begin(40)
-    write_file(store, f"{begun}/state.json", b"{}")
+    write_file(store, f"{begun}/state.json", [b"{}"])
     assert [each.name for each in folder.complete()[0]] == names[::-1]
     folder.retain(2)
     folder.remove_unpublished()

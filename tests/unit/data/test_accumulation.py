@@ -99,7 +99,7 @@ def test_without_micro_batch_size_a_body_without_a_step_is_an_error() -> None:
 
 
 def test_a_body_that_never_steps_is_an_error_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.training.data.padding._MOST_PADDING", 5)
+    monkeypatch.setattr("farandole.training.data.elastic_loader._MOST_PADDING", 5)
     model, _, state = make(global_batch_size=12, micro_batch_size=12)
     batches = iter(state.loader)
     for _ in range(6):

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError, StepError
 from farandole.integrations.horovod.torch_state import TorchState
-from farandole.training.data.boundary_hooks import NoLoaderHooks
+from farandole.training.data.elastic_loader import LoaderHooks
 from farandole.training.data.grouped_order import Bucketed, ShardLocal, Stratified, Weighted
 from farandole.training.data.loader import DataLoader
 from farandole.training.data.sample_order import Order, Shuffled
@@ -46,7 +46,7 @@ class Numbers:
         return index
 
 
-class Regroups(NoLoaderHooks):
+class Regroups(LoaderHooks):
     """Hooks for which something happens once, at a boundary; `answers` to whether all are through with the epoch."""
 
     def __init__(self, action: Callable[[], None] = lambda: None, answers: tuple[bool, ...] = ()) -> None:
@@ -514,7 +514,7 @@ def test_a_limit_of_a_saved_loader_does_not_bind_one_without() -> None:
     assert len(next(iter(loader))) == 12
 
 
-class Rehearses(NoLoaderHooks):
+class Rehearses(LoaderHooks):
     """The first batch is a rehearsal's."""
 
     def __init__(self) -> None:

@@ -16,11 +16,10 @@ from farandole.training.data.grouped_order import (
     Stratified,
     Weighted,
     alias_table,
-    derived_seed,
 )
 from farandole.training.data.loader import DataLoader
 from farandole.training.data.partition import BatchLayout
-from farandole.training.data.permutation import Permutation
+from farandole.training.data.permutation import Permutation, absorbed
 from farandole.training.data.sample_order import Order, Sequential, Shuffled
 
 pytestmark = pytest.mark.core
@@ -56,7 +55,7 @@ def test_many_small_permutations_are_those_of_the_plain_definition() -> None:
     which = rng.integers(0, sizes.size, 400)
     places = rng.integers(0, sizes[which])
     expected = [
-        Permutation(int(sizes[i]), derived_seed(5, i), 9).sample_at(place)
+        Permutation(int(sizes[i]), absorbed(5, i), 9).sample_at(place)
         for i, place in zip(which.tolist(), places.tolist(), strict=True)
     ]
     assert many(9, which, places).tolist() == expected

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader, Subset, TensorDataset
 
 import farandole as fd
-from farandole.training.data.tensor_rows import Rows, are_rows
+from farandole.training.data.fetching import Rows, are_rows
 
 pytestmark = pytest.mark.core
 

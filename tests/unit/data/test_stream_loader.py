@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError, StepError
-from farandole.training.data.boundary_hooks import NoLoaderHooks
+from farandole.training.data.elastic_loader import LoaderHooks
 from farandole.training.data.stream_loader import StreamLoader
 from farandole.training.state import step
 
@@ -331,7 +331,7 @@ def test_a_number_of_steps_ends_the_last_epoch_behind_the_last_of_them() -> None
     assert (seen, loader.shortfall()) == ([(0, 3), (1, 2)], None)
 
 
-class Regroups(NoLoaderHooks):
+class Regroups(LoaderHooks):
     """A worker is lost in the tail of the epoch, once."""
 
     def __init__(self, loader: StreamLoader) -> None:
@@ -351,7 +351,7 @@ def test_arguments_of_torchs_loader_that_cannot_be_followed_are_refused_with_the
         StreamLoader(Numbers(), 2, num_worker=2)
 
 
-class Rehearses(NoLoaderHooks):
+class Rehearses(LoaderHooks):
     """The first batch is a rehearsal's."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import farandole as fd
 from farandole.errors import GenerationEnded
-from farandole.training.data.boundary_hooks import NoLoaderHooks
+from farandole.training.data.elastic_loader import LoaderHooks
 from farandole.training.state.packing import unpack
 
 pytestmark = pytest.mark.core
@@ -130,7 +130,7 @@ def test_an_epoch_that_break_has_ended_does_not_go_on_when_its_end_is_handed_out
         state.optimizer.step()
         break
 
-    class Interrupted(NoLoaderHooks):
+    class Interrupted(LoaderHooks):
         def reach_epoch_end(self) -> bool:
             return False
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from farandole.training.collectives.alone import AloneTransport
-from farandole.training.data.row_digests import row_digests
+from farandole.training.data.fetching import row_digests
 from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.worker.loss_trial import LossTrial

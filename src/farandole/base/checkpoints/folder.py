@@ -14,6 +14,8 @@ import fcntl
 import os
 import re
 import secrets
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,11 +128,15 @@ class CheckpointFolder:
         return self.store.size(f"{name}/{MANIFEST}") is not None
 
 
-def write_file(store: Store, name: str, data: bytes) -> FileSum:
+def write_file(store: Store, name: str, parts: Iterable[bytes | memoryview]) -> FileSum:
     """Write a new file. When this returns, it survives a power failure."""
+    size_bytes = crc32 = 0
     with store.create(name) as file:
-        write_all(file, data)
-    return FileSum.of(data)
+        for part in parts:
+            size_bytes += len(part)
+            crc32 = zlib.crc32(part, crc32)
+            write_all(file, part)
+    return FileSum(size_bytes, crc32)
 
 
 # The beginning of a job -----------------------------------------------------------------------------------------------
@@ -170,14 +176,8 @@ def begin_job(settings: CheckpointEnv) -> LockedStore:
 
 
 def continue_job(settings: CheckpointEnv) -> JobLock:
-    """Lock a place again for a job that goes on under another launcher.
-
-    Args:
-        settings: Those of LockedStore, as the job's workers have them.
-
-    Raises:
-        ConfigError: As begin_job.
-    """
+    """Lock a place again for a job that goes on under another launcher, with the settings of LockedStore. Raises
+    ConfigError as begin_job does."""
     return lock(open_store(settings.folder), settings.owner)
 
 

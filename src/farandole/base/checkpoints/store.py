@@ -27,42 +27,33 @@ class Store(Protocol):
 
     def make(self) -> None:
         """Create the place and its parents."""
-        ...
 
     def folders(self) -> list[str]:
         """Return the names of the folders in it."""
-        ...
 
     def make_folder(self, name: str) -> None: ...
 
     def size(self, name: str) -> int | None:
         """Return the size in bytes; None where there is no such file."""
-        ...
 
     def read(self, name: str) -> bytes:
         """Return the contents of a file. Raises FileNotFoundError where there is no such file."""
-        ...
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading."""
-        ...
 
     def create(self, name: str) -> AbstractContextManager[BinaryIO]:
         """Create a file for writing. After an exit without an exception, all of it survives a power failure."""
-        ...
 
     def put(self, name: str, data: bytes, forced: bool) -> None:
         """Replace a small file atomically. With `forced` it comes after all files that were created in its folder, even
         at a power failure."""
-        ...
 
     def remove(self, name: str) -> None:
         """Remove a file, which may be gone already."""
-        ...
 
     def remove_folder(self, name: str) -> None:
         """Remove a folder with its contents, as far as possible; raises nothing."""
-        ...
 
 
 def open_store(place: str) -> Store:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from farandole.base.command_parser import Parser
-from farandole.integrations.demo.digits import has_handwritten
-from farandole.integrations.demo.drawn_digits import TRAINED
+from farandole.integrations.demo.digits import TRAINED, has_handwritten
 from farandole.integrations.demo.run_picture import draw
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import RunningJob

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from farandole.training.state.tracker import Tracker
 
 
-class Board(Protocol):
-    """A framework's logger for TensorBoard.
+class Board(ABC):
+    """A framework's logger for TensorBoard, as a MetricsWriter.
 
     place   determines its folder; the same on all workers
     folder  the path of the folder
@@ -20,19 +21,23 @@ class Board(Protocol):
     place: Any
 
     @property
+    @abstractmethod
     def folder(self) -> str: ...
 
+    @abstractmethod
     def name_files(self, suffix: str) -> None:
         """Let the names of the files that it opens from now on end like this."""
-        ...
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def open(self, run: str) -> dict[str, int]:
+        return newest_steps(self.folder, run)
+
+    @abstractmethod
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add points, and flush them to the file."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
-        """Close its file. The next add() opens one."""
-        ...
+        """Close its file. The next write() opens one."""
 
 
 class BoardTracker(Tracker):
@@ -43,7 +48,7 @@ class BoardTracker(Tracker):
     """
 
     def __init__(self, board: Board) -> None:
-        super().__init__(_Folder(board))
+        super().__init__(board)
         self._board = board
         board.name_files(_suffix(self.run))
 
@@ -56,22 +61,6 @@ class BoardTracker(Tracker):
             self._board.place = state["place"]
             self._board.name_files(_suffix(state["run"]))
         super().load_state_dict(state)
-
-
-class _Folder:
-    """The target: see MetricsWriter."""
-
-    def __init__(self, board: Board) -> None:
-        self._board = board
-
-    def open(self, run: str) -> dict[str, int]:
-        return newest_steps(self._board.folder, run)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._board.add(step, values)
-
-    def close(self) -> None:
-        self._board.close()
 
 
 def _suffix(run: str) -> str:

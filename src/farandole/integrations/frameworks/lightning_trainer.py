@@ -23,8 +23,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from farandole.elastic import TorchState
 from farandole.errors import ConfigError
 from farandole.integrations.frameworks.feed import Feed
-from farandole.integrations.frameworks.lightning_loggers import TrackerLogger, tracked
-from farandole.integrations.frameworks.lightning_progress import BarOfRankZero
+from farandole.integrations.frameworks.lightning_outputs import BarOfRankZero, TrackerLogger, tracked
 from farandole.integrations.horovod.named.objects import broadcast_object
 from farandole.training.collectives import world
 from farandole.training.collectives.agreement import any as any_worker, mean
@@ -35,34 +34,20 @@ from farandole.training.worker.context import device, local_rank
 
 __all__ = ["FarandoleStrategy", "TrackerLogger", "Trainer"]
 
-_OURS = {
-    "strategy": "Farandole sets the strategy",
-    "devices": "`farandole run -np N` sets the number of workers",
-    "num_nodes": "`farandole run` sets where workers run",
-    "accelerator": 'workers train on the CPU: accelerator="cpu"',
-    "plugins": "they would replace those of Farandole",
-    "accumulate_grad_batches": "use elastic.DataLoader(global_batch_size=..., micro_batch_size=...)",
-    "reload_dataloaders_every_n_epochs": "the elastic.DataLoader lives as long as the job",
-    "overfit_batches": "it would replace the elastic.DataLoader",
-    "fast_dev_run": "use max_steps",
-    "use_distributed_sampler": "the elastic.DataLoader divides the samples",
-    "sync_batchnorm": "use farandole.SyncBatchNorm",
+_OURS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "strategy": ("Farandole sets the strategy", ("auto",)),
+    "devices": ("`farandole run -np N` sets the number of workers", ("auto", 1, "1")),
+    "num_nodes": ("`farandole run` sets where workers run", (1,)),
+    "accelerator": ('workers train on the CPU: accelerator="cpu"', ("cpu",)),
+    "plugins": ("they would replace those of Farandole", (None, [])),
+    "accumulate_grad_batches": ("use elastic.DataLoader(global_batch_size=..., micro_batch_size=...)", (1,)),
+    "reload_dataloaders_every_n_epochs": ("the elastic.DataLoader lives as long as the job", (0,)),
+    "overfit_batches": ("it would replace the elastic.DataLoader", (0,)),
+    "fast_dev_run": ("use max_steps", (False,)),
+    "use_distributed_sampler": ("the elastic.DataLoader divides the samples", (False,)),
+    "sync_batchnorm": ("use farandole.SyncBatchNorm", (False,)),
 }
-
-_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
-    "strategy": ("auto",),
-    "devices": ("auto", 1, "1"),
-    "num_nodes": (1,),
-    "accelerator": ("cpu",),
-    "plugins": (None, []),
-    "accumulate_grad_batches": (1,),
-    "reload_dataloaders_every_n_epochs": (0,),
-    "overfit_batches": (0,),
-    "fast_dev_run": (False,),
-    "use_distributed_sampler": (False,),
-    "sync_batchnorm": (False,),
-}
-"""Values of these arguments that ask for what happens anyway. Configuration files often have them."""
+"""Why an argument is refused, and its values that ask for what happens anyway: configuration files often have them."""
 
 
 class Trainer(pl.Trainer):
@@ -105,7 +90,7 @@ class Trainer(pl.Trainer):
     fit_loop: Any
 
     def __init__(self, *, max_epochs: int | None = None, max_steps: int = -1, **kwargs: Any) -> None:
-        for name, instead in _OURS.items():
+        for name, (instead, _) in _OURS.items():
             if name in kwargs and not _is_as_it_is(name, kwargs[name]):
                 raise ConfigError(f"Trainer({name}={kwargs[name]!r}) is not supported by Farandole: {instead}")
         if max_epochs is None and max_steps < 0:
@@ -148,7 +133,7 @@ class Trainer(pl.Trainer):
 def _is_as_it_is(name: str, value: Any) -> bool:
     if name == "accelerator" and value == "auto":
         return not torch.accelerator.is_available()  # with a device, Lightning would take it
-    return value in _AS_IT_IS[name]
+    return value in _OURS[name][1]
 
 
 class _StepWithoutClosure(Precision):

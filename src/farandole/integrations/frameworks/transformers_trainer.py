@@ -21,8 +21,12 @@ from farandole.base.env import hide_torchrun_place
 from farandole.elastic import DataLoader, TorchState
 from farandole.errors import ConfigError
 from farandole.integrations.frameworks.feed import Feed
-from farandole.integrations.frameworks.transformers_loggers import FolderCallback, TrackerCallback, in_one_folder
-from farandole.integrations.frameworks.transformers_progress import StepsCallback
+from farandole.integrations.frameworks.transformers_outputs import (
+    FolderCallback,
+    StepsCallback,
+    TrackerCallback,
+    in_one_folder,
+)
 from farandole.training.collectives import world
 from farandole.training.optim.distributed_optimizer import DistributedOptimizer
 from farandole.training.optim.optimizer_mixin import WrappedOptimizer
@@ -33,10 +37,6 @@ __all__ = ["TrackerCallback", "Trainer"]
 # TrainingArguments(...) opens a process group of fixed size where it finds LOCAL_RANK (accelerate 1.15, state.py,
 # PartialState), and scripts make them before the Trainer.
 hide_torchrun_place()
-
-_NO_ARGUMENT = {
-    "model_init": "pass the model; every worker must start with the same model",
-}
 
 
 class Trainer(transformers.Trainer):
@@ -98,9 +98,11 @@ class Trainer(transformers.Trainer):
         global_batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, instead in _NO_ARGUMENT.items():
-            if kwargs.get(name) is not None:
-                raise ConfigError(f"Trainer({name}=...) is not supported by Farandole: {instead}")
+        if kwargs.get("model_init") is not None:
+            raise ConfigError(
+                "Trainer(model_init=...) is not supported by Farandole: pass the model; every worker must start with "
+                "the same model"
+            )
         _refuse(args)
         world.current()  # NotInitialized here is clearer than later
         _refuse_data(train_loader, train_dataset, global_batch_size, args)

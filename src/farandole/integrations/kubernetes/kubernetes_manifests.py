@@ -119,66 +119,43 @@ def _access(options: ManifestOptions) -> list[Manifest]:
     account = {"kind": "ServiceAccount", "name": metadata["name"], "namespace": options.namespace}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": metadata["name"]}
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
-        {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": metadata, "rules": [rule]},
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "RoleBinding",
-            "metadata": metadata,
-            "roleRef": role,
-            "subjects": [account],
-        },
+        _object("v1", "ServiceAccount", metadata),
+        _object("rbac.authorization.k8s.io/v1", "Role", metadata, rules=[rule]),
+        _object("rbac.authorization.k8s.io/v1", "RoleBinding", metadata, roleRef=role, subjects=[account]),
     ]
 
 
 def _secret(options: ManifestOptions) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": _metadata(options, options.secret_name),
-        "type": "Opaque",
-        "stringData": {"token": options.token},
-    }
+    metadata = _metadata(options, options.secret_name)
+    return _object("v1", "Secret", metadata, type="Opaque", stringData={"token": options.token})
 
 
 def _service(options: ManifestOptions) -> Manifest:
     """A name for the coordinator's pod, also before it is ready: agents wait for it themselves."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(options, options.name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {_INSTANCE: options.name, _COMPONENT: "coordinator"},
-            "ports": [{"name": "coordinator", "port": PORT}],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {_INSTANCE: options.name, _COMPONENT: "coordinator"},
+        "ports": [{"name": "coordinator", "port": PORT}],
     }
+    return _object("v1", "Service", _metadata(options, options.name), spec=spec)
 
 
 def _coordinator_job(options: ManifestOptions) -> Manifest:
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _metadata(options, f"{options.name}-coordinator", queued=True),
-        "spec": _coordinator_spec(options),
-    }
+    metadata = _metadata(options, f"{options.name}-coordinator", queued=True)
+    return _object("batch/v1", "Job", metadata, spec=_coordinator_spec(options))
 
 
 def _worker_job(options: ManifestOptions) -> Manifest:
     metadata = _metadata(options, f"{options.name}-worker", queued=True)
     if options.queue:
         metadata["annotations"] = {"kueue.x-k8s.io/elastic-job": "true"}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _worker_spec(options, "worker")}
+    return _object("batch/v1", "Job", metadata, spec=_worker_spec(options, "worker"))
 
 
 def _job_set(options: ManifestOptions) -> Manifest:
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(options, options.name, queued=True),
-        "spec": _job_set_spec(options, worker="worker"),
-    }
+    metadata = _metadata(options, options.name, queued=True)
+    return _object("jobset.x-k8s.io/v1alpha2", "JobSet", metadata, spec=_job_set_spec(options, worker="worker"))
 
 
 def _training_runtime(options: ManifestOptions) -> Manifest:
@@ -187,22 +164,14 @@ def _training_runtime(options: ManifestOptions) -> Manifest:
     spec["replicatedJobs"][1]["template"]["metadata"] = {
         "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     }
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": _metadata(options, options.name),
-        "spec": {"mlPolicy": {"numNodes": options.pods}, "template": {"spec": spec}},
-    }
+    spec = {"mlPolicy": {"numNodes": options.pods}, "template": {"spec": spec}}
+    return _object("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", _metadata(options, options.name), spec=spec)
 
 
 def _train_job(options: ManifestOptions) -> Manifest:
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": options.name}
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(options, options.name, queued=True),
-        "spec": {"runtimeRef": reference},
-    }
+    metadata = _metadata(options, options.name, queued=True)
+    return _object("trainer.kubeflow.org/v1alpha1", "TrainJob", metadata, spec={"runtimeRef": reference})
 
 
 def _job_set_spec(options: ManifestOptions, worker: str) -> Manifest:
@@ -328,6 +297,10 @@ def _field(name: str, path: str) -> Manifest:
 
 def _ignore_disruptions() -> Manifest:
     return {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def _object(version: str, kind: str, metadata: Manifest, **content: Any) -> Manifest:
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
 
 def _metadata(options: ManifestOptions, name: str, queued: bool = False) -> Manifest:

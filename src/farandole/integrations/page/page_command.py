@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -193,7 +192,9 @@ async def _serve(
         if spans is not None:
             spans.on_message(kind, data)
 
-    is_over = (lambda: False) if job.local is None else partial(_has_ended, job.local)
+    def is_over() -> bool:
+        return job.local is not None and not is_alive(job.local)
+
     await server.start([sock])
     following = asyncio.create_task(JobFeed(history, dial, publish, is_over).run())
     following.add_done_callback(lambda _: on_over())
@@ -209,7 +210,3 @@ async def _serve(
         await server.stop()
         if spans is not None:
             await asyncio.to_thread(spans.close)
-
-
-def _has_ended(file: JobFile) -> bool:
-    return not is_alive(file)

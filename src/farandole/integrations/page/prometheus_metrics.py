@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import choose_encoder
@@ -17,8 +18,6 @@ from farandole.base.wire.control import Status, WorkerSummary
 from farandole.job.launch.job_history import PHASES, JobHistory, epoch_of, means_of_values
 
 RECOVERY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-_WORKER_LABELS = ("worker", "rank", "host")
 
 
 class JobMetrics:
@@ -37,11 +36,8 @@ class JobMetrics:
         self._registry.register(_JobCollector(history))
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics, and their content type.
-
-        Args:
-            accept: The header of the request: Prometheus asks for its OpenMetrics format.
-        """
+        """Return the metrics, and their content type. `accept` is the header of the request: Prometheus asks for its
+        OpenMetrics format."""
         recoveries, self._history.recoveries = self._history.recoveries, []
         for each in recoveries:
             kind = "planned" if each["is_planned"] else "fault"
@@ -87,16 +83,12 @@ class _JobCollector:
         checkpoints.add_metric(("failed",), history.counts["CheckpointFailed", "warning"])
         yield checkpoints
         if saved:
-            newest = saved[-1]
-            yield GaugeMetricFamily(
-                "farandole_checkpoint_step", "Decided steps in the newest checkpoint.", value=newest["step"]
-            )
-            yield GaugeMetricFamily(
-                "farandole_checkpoint_seconds", "Duration of the newest checkpoint.", value=newest["took_s"]
-            )
-            yield GaugeMetricFamily(
-                "farandole_checkpoint_timestamp_seconds", "Unix time of the newest checkpoint.", value=newest["at"]
-            )
+            for name, text, field in (
+                ("farandole_checkpoint_step", "Decided steps in the newest checkpoint.", "step"),
+                ("farandole_checkpoint_seconds", "Duration of the newest checkpoint.", "took_s"),
+                ("farandole_checkpoint_timestamp_seconds", "Unix time of the newest checkpoint.", "at"),
+            ):
+                yield GaugeMetricFamily(name, text, value=saved[-1][field])
 
 
 def _of_job(status: Status) -> Iterator[Metric]:
@@ -129,33 +121,25 @@ def _usable_slots(status: Status) -> int:
 
 
 def _of_workers(workers: list[WorkerSummary]) -> Iterator[Metric]:
-    step = GaugeMetricFamily("farandole_step_seconds", "Mean duration of the last steps.", labels=_WORKER_LABELS)
-    waiting = GaugeMetricFamily(
-        "farandole_step_waiting_seconds", "Part of a step in which a worker waits for others.", labels=_WORKER_LABELS
-    )
-    memory = GaugeMetricFamily(
-        "farandole_worker_resident_memory_bytes", "Memory of a worker's process.", labels=_WORKER_LABELS
-    )
-    cpu = CounterMetricFamily(
-        "farandole_worker_cpu_seconds", "Processor time of a worker's process.", labels=_WORKER_LABELS
-    )
-    share = GaugeMetricFamily(
-        "farandole_worker_share", "Part of a global batch that a worker has, with balance.", labels=_WORKER_LABELS
-    )
-    speed = GaugeMetricFamily(
-        "farandole_worker_samples_per_second", "Speed of a worker in its own time, with balance.", labels=_WORKER_LABELS
-    )
+    labels = ("worker", "rank", "host")
+    gauge, counter = partial(GaugeMetricFamily, labels=labels), partial(CounterMetricFamily, labels=labels)
+    step = gauge("farandole_step_seconds", "Mean duration of the last steps.")
+    waiting = gauge("farandole_step_waiting_seconds", "Part of a step in which a worker waits for others.")
+    memory = gauge("farandole_worker_resident_memory_bytes", "Memory of a worker's process.")
+    cpu = counter("farandole_worker_cpu_seconds", "Processor time of a worker's process.")
+    share = gauge("farandole_worker_share", "Part of a global batch that a worker has, with balance.")
+    speed = gauge("farandole_worker_samples_per_second", "Speed of a worker in its own time, with balance.")
     for each in workers:
         if (told := each.telemetry) is None:
             continue
-        labels = (each.worker, "" if each.rank is None else str(each.rank), each.host)
+        worker = (each.worker, "" if each.rank is None else str(each.rank), each.host)
         if told.step_s:
-            step.add_metric(labels, told.step_s)
-            waiting.add_metric(labels, told.waiting_s)
+            step.add_metric(worker, told.step_s)
+            waiting.add_metric(worker, told.waiting_s)
         if told.resident_bytes:
-            memory.add_metric(labels, told.resident_bytes)
-            cpu.add_metric(labels, told.cpu_s)
+            memory.add_metric(worker, told.resident_bytes)
+            cpu.add_metric(worker, told.cpu_s)
         if told.share:
-            share.add_metric(labels, told.share)
-            speed.add_metric(labels, told.speed)
+            share.add_metric(worker, told.share)
+            speed.add_metric(worker, told.speed)
     yield from (step, waiting, memory, cpu, share, speed)

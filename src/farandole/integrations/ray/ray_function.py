@@ -89,8 +89,11 @@ def run(
 
 def run_on_ray(call: Callable[[], T], spec: JobSpec, settings: RaySettings) -> list[T]:
     """Run a function as run() does, as the workers of this job."""
+    import ray
+
     engine = ray_engine(spec.config, settings)
-    spec = replace(spec, host="" if spec.interfaces else own_address())
+    # By default the nodes of the cluster reach this one at the address that they know.
+    spec = replace(spec, host="" if spec.interfaces else str(ray.util.get_node_ip_address()))
     return run_function(call, spec, Additions(make_engine=engine.report_to, finds_hosts=True))
 
 
@@ -136,13 +139,6 @@ def room_for_workers(settings: RaySettings) -> int:
         f"{settings.gpus_per_worker:g} GPUs: {have}. Start nodes with more (ray start --num-cpus=N), or give smaller "
         "cpus_per_worker and gpus_per_worker"
     )
-
-
-def own_address() -> str:
-    """Return the address at which the nodes of the cluster reach this one."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())
 
 
 __all__ = ["run"]

@@ -4,18 +4,17 @@ backend.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from farandole.testing.faults.fault_plan import OneWay, ToHost
+from farandole.testing.faults.fault_plan import HostAction, OneWay, ToHost
 from farandole.testing.lab import Host, Lab
 from farandole.testing.lab.lab import new_lab_name
 from farandole.testing.lab.tools import Cgroup, LabError
@@ -43,21 +42,35 @@ class Backend(Protocol):
         """Return the most workers that can be on a host."""
 
 
-class ThisMachine:
-    """The backend of a job on the machine itself; its host discovery script prints the contents of `hosts_file`. Close
-    it."""
+class _Starving:
+    """The control groups of starved workers. Close it."""
+
+    def __init__(self) -> None:
+        self._groups: list[Cgroup] = []
+
+    def _starve(self, pid: int) -> bool:
+        group = starve(pid)
+        self._groups += [group] if group is not None else []
+        return group is not None
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.remove()
+        self._groups.clear()
+
+
+class ThisMachine(_Starving):
+    """The backend of a job on the machine itself; its host discovery script prints the contents of `hosts_file`."""
 
     def __init__(self, hosts_file: Path) -> None:
+        super().__init__()
         self.hosts_file = hosts_file
-        self._groups: list[Cgroup] = []
 
     def signal(self, worker: WorkerId, number: int) -> None:
         os.kill(worker[1], number)
 
     def starve(self, worker: WorkerId) -> bool:
-        group = starve(worker[1])
-        self._groups += [group] if group is not None else []
-        return group is not None
+        return self._starve(worker[1])
 
     def disturb(self, action: ToHost | OneWay) -> None:
         raise ValueError(f"{str(action)!r} needs a job on hosts of a lab; this job runs on the machine itself")
@@ -69,11 +82,6 @@ class ThisMachine:
 
     def slots_of(self, host: str) -> int:
         raise ValueError(f"{host} is a host of a lab, and this job runs on the machine itself")
-
-    def close(self) -> None:
-        for group in self._groups:
-            group.remove()
-        self._groups.clear()
 
 
 def starve(pid: int) -> Cgroup | None:
@@ -100,7 +108,7 @@ def starve(pid: int) -> Cgroup | None:
 _GONE_S = 10.0  # seconds until killed processes are gone, and agents have learned of the end of the job
 
 
-class LabBackend:
+class LabBackend(_Starving):
     """The backend in a lab. The job listens at `address`, on this machine, and has no workers here.
 
     slots   of the agent of each host
@@ -108,10 +116,10 @@ class LabBackend:
     """
 
     def __init__(self, lab: Lab, slots: Sequence[int], folder: Path) -> None:
+        super().__init__()
         self._lab, self._slots, self._folder = lab, list(slots), folder
         self._hosts = {host.name: host for host in lab.hosts}
         self._token = folder / "token"
-        self._groups: list[Cgroup] = []
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         with socket.create_server((lab.network.driver.address, 0)) as server:
             self.port = int(server.getsockname()[1])
@@ -141,9 +149,7 @@ class LabBackend:
         outside = self._hosts[worker[0]].processes().get(worker[1])
         if outside is None:
             raise ProcessLookupError(f"there is no worker {worker[1]} on {worker[0]}")
-        group = starve(outside)
-        self._groups += [group] if group is not None else []
-        return group is not None
+        return self._starve(outside)
 
     def offer(self, slots: int) -> None:
         raise ValueError(f"the number of slots cannot be set to {slots}: in a lab each host has its own slots")
@@ -157,29 +163,20 @@ class LabBackend:
             network.one_way(hosts[action.sender], hosts[action.receiver])
             return
         host, index = hosts[action.host], action.host
-        if action.verb == "power off":
-            host.power_off()
-        elif action.verb == "boot":
-            self._boot(index)
-        elif action.verb == "cut":
-            network.cut(host)
-        elif action.verb == "heal":
-            network.heal(host)
-        elif action.verb == "freeze":
-            host.freeze()
-        elif action.verb == "thaw":
-            host.thaw()
-        elif action.verb == "slow":
-            network.rate(index, action.amount)
-        elif action.verb == "lose":
-            network.loss(index, action.amount / 100)
-        elif action.verb == "hurry":
-            network.rate(index, None)
-            network.loss(index, 0)
-        else:
-            number = signal.SIGKILL if action.verb == "kill agent of" else signal.SIGSTOP
-            for pid in self._agent_pids(host):
-                host.signal(pid, number)
+        effects: dict[HostAction, Callable[[], None]] = {
+            "power off": host.power_off,
+            "boot": lambda: self._boot(index),
+            "cut": lambda: network.cut(host),
+            "heal": lambda: network.heal(host),
+            "freeze": host.freeze,
+            "thaw": host.thaw,
+            "slow": lambda: network.rate(index, action.amount),
+            "lose": lambda: network.loss(index, action.amount / 100),
+            "hurry": lambda: self._hurry(index),
+            "kill agent of": lambda: self._signal_agent(host, signal.SIGKILL),
+            "stop agent of": lambda: self._signal_agent(host, signal.SIGSTOP),
+        }
+        effects[action.verb]()
 
     # The end ---------------------------------------------------------------------------------------------
 
@@ -193,18 +190,13 @@ class LabBackend:
 
     def _left(self) -> Iterator[str]:
         for host in self._lab.hosts:
-            if numbers := host.processes():
-                yield f"processes were left on {host.name}: {[_command(pid) for pid in numbers.values()]}"
+            if commands := host.commands():
+                yield f"processes were left on {host.name}: {[' '.join(words) for words in commands.values()]}"
             elif host.is_up and (files := host.run(["ls", "/dev/shm"]).split()):
                 yield f"files were left in the shared memory of {host.name}: {files}"
             # torch's compiler has its own cache there, for all later programs of the user.
             if files := sorted(p.name for p in host.folder.iterdir() if not p.name.startswith("torchinductor_")):
                 yield f"temporary files were left on {host.name}: {files}"
-
-    def close(self) -> None:
-        for group in self._groups:
-            group.remove()
-        self._groups.clear()
 
     # Helpers ---------------------------------------------------------------------------------------------
 
@@ -222,22 +214,16 @@ class LabBackend:
         host = self._lab.hosts[index]
         if not host.is_up:
             host.boot()
-        for pid in self._agent_pids(host):
-            host.signal(pid, signal.SIGCONT)
+        self._signal_agent(host, signal.SIGCONT)
         if self._agents[index].poll() is not None:
             self._start_agent(index)
 
-    def _agent_pids(self, host: Host) -> list[int]:
-        """Return the process ids of the agent alone; not of its guard, its workers, or its parent."""
-        found = []
-        for pid, outside in host.processes().items():
-            arguments = _command(outside).split()
-            if arguments[1:4] == ["-m", "farandole", "agent"]:
-                found.append(pid)
-        return found
+    def _hurry(self, index: int) -> None:
+        self._lab.network.rate(index, None)
+        self._lab.network.loss(index, 0)
 
-
-def _command(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    return ""
+    def _signal_agent(self, host: Host, number: int) -> None:
+        """Send a signal to the agent alone; not to its guard, its workers, or its parent."""
+        for pid, words in host.commands().items():
+            if words[1:4] == ["-m", "farandole", "agent"]:
+                host.signal(pid, number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from farandole.testing.faults.fault_plan import (
     AddWorker,
@@ -91,7 +92,8 @@ class _Drawing:
             (2, self._hang),
         ]
         if self._shape.hosts:
-            host_scenarios = [self._host_gone, self._silence, self._short_silence, self._one_way, self._slow_network]
+            silences: list[Callable[[], Iterator[Fault]]] = [partial(self._between, each) for each in (LONG, SHORT)]
+            host_scenarios = [self._host_gone, *silences, self._one_way, self._slow_network]
             scenarios = [(2, scenario) for scenario in (*host_scenarios, self._agent, self._in_a_phase)] + scenarios[:4]
         elif not self._shape.spares:
             scenarios += [(2, self._leave)]
@@ -180,12 +182,6 @@ class _Drawing:
         yield self._now(ToWorkers("kill", self._whom()))
         yield Fault(During(self._chance.choice(phases)), ToHost(first, host), self._late(10))
         yield self._later(ToHost(last, host))
-
-    def _silence(self) -> Iterator[Fault]:
-        yield from self._between(LONG)
-
-    def _short_silence(self) -> Iterator[Fault]:
-        yield from self._between(SHORT)
 
     def _between(self, budgets: float) -> Iterator[Fault]:
         pairs: list[tuple[HostAction, HostAction]] = [("cut", "heal"), ("freeze", "thaw")]

@@ -19,7 +19,6 @@ _INIT = Path(__file__).with_name("init.py")
 _PIDS_PER_BOOT = 1000
 _NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 _DAY_S = 86400
-_JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 1; shift; n=$((n - 1)); done; exec "$@"'
 
 StreamTarget: TypeAlias = int | IO[bytes] | None
 
@@ -99,12 +98,11 @@ class Host:
         """
         if not self.is_up or self._cgroup is None:
             raise LabError(f"{self.name} is off; boot() it first")
-        entrances = self._cgroup.entrances
         enter = ["nsenter", "--target", str(self._init_pid), *_NAMESPACES]
         enter += ["--time", "--"] if self._has_own_clocks else ["--"]
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder or Path.cwd()), *command]
         process = subprocess.Popen(
-            ["sh", "-c", _JOIN, "sh", str(len(entrances)), *entrances, *enter, *inside],
+            self._cgroup.entering([*enter, *inside]),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -223,12 +221,11 @@ class Host:
         self._boots += 1
         last_pid = _PIDS_PER_BOOT * self._boots
         self._cgroup = Cgroup(self._group_name)
-        entrances = self._cgroup.entrances
         clocks = ["--time", f"--monotonic={self._days_ahead * _DAY_S}", f"--boottime={self._days_ahead * 2 * _DAY_S}"]
         unshare = ["unshare", *_NAMESPACES, *(clocks if self._has_own_clocks else []), "--fork", "--kill-child=KILL"]
         init = [sys.executable, "-I", "-S", str(_INIT), self.name, str(self._hosts_file), str(last_pid)]
         self._init = subprocess.Popen(
-            ["sh", "-c", _JOIN, "sh", str(len(entrances)), *entrances, *unshare, "--", *init],
+            self._cgroup.entering([*unshare, "--", *init]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -183,18 +183,11 @@ def why_not() -> str | None:
     if missing:
         return f"hosts are made with commands that are not installed: {', '.join(missing)}"
     try:
-        with contextlib.closing(_Trial()):
+        group = Cgroup(f"{new_lab_name()}.trial")
+        try:
             run(["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "ip", "link", "set", "lo", "up"])
+        finally:
+            group.remove()
     except (LabError, OSError) as error:
         return f"this machine does not permit namespaces or control groups: {error}"
     return None
-
-
-class _Trial:
-    """A control group that is created and removed."""
-
-    def __init__(self) -> None:
-        self._cgroup = Cgroup(f"{new_lab_name()}.trial")
-
-    def close(self) -> None:
-        self._cgroup.remove()

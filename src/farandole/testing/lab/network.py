@@ -53,13 +53,8 @@ class Network:
     """
 
     def __init__(self, cgroup: Cgroup) -> None:
-        command = [
-            "sh",
-            "-c",
-            'for file in "$@"; do echo $$ > "$file"; done; exec unshare --net sh -c "echo; exec cat"',
-        ]
         self._holder = subprocess.Popen(
-            [*command, "sh", *cgroup.entrances],
+            cgroup.entering(["unshare", "--net", "sh", "-c", "echo; exec cat"]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is handled by the lab
@@ -248,21 +243,8 @@ class Network:
             run(["ip", "address", "add", f"{address}/32", "dev", device])
             try:
                 # The kernel refuses a second route to the same network: of two labs, one tries another.
-                run(
-                    [
-                        "ip",
-                        "route",
-                        "add",
-                        f"{self._net}.0/24",
-                        "via",
-                        self._router,
-                        "dev",
-                        device,
-                        "onlink",
-                        "src",
-                        address,
-                    ]
-                )
+                route = f"{self._net}.0/24 via {self._router} dev {device} onlink src {address}"
+                run(["ip", "route", "add", *route.split()])
             except LabError:
                 run(["ip", "address", "delete", f"{address}/32", "dev", device])
                 continue

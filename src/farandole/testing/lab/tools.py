@@ -61,6 +61,9 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = COMM
 # Version 2 of them is used, or version 1 where only that exists.
 
 
+_ENTER = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1" || exit 1; shift; n=$((n - 1)); done; exec "$@"'
+
+
 @dataclass(frozen=True)
 class Hierarchies:
     """The places of the kernel's files: `freezer` lists and freezes a group; `memory` None: not available."""
@@ -105,11 +108,10 @@ class Cgroup:
         if self._memory is not None:
             self._memory.mkdir(exist_ok=True)
 
-    @property
-    def entrances(self) -> list[str]:
-        """The files to which a process writes its id to enter the group, with all its later children."""
-        folders = {self._group, self._memory} - {None}
-        return [f"{folder}/cgroup.procs" for folder in folders]
+    def entering(self, command: Sequence[str]) -> list[str]:
+        """Return the command that enters the group, with all its later children, and then is this one."""
+        entrances = [f"{folder}/cgroup.procs" for folder in {self._group, self._memory} - {None}]
+        return ["sh", "-c", _ENTER, "sh", str(len(entrances)), *entrances, *command]
 
     @property
     def memory_entrance(self) -> str | None:

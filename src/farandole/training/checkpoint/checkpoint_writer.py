@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from farandole.base.checkpoints.folder import CheckpointFolder
 from farandole.base.checkpoints.manifest import FORMAT, Manifest
 from farandole.base.machine import now_s, wall_time_s
@@ -67,16 +69,29 @@ class CheckpointWriter:
             self._report(Written("", step, now_s() - begun_s, str(failure)))
             return
 
-        def work() -> None:
-            self._write(lambda: snapshot, finish_copy, step, generation, workers)
+        def copied() -> Snapshot:
+            finish_copy()
+            return snapshot
 
         # Not a daemon, for the reason given in farandole/training/state/deep_copy.py. give_up() ends it in time.
-        self._thread = threading.Thread(target=work, name="farandole-checkpoint")
+        self._thread = threading.Thread(
+            target=self.write, args=(copied, step, generation, workers), name="farandole-checkpoint"
+        )
         self._thread.start()
 
     def write(self, take: Callable[[], Snapshot], step: int, generation: int, workers: int) -> None:
         """Take a snapshot and write it synchronously."""
-        self._write(take, lambda: None, step, generation, workers)
+        begun_s = now_s()
+        name = error = ""
+        try:
+            name = self._write_one(take(), generation, workers)
+        except _GivenUp:
+            return
+        except OSError as failure:
+            error = f"{failure.strerror or failure} ({self._folder.store.place})"
+        except Exception as failure:  # noqa: BLE001 - any error is reported, and training continues
+            error = str(failure) if isinstance(failure, FarandoleError) else f"{type(failure).__name__}: {failure}"
+        self._report(Written(name, step, now_s() - begun_s, error))
 
     def wait(self) -> None:
         """Wait until the current write has ended."""
@@ -90,22 +105,6 @@ class CheckpointWriter:
         self.wait()
         self._is_given_up = False
 
-    def _write(
-        self, take: Callable[[], Snapshot], finish_copy: Callable[[], None], step: int, generation: int, workers: int
-    ) -> None:
-        begun_s = now_s()
-        name = error = ""
-        try:
-            finish_copy()
-            name = self._write_one(take(), generation, workers)
-        except _GivenUp:
-            return
-        except OSError as failure:
-            error = f"{failure.strerror or failure} ({self._folder.store.place})"
-        except Exception as failure:  # noqa: BLE001 - any error is reported, and training continues
-            error = str(failure) if isinstance(failure, FarandoleError) else f"{type(failure).__name__}: {failure}"
-        self._report(Written(name, step, now_s() - begun_s, error))
-
     def _write_one(self, snapshot: Snapshot, generation: int, workers: int) -> str:
         name = self._folder.begin(snapshot.progress.step)
         try:
@@ -113,15 +112,10 @@ class CheckpointWriter:
             if refusal := self._ask(name, snapshot.progress):
                 self._check()
                 raise FarandoleError(f"it was not published: {refusal}")
-            at = snapshot.progress
             manifest = Manifest(
                 format=FORMAT,
                 rule=self._rule,
-                run_id=at.run_id,
-                step=at.step,
-                epoch=at.epoch,
-                cursor=at.cursor,
-                boundary_number=at.boundary_number,
+                **msgspec.structs.asdict(snapshot.progress),
                 generation=generation,
                 workers=workers,
                 written_s=wall_time_s(),

@@ -8,7 +8,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, BinaryIO
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 
 from farandole.base.checkpoints.folder import Found, write_file
 from farandole.base.checkpoints.manifest import FileSum
-from farandole.base.checkpoints.store import Store, write_all
+from farandole.base.checkpoints.store import Store
 from farandole.errors import ConfigError
 from farandole.training.checkpoint.snapshot import from_json
 from farandole.training.collectives.connection_pair import as_bytes, byte_view, bytes_of
@@ -35,7 +35,7 @@ def write_files(
     failure. `check` may raise at any call to give up. Raises OSError."""
     text = json.dumps(plain, indent=1, allow_nan=False).encode()
     return {
-        STATE: write_file(store, f"{name}/{STATE}", text),
+        STATE: write_file(store, f"{name}/{STATE}", [text]),
         TENSORS: write_tensors(store, f"{name}/{TENSORS}", tensors, check),
     }
 
@@ -89,17 +89,7 @@ def write_tensors(
 
     Raises OSError when there is no space; the part written until then is left behind.
     """
-    # Large elements first: all of them are aligned then.
-    keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
-    with store.create(name) as file:
-        sum = _ChecksumWriter(file)
-        sum.write(_header(tensors, keys))
-        for key in keys:
-            memory = byte_view(bytes_of(tensors[key].detach().cpu()))
-            for start in range(0, len(memory), _SLICE_BYTES):
-                check()
-                sum.write(memory[start : start + _SLICE_BYTES])
-    return sum.result()
+    return write_file(store, name, _slices(tensors, check))
 
 
 def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.Tensor]:
@@ -126,19 +116,15 @@ def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.
     return tensors
 
 
-class _ChecksumWriter:
-    """A writer that counts bytes and computes the checksum."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._bytes, self._crc32 = file, 0, 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._crc32 = zlib.crc32(data, self._crc32)
-        self._bytes += len(data)
-        write_all(self._file, data)
-
-    def result(self) -> FileSum:
-        return FileSum(self._bytes, self._crc32)
+def _slices(tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> Iterator[bytes | memoryview]:
+    # Large elements first: all of them are aligned then.
+    keys = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+    yield _header(tensors, keys)
+    for key in keys:
+        memory = byte_view(bytes_of(tensors[key].detach().cpu()))
+        for start in range(0, len(memory), _SLICE_BYTES):
+            check()
+            yield memory[start : start + _SLICE_BYTES]
 
 
 def _header(tensors: Mapping[str, torch.Tensor], names: list[str]) -> bytes:

@@ -1,6 +1,6 @@
 """Random numbers of a data set's items, as a function of (seed, epoch, position in the epoch's order): an item that is
-fetched again, by any worker or loader worker, is augmented in the same way. loader.py puts this around the data set and
-the batch sampler.
+fetched again, by any worker or loader worker, is augmented in the same way. fetching.py puts this around the data set
+and the batch sampler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import pickle
 import random
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -72,40 +72,28 @@ class SeededDataset:
         if not self._draws:
             watch = DrawWatch()
             try:
-                items = self._fetch(keyed.indices)
+                items = self._fetch(keyed, is_seeded=False)
             finally:
                 self._draws = watch.undo()
             if not self._draws:
                 return items
         with generators_kept():
-            return self._fetch_seeded(keyed)
+            return self._fetch(keyed, is_seeded=True)
 
-    def _fetch(self, indices: list[int]) -> list[Any]:
-        fetch_all = self._fetch_all()
-        return fetch_all(list(indices)) if fetch_all is not None else [self._dataset[index] for index in indices]
-
-    def _fetch_seeded(self, keyed: Keyed) -> list[Any]:
-        indices, seed, epoch, position = keyed.indices, keyed.seed, keyed.epoch, keyed.position
-        fetch_all = self._fetch_all()
-        if fetch_all is not None:
-            seed_item(seed, epoch, position)
-            return fetch_all(list(indices))
-        items = []
-        for place, index in enumerate(indices):
-            seed_item(seed, epoch, position + place)
-            items.append(self._dataset[index])
-        return items
-
-    def _fetch_all(self) -> Callable[[list[int]], list[Any]] | None:
-        fetch_all: Callable[[list[int]], list[Any]] | None = getattr(self._dataset, "__getitems__", None)
+    def _fetch(self, keyed: Keyed, is_seeded: bool) -> list[Any]:
+        dataset = self._dataset
         # A Subset has one that only iterates over the items, unless the underlying data set has one.
-        return fetch_all if hasattr(innermost_dataset(self._dataset), "__getitems__") else None
-
-
-def with_places(dataset: Any, index_stream: IndexStream, seed: int) -> tuple[Any, Iterable[Any]]:
-    """Return a data set whose items' random numbers depend on their positions, and the batch sampler that passes it
-    these."""
-    return SeededDataset(dataset), KeyedSampler(index_stream, seed)
+        if hasattr(innermost_dataset(dataset), "__getitems__"):
+            if is_seeded:
+                seed_item(keyed.seed, keyed.epoch, keyed.position)
+            fetched: list[Any] = dataset.__getitems__(list(keyed.indices))
+            return fetched
+        items = []
+        for place, index in enumerate(keyed.indices):
+            if is_seeded:
+                seed_item(keyed.seed, keyed.epoch, keyed.position + place)
+            items.append(dataset[index])
+        return items
 
 
 def seed_item(seed: int, epoch: int, position: int) -> None:

@@ -97,19 +97,12 @@ class OwnTime:
 
 
 class Balance(Timer):
-    """The balance of one loader. Main thread only.
-
-    Attributes:
-        turns: The division of each global batch.
-    """
+    """The balance of one loader. Main thread only."""
 
     is_needed = True
 
     def __init__(self, fetched_ahead: int) -> None:
-        """
-        Args:
-            fetched_ahead: Most batches that the loader requests before they are trained.
-        """
+        """`fetched_ahead`: most batches that the loader requests before they are trained."""
         self.turns = Turns()
         self._fetched_ahead = fetched_ahead
         self._clock = OwnTime()
@@ -128,16 +121,8 @@ class Balance(Timer):
         return self._own_cost, self._fetched_ahead
 
     def begin(self, layout: BatchLayout, notes: Sequence[Sequence[int]], rank: int) -> None:
-        """Begin a generation. The next batches that the loader fetches are divided anew.
-
-        Args:
-            layout: The loader's.
-            notes: The result of note() of each rank, by rank.
-            rank: This worker's.
-
-        Raises:
-            ConfigError: Some workers do not balance.
-        """
+        """Begin a generation, with the notes of all ranks, by rank: batches that are fetched from now on are divided
+        anew. Raises ConfigError where some workers do not balance."""
         without = [rank for rank, each in enumerate(notes) if not each]
         if without:
             raise ConfigError(

@@ -55,14 +55,8 @@ def slowest(counts: Sequence[int], costs: Sequence[int]) -> int:
 
 
 def divide_by_cost(units: int, costs: Sequence[int], least: int, most: int) -> Counts:
-    """Return the division in which the slowest rank needs the least time.
-
-    Args:
-        units: Number of units, at least `least` and at most `most` for each rank.
-        costs: The cost of a unit on each rank, by rank; positive.
-        least: Fewest units of a rank.
-        most: Most units of a rank.
-    """
+    """Return the division in which the slowest rank needs the least time. `costs`: of a unit on each rank, positive;
+    `least`, `most`: fewest and most units of a rank, of which so many exist together."""
 
     def within(time: int) -> list[int]:
         """Return the most units that each rank can compute in this time, within the limits."""
@@ -150,14 +144,8 @@ class SpeedDivision:
     """
 
     def __init__(self, units: int, least: int, most: int, costs: Sequence[int], delay: int = 0) -> None:
-        """
-        Args:
-            units: Units of a global batch.
-            least: Fewest units of a rank, where there are so many.
-            most: Most units of a rank.
-            costs: The last known cost of each rank, by rank; 0: unknown.
-            delay: Number of steps after which a new division comes into use: local batches are fetched before.
-        """
+        """Divide `units` among ranks with these last known costs (0: unknown), each at least `least` where there are so
+        many, and at most `most`. `delay`: steps after which a division comes into use: batches are fetched before."""
         self._units, self._delay = units, delay
         self._even = even_counts(units, len(costs))
         self._most = max(most, max(self._even))
@@ -182,12 +170,8 @@ class SpeedDivision:
         return [count / self._units for count in self.counts or self._even]
 
     def measured(self, samples: Sequence[int], own_ns: Sequence[int]) -> bool:
-        """Note a step. Return whether the division changes.
-
-        Args:
-            samples: Samples of each rank's local batch.
-            own_ns: The time that each rank took for them, without waiting for others, in nanoseconds; 0: unknown.
-        """
+        """Note a step: the samples of each rank, and the time that it took for them without waiting for others, in
+        nanoseconds (0: unknown). Return whether the division changes."""
         self._steps += 1
         for window, count, time_ns in zip(self._windows, samples, own_ns, strict=True):
             if count and time_ns:

@@ -1,40 +1,41 @@
-"""The base of both loaders: epochs, the loop over batches and its boundaries, wherever the samples come from."""
+"""The base of both loaders: epochs, the loop over batches and its boundaries, wherever the samples come from; the run
+loop as they call it; and batches that do not count: those of rehearsals, and padding."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import torch
-
-from farandole.base.env import prepare_for_strict_mode, read_job_env, read_rank_and_size
 from farandole.errors import ConfigError, DataError, StepError
-from farandole.training.data.boundary_hooks import LoaderHooks, NoLoaderHooks
 from farandole.training.data.epochs import Epoch, EpochRecord
-from farandole.training.data.padding import Padding, without_step
 from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.state.step import StepStatus
 
 if TYPE_CHECKING:
     from farandole.training.data.balance import Balance
-    from farandole.training.state.shard_audit import AuditRule
+    from farandole.training.data.partition import BatchLayout, Sizes
+    from farandole.training.data.prefetch import Prefetch
 
+LayoutT = TypeVar("LayoutT", "BatchLayout", "Sizes")
 
-MOST_SHARDS = 4096
-"""A step sums up the shards of a worker one after the other; more of them would only be a mistake."""
+_ABSENT: Mapping[str, int | str] = {"tail": "short"}
+"""Values of entries that a saved state lacks."""
+
+_CHANGED: Mapping[str, str] = {
+    "size": "; samples were added to the data set, or removed from it",
+    "order": "; the last digits of an order are a hash of its weights, labels, lengths or shard sizes",
+}
+"""Reasons, besides other arguments, for which a saved state may not fit."""
 
 
 class ElasticLoader(ABC):
     """The base of DataLoader and StreamLoader.
 
-    Attributes:
-        epoch: The current epoch. Position and epoch change with decided steps only, through commit(); fetching ahead
-            and handing out batches change nothing that is saved.
-        batch: The current batch; None before the first and after the last one.
-        indices: The samples of the data set in it, in order; none for a dummy batch.
+    Attributes, besides those of DataLoader:
         elder: An object that is older than each iterator over the batches of this epoch; None: there is none.
         rows_on_trial: Digests of samples in the last rehearsal's batch.
         seed: Seed of random numbers.
@@ -44,11 +45,14 @@ class ElasticLoader(ABC):
         has_own_bodies: Workers may run the loop body for a global batch a different number of times.
     """
 
+    _layout: BatchLayout | Sizes
+    _prefetch: Prefetch[Any]
+
     def __init__(self, seed: int, accumulates: bool) -> None:
         if not hasattr(seed, "__index__"):
             raise DataError(f"seed must be a whole number, the same on all workers and in each run, got {seed!r}")
         self.seed, self.epoch = seed, 0
-        self.hooks: LoaderHooks = NoLoaderHooks()
+        self.hooks = LoaderHooks()
         self.record = EpochRecord()
         self.batch: Batch | None = None
         self.indices: list[int] = []
@@ -86,10 +90,14 @@ class ElasticLoader(ABC):
     def _restart(self) -> None:
         """Fetch again from the current position, for the current world; the current batch will be handed out again."""
 
+    @property
     @abstractmethod
-    def _renew(self) -> None:
-        """End the loader processes, unless they are to be kept: code of the script may change the data set before the
-        next batch is fetched."""
+    def _identity(self) -> Mapping[str, int | str]:
+        """The values on which the meaning of a saved position depends, as they are saved. They never change."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the loader processes. Iterating again starts new ones. Idempotent."""
 
     # Iterating -------------------------------------------------------------------------------------------
 
@@ -145,7 +153,7 @@ class ElasticLoader(ABC):
         self.record.refuse_second_pass(self.epoch)
         if self._is_pending and not step.is_aborted():  # the run loop has to see the aborted step
             step.close()
-        self._renew()
+        self._prefetch.renew()  # code of the script may have changed the data set
         self._restart()
         return self
 
@@ -190,7 +198,7 @@ class ElasticLoader(ABC):
     @property
     def divides_local_batches(self) -> bool:
         """True where the loop body may run several times for a local batch."""
-        return False
+        return (self._layout.max_local_batch or self._layout.global_batch_size) < self._layout.global_batch_size
 
     @property
     def epoch_samples(self) -> int:
@@ -204,7 +212,7 @@ class ElasticLoader(ABC):
         self._has_to_leave = False
         self.batch, self.indices, self._is_pending = None, [], False
         step.close()
-        self._renew()
+        self._prefetch.renew()
         return True
 
     @property
@@ -250,119 +258,43 @@ class ElasticLoader(ABC):
         self._has_to_leave, self.record = False, EpochRecord()
         self._restart()
 
+    def _rehearsed_division(self, layout: LayoutT) -> tuple[LayoutT, int, int]:
+        """Return the layout, rank and world of a rehearsal's batch: that of a trial, or a division that a change of the
+        world may bring.
 
-def most_samples(max_local_batch: int | None, micro_batch_size: int | None) -> int | None:
-    """Return the most samples of one loop body, of which the user gives one name at most.
+        With max_local_batch the loop body may have to run several times for one step: the rehearsal checks that it can.
+        A compiled body gets another number of samples, fewer, so that it is compiled for any number of them before a
+        fault brings another one.
+        """
+        samples, most, least = layout.global_batch_size, layout.max_local_batch, layout.min_local_batch
+        largest = -(-samples // self._world)
+        part = self.hooks.part_on_trial()
+        if part is not None:
+            # An even number if possible: about as many as a worker has, of which either half may be a local batch.
+            usual = min(largest, most or samples) // 2 * 2
+            on_trial = min(max(usual, 2 * least), samples)
+            return dataclasses.replace(layout, global_batch_size=on_trial, max_local_batch=None), part[0], part[1]
+        if most is None or most >= samples:
+            return layout, self._rank, self._world + has_compiled()
+        half = max(-(-largest // 2), 2 * least - 1)
+        if half < largest <= most:
+            layout = dataclasses.replace(layout, max_local_batch=half)
+        return layout, self._rank, self._world
 
-    Raises:
-        DataError: Both are given.
-    """
-    if max_local_batch is not None and micro_batch_size is not None:
-        raise DataError(
-            f"micro_batch_size={micro_batch_size} and max_local_batch={max_local_batch} both limit the samples of one "
-            f"loop body; give one"
-        )
-    return max_local_batch if micro_batch_size is None else micro_batch_size
+    # State that survives ---------------------------------------------------------------------------------
 
-
-def rehearsed_division(
-    global_batch_size: int, max_local_batch: int | None, min_local_batch: int, world: int
-) -> tuple[int | None, int]:
-    """Return max_local_batch and number of workers for a rehearsal's batch: a division that a change of the world may
-    bring.
-
-    With max_local_batch the loop body may have to run several times for one step: the rehearsal checks that it can. A
-    compiled body gets another number of samples, fewer, so that it is compiled for any number of them before a fault
-    brings another one.
-    """
-    if max_local_batch is not None and max_local_batch < global_batch_size:
-        largest = -(-global_batch_size // world)
-        half = max(-(-largest // 2), 2 * min_local_batch - 1)
-        return (half if half < largest <= max_local_batch else max_local_batch), world
-    return max_local_batch, world + has_compiled()
-
-
-def samples_on_trial(global_batch_size: int, max_local_batch: int | None, min_local_batch: int, world: int) -> int:
-    """Return the number of samples of a trial's batch, an even number if possible: about as many as a worker has, of
-    which either half may be a local batch."""
-    usual = min(-(-global_batch_size // world), max_local_batch or global_batch_size) // 2 * 2
-    return min(max(usual, 2 * min_local_batch), global_batch_size)
+    def _refuse_another(self, state: Mapping[str, Any]) -> None:
+        """Raise DataError where the saved position would not mean the same samples here."""
+        for name in dict.fromkeys((*self._identity, *_ABSENT)):
+            theirs, ours = (each.get(name, _ABSENT.get(name)) for each in (state, self._identity))
+            if theirs != ours:
+                raise DataError(
+                    f"the saved loader has {name}={theirs}, this one {ours}; use the values it was saved with, or do "
+                    f"not load it{_CHANGED.get(name, '')}"
+                )
 
 
-def number_of_shards(strict: bool | None, shards: int | None, global_batch_size: int, most: int | None) -> int:
-    """Return the number of shards of a global batch; 0: not strict.
-
-    Args:
-        strict: The user's argument; None: as the job.
-        shards: The user's argument; None: as the job.
-        global_batch_size: Samples of the global batch.
-        most: Most samples of one loop body; None: any number.
-
-    Raises:
-        DataError: The number of shards does not divide the global batch.
-        ConfigError: Arguments contradict each other.
-    """
-    job = read_job_env()
-    if strict is False and shards is not None:
-        raise ConfigError(f"DataLoader: strict=False and shards={shards} contradict each other; give one")
-    if strict is False or not (strict or shards is not None or job.strict):
-        return 0
-    wanted = shards if shards is not None else job.shards or read_rank_and_size()[1]
-    if not 1 <= wanted <= MOST_SHARDS:
-        raise DataError(f"shards must be in 1..{MOST_SHARDS}, got {wanted}")
-    if global_batch_size % wanted:
-        from farandole.training.collectives.shard_tree import shards_that_fit
-
-        fitting = ", ".join(map(str, shards_that_fit(global_batch_size, wanted))) or "none of at least so many"
-        raise DataError(
-            f"global_batch_size={global_batch_size} cannot be divided into {wanted} equal shards. Numbers of shards "
-            f"that fit: {fitting}; a global batch that fits: {-(-global_batch_size // wanted) * wanted}"
-        )
-    return wanted * (1 if most is None else -(-(global_batch_size // wanted) // most))
-
-
-def pin_arithmetic() -> None:
-    """Compute with one thread, unless the job was started with a number for all workers (--strict)."""
-    prepare_for_strict_mode()
-    if not read_job_env().strict:
-        torch.set_num_threads(1)
-
-
-def audit_rule(audit: float | None, seed: int, shards: int) -> AuditRule | None:
-    """Return the rule by which shards are computed again; None: the loader is not strict.
-
-    Args:
-        audit: The user's argument; None: as the job.
-        seed: That of the loader.
-        shards: Number of shards of a global batch; 0: not strict.
-
-    Raises:
-        ConfigError: It is no fraction, or the loader is not strict.
-    """
-    if not shards:
-        if audit:
-            raise ConfigError(f"DataLoader: audit={audit:g} needs strict mode: give strict=True, or leave it out")
-        return None
-    from farandole.training.state.shard_audit import AuditRule  # loaded only in strict mode
-
-    fraction = read_job_env().audit if audit is None else audit
-    if not 0 <= fraction <= 1:
-        raise ConfigError(f"DataLoader: audit is a fraction of the shards, from 0 to 1, got {fraction:g}")
-    return AuditRule(fraction, seed)
-
-
-def follows_speed(balance: str | None) -> bool:
-    """Return whether local batches follow the speed of the workers.
-
-    Args:
-        balance: The user's argument; None: as the job.
-
-    Raises:
-        ConfigError: The argument has another value.
-    """
-    if balance not in (None, "auto", "off"):
-        raise ConfigError(f'DataLoader: balance must be "auto" or "off", got {balance!r}')
-    return (balance or read_job_env().balance) == "auto"
+# Divisions of a rehearsal ---------------------------------------------------------------------------------------------
 
 
 def rehearsed_place(shards: int, rank: int, world: int) -> tuple[int, int]:
@@ -384,3 +316,106 @@ def has_compiled() -> bool:
     # troubleshooting guide reads the same counters.
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return counters is not None and bool(counters["stats"]["unique_graphs"])
+
+
+# The run loop, as a loader calls it -----------------------------------------------------------------------------------
+
+
+class LoaderHooks:
+    """The calls of a loader at its boundaries, where workers may regroup: before each batch, and at the end of an
+    epoch. The run loop overrides them; these are for a worker without one."""
+
+    def reach_boundary(self) -> None:
+        """Handle that a batch is about to be handed out. May regroup, and call set_world() and load_state_dict()."""
+
+    def rehearses(self) -> bool:
+        """Return whether the next batch is a rehearsal's: it has no effect, and comes again."""
+        return False
+
+    def part_on_trial(self) -> tuple[int, int] | None:
+        """Return the part of the first rank's samples of the global batch that a rehearsal is to have, and the number
+        of parts; None: its batch is the worker's own."""
+        return None
+
+    def begin_shard(self, batch: Batch) -> None:
+        """Handle that a batch of strict mode is handed out: seed its random numbers."""
+
+    def leave_batches(self) -> bool:
+        """Handle the end of the epoch's batches, before the code after them. False: there was a regroup instead, and
+        the loader's epoch and cursor are those on which the workers agreed."""
+        return True
+
+    def reach_epoch_end(self) -> bool:
+        """Handle this worker's end of an epoch. True: all workers have ended it, and the epoch's number advances.
+        False: there was a regroup instead, and the loader's epoch and cursor are those on which the workers agreed."""
+        return True
+
+    def begin_epoch(self) -> None:
+        """Handle that the epoch's number has advanced."""
+
+    def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
+        """Call the function, the `call`-th one of this epoch, when all workers have arrived at it."""
+        function()
+
+
+# Loop bodies behind the last micro-batch: padding, where a body accumulates; and the message where it does not --------
+
+_MOST_PADDING = 10_000
+
+
+class Padding:
+    """The padding of a loader: batches that do not count, until a body that accumulates has called step().
+
+    is_allowed  the user accumulates; else a body without step() is an error
+    """
+
+    def __init__(self, is_allowed: bool) -> None:
+        self.is_allowed = is_allowed
+        self._data: Any = None
+        self._count = 0
+
+    def keep(self, data: Any) -> None:
+        """Keep the batch that is handed out, to hand it out once more."""
+        self._count = 0
+        if self.is_allowed:
+            self._data = data
+
+    def is_due(self, batch: Batch | None) -> bool:
+        """Return whether all gradients are reduced and the loop body has neither stepped nor dropped them."""
+        is_reduced = batch is not None and batch.is_last and step.status() is StepStatus.REDUCED
+        return self.is_allowed and is_reduced and not step.is_dropped()
+
+    def next(self, batch: Batch | None) -> tuple[Batch, list[int], Any]:
+        """Return a batch that does not count, its samples (none), and the last micro-batch's data again. Raises
+        StepError when the body never steps."""
+        assert batch is not None
+        self._count += 1
+        if self._count > _MOST_PADDING:
+            raise StepError(
+                f"the loop body ran {_MOST_PADDING} times since the gradients of samples [{batch.global_batch.start}, "
+                f"{batch.global_batch.stop}) were reduced, without a call of optimizer.step()"
+            )
+        padding = batch.padding()
+        step.pad(padding)
+        return padding, [], self._data
+
+
+def without_step(global_batch: GlobalBatch, status: StepStatus) -> str:
+    """Return the message for a loop body that has made no step."""
+    what = f"samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}"
+    if status is StepStatus.DECIDED:
+        return (
+            f"the step for {what} was applied, but the loader has no commit for it: pass the loader to "
+            f"TorchState(loader=...), or call loader.commit(loader.global_batch) after the step"
+        )
+    if status is StepStatus.OPEN and not step.is_noticed():
+        return (
+            f"the next batch was requested, and no DistributedOptimizer has reduced gradients for {what}: an optimizer "
+            f"of torch trains this worker's part only. Write optimizer = fd.DistributedOptimizer(optimizer) and pass "
+            f"it to TorchState(optimizer=...), or pass a DistributedDataParallel as the model of TorchState"
+        )
+    missing = "optimizer.step()" if status is StepStatus.REDUCED else "backward() and optimizer.step()"
+    return (
+        f"the next batch was requested without {missing} for {what}: a run of the loop body calls step() of a "
+        f"DistributedOptimizer, and all workers together may leave out single batches"
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from farandole.base.membership import Shortfall
 from farandole.errors import StepError
-from farandole.training.data.boundary_hooks import LoaderHooks
+
+if TYPE_CHECKING:
+    from farandole.training.data.elastic_loader import ElasticLoader
 
 
 class EpochRecord:
@@ -107,14 +109,6 @@ class EpochRecord:
         self.is_through = False
 
 
-class EpochLoader(Protocol):
-    """The part of a loader that an Epoch needs."""
-
-    epoch: int
-    hooks: LoaderHooks
-    record: EpochRecord
-
-
 class Epoch(int):
     """The number of an epoch, as an int.
 
@@ -123,11 +117,11 @@ class Epoch(int):
     repeated.
     """
 
-    _loader: EpochLoader
+    _loader: ElasticLoader
     _calls: int
 
     @classmethod
-    def of(cls, loader: EpochLoader) -> Epoch:
+    def of(cls, loader: ElasticLoader) -> Epoch:
         """Return the number of the loader's current epoch; the loader counts the calls of once()."""
         epoch = cls(loader.epoch)
         epoch._loader, epoch._calls = loader, 0

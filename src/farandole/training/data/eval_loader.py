@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
-from torch.utils.data import DataLoader as TorchDataLoader
+from typing import TYPE_CHECKING, Any
 
 from farandole.base.liveness.status_reporting import report_progress
 from farandole.errors import DataError, StepError
 from farandole.training.collectives import world
-from farandole.training.data.map_dataset import MapDataset, size_of
-from farandole.training.data.partition import even_slice
-from farandole.training.data.prefetch import Prefetch, SmallByValue
-from farandole.training.data.tensor_rows import Rows, are_rows, as_it_is
+from farandole.training.data.fetching import MapDataset, fetch, size_of
+from farandole.training.data.index_stream import IndexedBatch, IndexStream
+from farandole.training.data.partition import BatchLayout, even_slice
+from farandole.training.data.prefetch import Prefetch
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -77,17 +73,17 @@ class EvalLoader:
             raise DataError(f"batch_size must be 1 or more, got {batch_size}")
         self.dataset, self.batch_size = dataset, batch_size
         size_of(dataset)  # refuses a stream
-        self._options: dict[str, Any] = {
+        self._arguments: dict[str, Any] = {
             "num_workers": num_workers,
             "collate_fn": collate_fn,
             "pin_memory": pin_memory,
             "timeout": timeout,
             "prefetch_factor": prefetch_factor,
-            "worker_init_fn": SmallByValue(worker_init_fn),
+            "worker_init_fn": worker_init_fn,
             "multiprocessing_context": multiprocessing_context,
+            "persistent_workers": persistent_workers and num_workers > 0,
         }
-        self._keeps_processes = persistent_workers and num_workers > 0
-        self._kept: _Fetching | None = None
+        self._kept: tuple[IndexStream, Prefetch[IndexedBatch]] | None = None
 
     @property
     def samples(self) -> int:
@@ -109,13 +105,15 @@ class EvalLoader:
         """
         generation = world.current().id
         low, high = self._share()
-        requests = [_Range(begin, min(begin + self.batch_size, high)) for begin in range(low, high, self.batch_size)]
-        fetching = self._kept or self._open()
+        if low == high:
+            return
+        layout = BatchLayout(high, min(self.batch_size, high))
+        index_stream, prefetch = self._kept or self._open(layout)
         self._kept, has_ended = None, False
         try:
-            fetching.requests.restart(requests)
-            for _ in requests:
-                _, data = fetching.prefetch.take()
+            index_stream.restart(layout, 0, low, 0, 1)
+            for _ in range(len(self)):
+                _, data = prefetch.take()
                 if world.current().id != generation:
                     raise StepError(
                         "the workers have changed within an evaluation; finish it before the next training batch"
@@ -124,69 +122,21 @@ class EvalLoader:
                 yield data
             has_ended = True
         finally:
-            if has_ended and self._keeps_processes:
-                self._kept = fetching
+            if has_ended and self._arguments["persistent_workers"]:
+                self._kept = index_stream, prefetch
             else:
-                fetching.prefetch.close()
+                prefetch.close()
 
-    def _open(self) -> _Fetching:
-        inner_dataset: Any = self.dataset
-        options = self._options
-        if options["collate_fn"] is None and are_rows(self.dataset):
-            inner_dataset, options = Rows(self.dataset), {**options, "collate_fn": as_it_is}
-        requests = _Requests()
-        # As in DataLoader, an evaluation must not change the random numbers of the training.
-        inner: TorchDataLoader[Any] = TorchDataLoader(
-            inner_dataset,
-            batch_sampler=requests,
-            persistent_workers=options["num_workers"] > 0,
-            generator=torch.Generator(),
-            **options,
-        )
-        return _Fetching(requests, Prefetch(inner, requests, self._keeps_processes))
+    def _open(self, layout: BatchLayout) -> tuple[IndexStream, Prefetch[IndexedBatch]]:
+        index_stream = IndexStream(layout, lambda _epoch, positions: positions)
+        return index_stream, fetch(self.dataset, index_stream, self._arguments)
 
     def close(self) -> None:
         """End the loader processes. Iterating again starts new ones. Idempotent."""
         if self._kept is not None:
-            self._kept.prefetch.close()
+            self._kept[1].close()
         self._kept = None
 
     def _share(self) -> tuple[int, int]:
         placement = world.current().placement
         return even_slice(0, size_of(self.dataset), placement.rank, placement.size)
-
-
-class _Range(NamedTuple):
-    """A requested batch: the samples low, ..., high - 1."""
-
-    low: int
-    high: int
-    restart_id: int = 0
-
-
-class _Requests:
-    """The batches of an evaluation, as the batch sampler; see RequestStream."""
-
-    restart_id = 0
-
-    def __init__(self) -> None:
-        self.on_way: deque[_Range] = deque()
-        self.is_through = False
-        self._rest: Iterator[_Range] = iter(())
-
-    def restart(self, requests: list[_Range]) -> None:
-        self._rest = iter(requests)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.is_through = False
-        for request in tuple(self.on_way):
-            yield list(range(request.low, request.high))
-        for request in self._rest:
-            self.on_way.append(request)
-            yield list(range(request.low, request.high))
-        self.is_through = True
-
-
-class _Fetching(NamedTuple):
-    requests: _Requests
-    prefetch: Prefetch[_Range]

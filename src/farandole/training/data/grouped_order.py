@@ -104,7 +104,7 @@ class ShardLocal:
         sizes = self._sizes
         begins = np.cumsum(sizes) - sizes
         # A number that no shard has: the order of the shards is unrelated to that in any of them.
-        of_shards = derived_seed(seed, sizes.size)
+        of_shards = absorbed(seed, sizes.size)
         inside = ManyPermutations(sizes, seed)
 
         @lru_cache(maxsize=2)
@@ -170,7 +170,7 @@ class Bucketed:
             drawn = np.arange(number * stride, min((number + 1) * stride, layout.end))
             samples = Permutation(layout.size, seed, epoch)(drawn)
             by_length = samples[np.argsort(lengths[samples], kind="stable")]
-            return _shuffle_batches(by_length, batch, derived_seed(seed, number), epoch)
+            return _shuffle_batches(by_length, batch, absorbed(seed, number), epoch)
 
         def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
             numbers, samples = positions // stride, np.empty_like(positions)
@@ -190,7 +190,7 @@ def _shuffle_batches(samples: NDArray[np.int64], batch: int, seed: int, epoch: i
     short = samples[begin : begin + rest]
     others = np.concatenate((samples[:begin], samples[begin + rest :])).reshape(full, batch)
     if full:
-        others = others[Permutation(full, derived_seed(seed, 0), epoch)(np.arange(full))]
+        others = others[Permutation(full, absorbed(seed, 0), epoch)(np.arange(full))]
     return np.concatenate((others.ravel(), short))
 
 
@@ -198,7 +198,7 @@ def _shuffle_batches(samples: NDArray[np.int64], batch: int, seed: int, epoch: i
 
 
 class ManyPermutations:
-    """A set of permutations. Number i permutes [0, sizes[i]), as Permutation(sizes[i], derived_seed(seed, i), epoch)
+    """A set of permutations. Number i permutes [0, sizes[i]), as Permutation(sizes[i], absorbed(seed, i), epoch)
     does.
 
     sizes  int64, each 1..2**62
@@ -241,11 +241,6 @@ class ManyPermutations:
             shift = np.maximum(np.uint64(1), half - (coin >> np.uint64(63)))
             rounds.append((add, multiply | np.uint64(1), shift))
         return rounds
-
-
-def derived_seed(seed: int, number: int) -> int:
-    """Return a separate seed for a numbered object."""
-    return absorbed(seed, number)
 
 
 def _absorb(state: NDArray[np.uint64], word: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,6 +1,4 @@
-"""The index stream: the indices that a rank has to load, from any place of an epoch on.
-
-The samples to fetch next: a batch sampler that the loader may move to another position at any time.
+"""The samples that a rank fetches next: a batch sampler that its loader may move to another position at any time.
 
 The position to fetch from runs ahead of the cursor as far as the prefetching needs, but not beyond the epoch: code
 between two epochs may change the data set. Nothing that is saved or compared depends on it. Between two restarts,

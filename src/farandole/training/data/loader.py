@@ -13,26 +13,23 @@ import torch
 
 from farandole.base.membership import Shortfall
 from farandole.errors import DataError
-from farandole.training.data.elastic_loader import (
-    ElasticLoader,
+from farandole.training.data.elastic_loader import ElasticLoader, rehearsed_place
+from farandole.training.data.fetching import MapDataset, fetch, row_digests, size_of
+from farandole.training.data.index_stream import IndexedBatch, IndexStream
+from farandole.training.data.loader_arguments import (
     audit_rule,
     follows_speed,
     most_samples,
     number_of_shards,
+    order_of,
     pin_arithmetic,
-    rehearsed_division,
-    rehearsed_place,
-    samples_on_trial,
+    refuse_torch_arguments,
+    shards_to_continue_with,
+    tail_of,
 )
-from farandole.training.data.fetching import fetch
-from farandole.training.data.index_stream import IndexedBatch, IndexStream
-from farandole.training.data.map_dataset import MapDataset, size_of
 from farandole.training.data.partition import BatchLayout, Tail, batches, global_batch_range, make_global_batch
 from farandole.training.data.permutation import FORMAT_VERSION
-from farandole.training.data.refused_arguments import order_of, refuse_torch_arguments, tail_of
-from farandole.training.data.row_digests import row_digests
 from farandole.training.data.sample_order import Order
-from farandole.training.data.saved_position import refuse_another, shards_to_continue_with, written
 from farandole.training.state import step
 from farandole.training.state.batch import GlobalBatch
 from farandole.training.state.session import SESSION
@@ -138,6 +135,7 @@ class DataLoader(ElasticLoader):
         ```
     """
 
+    _layout: BatchLayout
     _seed_of_processes: Callable[[], int] = staticmethod(torch.initial_seed)  # from which torch derives theirs
 
     def __init__(
@@ -209,8 +207,7 @@ class DataLoader(ElasticLoader):
     def _open(self, **options: Any) -> None:
         """Fetch from now on with these arguments of torch."""
         self._options = options
-        self._num_workers, self._keeps_processes = options["num_workers"], options["persistent_workers"]
-        self._prefetch = fetch(self.dataset, self._index_stream, self.seed, options, self._seed_of_processes)
+        self._prefetch = fetch(self.dataset, self._index_stream, options, self.seed, self._seed_of_processes)
 
     # Iterating -------------------------------------------------------------------------------------------
 
@@ -250,11 +247,6 @@ class DataLoader(ElasticLoader):
     def shards(self) -> int:
         """Number of loop bodies that make a global batch in strict mode, all workers together; 0: not strict."""
         return self._layout.shards
-
-    @property
-    def divides_local_batches(self) -> bool:
-        """True where the loop body may run several times for a local batch."""
-        return (self._layout.max_local_batch or self._layout.global_batch_size) < self._layout.global_batch_size
 
     @property
     def epoch_samples(self) -> int:
@@ -319,20 +311,12 @@ class DataLoader(ElasticLoader):
         layout = self._layout
         if layout.shards:
             layout = dataclasses.replace(layout, audit=None)  # an aborted step compares nothing
-            self._index_stream.restart(
-                layout, self.epoch, self.cursor, *rehearsed_place(layout.shards, self._rank, self._world)
-            )
-            return
-        sizes = layout.global_batch_size, layout.max_local_batch, layout.min_local_batch, self._world
-        part = self.hooks.part_on_trial()
-        if part is not None:
-            layout = dataclasses.replace(layout, global_batch_size=samples_on_trial(*sizes), max_local_batch=None)
-            self._index_stream.restart(layout, self.epoch, self.cursor, *part)
-            return
-        most, world = rehearsed_division(*sizes)
-        if (most, world) != (layout.max_local_batch, self._world):
-            layout = dataclasses.replace(layout, max_local_batch=most)
-            self._index_stream.restart(layout, self.epoch, self.cursor, self._rank, world)
+            rank, world = rehearsed_place(layout.shards, self._rank, self._world)
+        else:
+            layout, rank, world = self._rehearsed_division(layout)
+            if (layout, rank, world) == (self._layout, self._rank, self._world):
+                return
+        self._index_stream.restart(layout, self.epoch, self.cursor, rank, world)
 
     def _take(self) -> tuple[IndexedBatch, Any]:
         try:
@@ -364,8 +348,7 @@ class DataLoader(ElasticLoader):
         if (global_batch.epoch, global_batch.start, global_batch.stop) != (self.epoch, start, stop):
             raise DataError(
                 f"cannot commit samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}: "
-                f"next are "
-                f"[{start}, {stop}) of epoch {self.epoch}; commit each global batch once, in order"
+                f"next are [{start}, {stop}) of epoch {self.epoch}; commit each global batch once, in order"
             )
         self._cursor = stop
         self._is_pending = False
@@ -423,7 +406,7 @@ class DataLoader(ElasticLoader):
             DataError: The state has another data set size, order, tail or global batch size: its cursor would not mean
                 the same samples. Nothing is changed.
         """
-        refuse_another(self._identity, state)
+        self._refuse_another(state)
         shards = shards_to_continue_with(
             self._layout.shards, int(state.get("shards", 0)), is_default=self._has_default_shards
         )
@@ -439,17 +422,15 @@ class DataLoader(ElasticLoader):
 
     @cached_property
     def _identity(self) -> dict[str, int | str]:
-        """The values on which the meaning of a cursor depends. They never change."""
-        return written(
-            {
-                "version": FORMAT_VERSION,
-                "seed": self.seed,
-                "order": self.order.identity,
-                "size": self._layout.size,
-                "global_batch_size": self._layout.global_batch_size,
-                "tail": self._layout.tail,
-            }
-        )
+        layout = self._layout
+        identity: dict[str, int | str] = {
+            "version": FORMAT_VERSION,
+            "seed": self.seed,
+            "order": self.order.identity,
+            "size": layout.size,
+            "global_batch_size": layout.global_batch_size,
+        }
+        return identity if layout.tail == "short" else {**identity, "tail": layout.tail}
 
     def draw_audits(self, round: int) -> None:
         """Draw the audits of strict mode by another round (AuditRule) from the current global batch on."""
@@ -461,11 +442,11 @@ class DataLoader(ElasticLoader):
     def warm_up(self) -> None:
         """Start the loader processes and wait until each has fetched a sample, which is not trained. A worker does so
         before others wait for it. Nothing where the first loop over the batches starts others."""
-        if not self._keeps_processes:
+        if not self._options["persistent_workers"]:
             return
         self._index_stream.try_out()
         try:
-            for _ in range(self._num_workers):
+            for _ in range(self._options["num_workers"]):
                 self._prefetch.take()
         except Exception:  # e.g. a collate_fn that cannot handle one sample; other errors will show in training
             logger.debug("the loader processes could not be started in advance", exc_info=True)
@@ -478,17 +459,13 @@ class DataLoader(ElasticLoader):
         self._cursor = max(0, layout.global_batches() - 1) * layout.global_batch_size if is_at_tail else 0
         self._rank, self._world, self._is_ended = rank, size, False
         self._restart()
-        return batches(make_global_batch(layout, self.epoch, self.cursor, rank, size), layout.min_local_batch)[
-            0
-        ].samples
+        first, *_ = batches(make_global_batch(layout, self.epoch, self.cursor, rank, size), layout.min_local_batch)
+        return first.samples
 
     def close(self) -> None:
         """End the loader processes. Iterating again starts new ones. Idempotent."""
         self._prefetch.close()
         self._restart()
-
-    def _renew(self) -> None:
-        self._prefetch.renew()
 
     def _restart(self) -> None:
         """Fetch again from the cursor, for the current world; the current batch will be handed out again."""

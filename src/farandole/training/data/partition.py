@@ -1,6 +1,4 @@
-"""The partition of a global batch among the ranks, and into micro-batches. Pure.
-
-The positions of the global order on which a rank trains.
+"""The positions on which a rank trains: its part of a global batch, and the micro-batches of it. Pure.
 
 Nothing here is stored: every division depends on the cursor and the world, so that a change of the world divides the
 remaining samples again and nothing else.
@@ -24,6 +22,21 @@ if TYPE_CHECKING:
 
 # The use of the last samples of an epoch, when the global batch size does not divide it.
 Tail: TypeAlias = Literal["short", "carry", "drop"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes by which the global batches of streams are divided, as in BatchLayout. Raises DataError on invalid
+    values."""
+
+    global_batch_size: int
+    max_local_batch: int | None
+    min_local_batch: int
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise DataError(f"global_batch_size must be 1 or more, got {self.global_batch_size}")
+        _check_local_batches(self)
 
 
 @dataclass(frozen=True)
@@ -69,20 +82,9 @@ class BatchLayout:
                 f"global_batch_size must be in 1..{self.size}, the size of the data set, and a whole number; got "
                 f"{self.global_batch_size}"
             )
-        if not 1 <= self.min_local_batch <= self.global_batch_size:
-            raise DataError(
-                f"min_local_batch must be in 1..{self.global_batch_size}, the global batch size, got "
-                f"{self.min_local_batch}"
-            )
         if self.tail not in get_args(Tail):
             raise DataError(f"tail must be one of {', '.join(get_args(Tail))}, got {self.tail!r}")
-        # With a smaller limit, some local batch could not be split into parts between min_local_batch and
-        # max_local_batch.
-        if self.max_local_batch is not None and self.max_local_batch < 2 * self.min_local_batch - 1:
-            raise DataError(
-                f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * self.min_local_batch - 1}, "
-                f"got {self.max_local_batch}"
-            )
+        _check_local_batches(self)
 
     @property
     def end(self) -> int:
@@ -114,6 +116,15 @@ class BatchLayout:
     def next_epoch(self, cursor: int) -> int:
         """Return the cursor at which the next epoch begins, when this one is left at `cursor`."""
         return max(0, cursor - self.size)
+
+
+def _check_local_batches(sizes: Sizes | BatchLayout) -> None:
+    count, most, least = sizes.global_batch_size, sizes.max_local_batch, sizes.min_local_batch
+    if not 1 <= least <= count:
+        raise DataError(f"min_local_batch must be in 1..{count}, the global batch size, got {least}")
+    # With a smaller limit, some local batch could not be split into parts between min_local_batch and max_local_batch.
+    if most is not None and most < 2 * least - 1:
+        raise DataError(f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * least - 1}, got {most}")
 
 
 def make_global_batch(

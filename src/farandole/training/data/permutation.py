@@ -1,6 +1,5 @@
-"""The permutation of an epoch: a bijection that each process computes alone. Pure.
-
-A pseudo-random order of N samples with random access, without a list of N numbers.
+"""The permutation of an epoch: a pseudo-random order of N samples with random access, which each process computes
+alone, without a list of N numbers. Pure.
 
 `mixer6`: six rounds of add, multiply by an odd number and xor-shift on k bits, each of them invertible, and cycle
 walking from 2**k down to N. The index stream asks it for the sample at a position.

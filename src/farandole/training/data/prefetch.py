@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -38,7 +38,7 @@ OnWayT = TypeVar("OnWayT", bound=OnWay)
 
 
 class RequestStream(Protocol[OnWayT]):
-    """A stream of the batches to fetch next (sample_order.py, stream_reader.py). An iteration begins with those on the
+    """A stream of the batches to fetch next (index_stream.py, stream_reader.py). An iteration begins with those on the
     way."""
 
     on_way: deque[OnWayT]
@@ -48,6 +48,17 @@ class RequestStream(Protocol[OnWayT]):
     def restart_id(self) -> int: ...
 
 
+def torch_loader(dataset: Any, arguments: Mapping[str, Any], **sampling: Any) -> TorchDataLoader[Any]:
+    """Return the loader for a Prefetch, with these arguments of torch's. It draws no number of the training, and its
+    processes live until the Prefetch ends them."""
+    ours = {
+        "worker_init_fn": SmallByValue(arguments["worker_init_fn"]),
+        "persistent_workers": arguments["num_workers"] > 0,
+        "generator": torch.Generator(),
+    }
+    return TorchDataLoader(dataset, **{**arguments, **sampling, **ours})
+
+
 class Prefetch(Generic[OnWayT]):
     """Takes batches out of a torch DataLoader whose sampler is `requests`, or out of another iterable of batches.
 
@@ -55,7 +66,7 @@ class Prefetch(Generic[OnWayT]):
     iterator holds no reference to it. When one of them dies, new ones deliver the batches on the way.
 
     Args:
-        loader: With persistent_workers=True, so that torch does not end them with an iteration.
+        loader: The result of torch_loader(), or another iterable.
         requests: The batches to fetch.
         keeps_processes: renew() has no effect.
         seed: Returns the seed from which torch derives those of new loader processes.

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,9 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 from farandole.errors import DataError
 from farandole.training.data.partition import BatchLayout
 from farandole.training.data.permutation import Permutation
-
-if TYPE_CHECKING:
-    pass
 
 # lookup(epoch, positions): the samples at these positions of the epoch's order (int64, one dimension).
 Lookup: TypeAlias = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
@@ -37,17 +34,14 @@ class Order(Protocol):
     @property
     def identity(self) -> str:
         """Short text that differs where a cursor would mean other samples; a part of the saved state."""
-        ...
 
     def length(self, samples: int) -> int:
         """Return the number of positions of an epoch, for a data set of this size. Raises DataError when the order does
         not fit."""
-        ...
 
     def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         """Return the lookup function for a loader. It depends on (order, layout, seed) only. May take time and memory
         in proportion to the order's arguments. Raises DataError for an unsuitable layout."""
-        ...
 
 
 def fingerprint(*arrays: NDArray[np.int64] | NDArray[np.float64]) -> str:
@@ -93,11 +87,7 @@ class Shuffled:
     def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         permutation_of = lru_cache(maxsize=2)(lambda epoch: Permutation(layout.size, seed, epoch))
         permutation_of(0)  # raises for an invalid seed
-
-        def look_up(epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            return permutation_of(epoch)(positions)
-
-        return look_up
+        return lambda epoch, positions: permutation_of(epoch)(positions)
 
 
 @dataclass(frozen=True)
@@ -115,8 +105,4 @@ class Sequential:
 
     def bind(self, layout: BatchLayout, seed: int) -> Lookup:
         Permutation(layout.size, seed, 0)  # raises for an invalid seed: random numbers depend on it, too
-        return _same
-
-
-def _same(_epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    return positions
+        return lambda _epoch, positions: positions

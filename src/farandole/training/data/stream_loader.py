@@ -6,19 +6,18 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader as TorchDataLoader, default_collate
+from torch.utils.data import default_collate
 
 from farandole.base.env import read_job_env
 from farandole.base.membership import Shortfall
 from farandole.errors import ConfigError, DataError
-from farandole.training.data import refused_arguments
-from farandole.training.data.elastic_loader import ElasticLoader, most_samples, rehearsed_division, samples_on_trial
-from farandole.training.data.partition import even_slice
+from farandole.training.data.elastic_loader import ElasticLoader
+from farandole.training.data.loader_arguments import STREAM_ARGUMENTS, most_samples, refuse_torch_arguments
+from farandole.training.data.partition import Sizes, even_slice
 from farandole.training.data.permutation import FORMAT_VERSION
-from farandole.training.data.prefetch import Prefetch, SmallByValue
+from farandole.training.data.prefetch import Prefetch, torch_loader
 from farandole.training.data.stream_order import StreamPosition
-from farandole.training.data.stream_reader import FetchRequests, FetchStart, Reply, Sizes, StreamReader
+from farandole.training.data.stream_reader import FetchRequests, FetchStart, Reply, StreamReader
 from farandole.training.data.streams import Mark, Source
 from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
@@ -119,6 +118,7 @@ class StreamLoader(ElasticLoader):
     """
 
     is_stream = True
+    _layout: Sizes
 
     def __init__(
         self,
@@ -144,9 +144,7 @@ class StreamLoader(ElasticLoader):
         min_local_batch: int = 1,
         **refused: object,
     ) -> None:
-        refused_arguments.refuse_torch_arguments(
-            refused, type(self).__init__.__annotations__, "StreamLoader", refused_arguments.STREAM_ARGUMENTS
-        )
+        refuse_torch_arguments(refused, type(self).__init__.__annotations__, "StreamLoader", STREAM_ARGUMENTS)
         if read_job_env().strict:
             raise ConfigError(
                 "--strict: the samples of a StreamLoader cannot be divided into the same shards in every world; give "
@@ -157,7 +155,7 @@ class StreamLoader(ElasticLoader):
                 "--balance auto: a StreamLoader cannot divide the samples of its streams by the speed of the workers; "
                 "give elastic.DataLoader a data set with __len__ and __getitem__, or leave --balance out"
             )
-        self._sizes = Sizes(global_batch_size, most_samples(max_local_batch, micro_batch_size), min_local_batch)
+        self._layout = Sizes(global_batch_size, most_samples(max_local_batch, micro_batch_size), min_local_batch)
         _check(dataset, streams)
         super().__init__(seed, accumulates=micro_batch_size is not None)
         self.dataset = dataset
@@ -166,30 +164,20 @@ class StreamLoader(ElasticLoader):
         self._end: tuple[int, StreamPosition] | None = None  # an epoch, and its end
         self._marks: list[Mark | None] = [None] * streams
         self._marks_behind: dict[int, Mark] = {}
-        self._requests = FetchRequests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._sizes))
+        self._requests = FetchRequests(num_workers, FetchStart(0, 0, self._place, 0, 1, self._layout))
         source = Source(dataset, streams, stateful)
         self._reader = StreamReader(source, seed, transform, collate_fn or default_collate, sample_key)
-        inner: TorchDataLoader[Any] = TorchDataLoader(
-            self._reader,  # type: ignore[arg-type]  # it has no length
-            batch_size=None,
-            sampler=self._requests,
-            collate_fn=_as_it_is,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            timeout=timeout,
-            prefetch_factor=prefetch_factor,
-            worker_init_fn=SmallByValue(worker_init_fn),
-            multiprocessing_context=multiprocessing_context,
-            persistent_workers=num_workers > 0,
-            generator=torch.Generator(),
-            pin_memory_device=pin_memory_device,
-        )
+        arguments = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "pin_memory_device": pin_memory_device,
+            "timeout": timeout,
+            "prefetch_factor": prefetch_factor,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+        }
+        inner = torch_loader(self._reader, arguments, batch_size=None, sampler=self._requests, collate_fn=_as_it_is)
         self._prefetch = Prefetch(inner, self._requests, keeps_processes=persistent_workers)
-
-    @property
-    def divides_local_batches(self) -> bool:
-        """True where the loop body may run several times for a local batch."""
-        return (self._sizes.max_local_batch or self._sizes.global_batch_size) < self._sizes.global_batch_size
 
     @property
     def cursor(self) -> int:
@@ -239,17 +227,9 @@ class StreamLoader(ElasticLoader):
         return data
 
     def _rehearse_a_change(self) -> None:
-        sizes = self._sizes
-        usual = sizes.global_batch_size, sizes.max_local_batch, sizes.min_local_batch, self._world
-        part = self.hooks.part_on_trial()
-        if part is not None:
-            changed = dataclasses.replace(sizes, global_batch_size=samples_on_trial(*usual), max_local_batch=None)
-            rank, world = part
-        else:
-            most, world = rehearsed_division(*usual)
-            rank, changed = self._rank, dataclasses.replace(sizes, max_local_batch=most)
-        if (rank, world, changed) != (self._rank, self._world, sizes):
-            fetch_start = dataclasses.replace(self._fetch_start_at(self._place), rank=rank, world=world, sizes=changed)
+        sizes, rank, world = self._rehearsed_division(self._layout)
+        if (sizes, rank, world) != (self._layout, self._rank, self._world):
+            fetch_start = dataclasses.replace(self._fetch_start_at(self._place), rank=rank, world=world, sizes=sizes)
             self._requests.restart(fetch_start, tuple(self._marks))
 
     def _advance(self) -> None:
@@ -282,11 +262,8 @@ class StreamLoader(ElasticLoader):
             DataError: It is another global batch: stale, or committed already. Nothing is changed.
         """
         out = self.global_batch if self._is_pending else None
-        if out is None or (global_batch.epoch, global_batch.start, global_batch.stop) != (
-            out.epoch,
-            out.start,
-            out.stop,
-        ):
+        place = global_batch.epoch, global_batch.start, global_batch.stop
+        if out is None or place != (out.epoch, out.start, out.stop):
             raise DataError(
                 f"cannot commit samples [{global_batch.start}, {global_batch.stop}) of epoch {global_batch.epoch}: "
                 f"training is at sample {self.cursor} of epoch {self.epoch}; commit each global batch once, before the "
@@ -314,7 +291,7 @@ class StreamLoader(ElasticLoader):
         """Return the position of the training: one offset per stream and a few integers, equal on every worker; with
         `stateful` also the states of the streams."""
         place = {"epoch": self.epoch, "offsets": list(self._place.offsets), "turn": self._place.turn}
-        state = {**self._identity(), **place, "max_local_batch": self._sizes.max_local_batch or 0}
+        state = {**self._identity, **place, "max_local_batch": self._layout.max_local_batch or 0}
         state["order"] = f"streams-{len(self._marks)}"  # for the sample ledger
         if self._is_ended:
             state["ended"] = 1
@@ -332,12 +309,7 @@ class StreamLoader(ElasticLoader):
         Raises:
             DataError: The state belongs to other streams. Nothing is changed.
         """
-        for name, ours in self._identity().items():
-            if state.get(name) != ours:
-                raise DataError(
-                    f"the saved loader has {name}={state.get(name)}, this one {ours}; use the values it was saved "
-                    f"with, or do not load it"
-                )
+        self._refuse_another(state)
         epoch, offsets, turn = state["epoch"], tuple(state["offsets"]), state["turn"]
         streams = len(self._marks)
         if epoch < 0 or len(offsets) != streams or min(offsets) < 0 or not 0 <= turn < streams:
@@ -345,8 +317,8 @@ class StreamLoader(ElasticLoader):
         self._begin(epoch, StreamPosition(offsets, turn), state.get("marks", ()))
         self._is_ended = bool(state.get("ended"))
         self.record.load_state_dict(state)
-        if self._sizes.max_local_batch is not None and state.get("max_local_batch"):  # every rank has to split alike
-            self._sizes = dataclasses.replace(self._sizes, max_local_batch=state["max_local_batch"])
+        if self._layout.max_local_batch is not None and state.get("max_local_batch"):  # every rank has to split alike
+            self._layout = dataclasses.replace(self._layout, max_local_batch=state["max_local_batch"])
         self._restart()
 
     def warm_up(self) -> None:
@@ -358,8 +330,8 @@ class StreamLoader(ElasticLoader):
         self._marks = [None] * len(self._marks)
         self._rank, self._world = rank, size
         self._restart()
-        low, high = even_slice(0, self._sizes.global_batch_size, rank, size, self._sizes.min_local_batch)
-        return even_slice(low, high, 0, self._fetch_start_at(self._place).parts, self._sizes.min_local_batch)[1] - low
+        low, high = even_slice(0, self._layout.global_batch_size, rank, size, self._layout.min_local_batch)
+        return even_slice(low, high, 0, self._fetch_start_at(self._place).parts, self._layout.min_local_batch)[1] - low
 
     def close(self) -> None:
         """End the loader processes and release the streams. Iterating again starts anew. Idempotent."""
@@ -367,12 +339,9 @@ class StreamLoader(ElasticLoader):
         self._reader.close()
         self._restart()
 
-    def _renew(self) -> None:
-        self._prefetch.renew()
-
-    def _identity(self) -> dict[str, int]:
-        """Return the values on which the meaning of the offsets depends."""
-        sizes = {"streams": len(self._marks), "global_batch_size": self._sizes.global_batch_size}
+    @property
+    def _identity(self) -> dict[str, int | str]:
+        sizes = {"streams": len(self._marks), "global_batch_size": self._layout.global_batch_size}
         return {"version": FORMAT_VERSION, "seed": self.seed, **sizes}
 
     def _begin(self, epoch: int, place: StreamPosition, marks: Iterable[Any]) -> None:
@@ -388,7 +357,7 @@ class StreamLoader(ElasticLoader):
         self._requests.restart(self._fetch_start_at(self._place), tuple(self._marks))
 
     def _fetch_start_at(self, place: StreamPosition) -> FetchStart:
-        return FetchStart(self._requests.restart_id + 1, self.epoch, place, self._rank, self._world, self._sizes)
+        return FetchStart(self._requests.restart_id + 1, self.epoch, place, self._rank, self._world, self._layout)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from farandole.errors import DataError
 from farandole.training.data.augmentation import generators_kept, seed_item
-from farandole.training.data.partition import batches, delivered, even_slice, micro_batches
+from farandole.training.data.partition import Sizes, batches, delivered, even_slice, micro_batches
 from farandole.training.data.stream_order import StreamPosition, walk
 from farandole.training.data.streams import Mark, Source, Stream
 from farandole.training.state.batch import Batch, GlobalBatch
@@ -183,26 +183,6 @@ def _without_worker_info() -> Iterator[None]:
 #
 # The contents of a global batch are known only after the streams have been read, so a request names it by its number,
 # counted from a position.
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes by which global batches are divided, as in DataLoader. Raises DataError on invalid values."""
-
-    global_batch_size: int
-    max_local_batch: int | None
-    min_local_batch: int
-
-    def __post_init__(self) -> None:
-        count, most, least = self.global_batch_size, self.max_local_batch, self.min_local_batch
-        if count < 1:
-            raise DataError(f"global_batch_size must be 1 or more, got {count}")
-        if not 1 <= least <= count:
-            raise DataError(f"min_local_batch must be in 1..{count}, the global batch size, got {least}")
-        # With a smaller limit, some local batch could not be split into parts between min_local_batch and
-        # max_local_batch.
-        if most is not None and most < 2 * least - 1:
-            raise DataError(f"max_local_batch must be at least 2 * min_local_batch - 1 = {2 * least - 1}, got {most}")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from farandole.errors import DataError
@@ -62,27 +63,22 @@ class Stream:
     """A stream of a source, by its number, in one epoch.
 
     Read samples are kept until forget(), so that a batch which is handed out again is not read again. A request for an
-    earlier sample opens the stream once more.
+    earlier sample opens the stream once more. `length`: the number of samples, if the data set provides it.
     """
 
     def __init__(self, source: Source, stream: int, epoch: int) -> None:
         self._source, self._stream, self._epoch = source, stream, epoch
-        self._length = source.length(stream)
+        self.length = source.length(stream)
         self._floor = 0  # samples below this number are not kept
         self._stateful: Any = None  # the object whose state_dict() describes the iterator's position
         self._marks: dict[int, Any] = {}
         self._shut()
 
-    @property
-    def length(self) -> int | None:
-        """Number of samples, if the data set provides it."""
-        return self._length
-
     def has(self, number: int) -> bool:
         """Return whether there is a sample of this number. Reads up to it, unless the data set provides the stream's
         length."""
-        if self._length is not None:
-            return number < self._length
+        if self.length is not None:
+            return number < self.length
         return self._read(number)
 
     def get(self, number: int) -> Any:
@@ -90,7 +86,7 @@ class Stream:
         if not self._read(number):
             raise DataError(
                 f"stream {self._stream} of {self._source.streams} has ended after {self._next} samples in epoch "
-                f"{self._epoch}, but it had sample {number} before, or stream_length() returned {self._length}: "
+                f"{self._epoch}, but it had sample {number} before, or stream_length() returned {self.length}: "
                 f"a stream that is opened again in one epoch must return the same samples"
             )
         return self._kept[number]
@@ -117,13 +113,9 @@ class Stream:
 
     def nearest(self, number: int) -> Mark | None:
         """Return the last mark that is not behind this number."""
-        return max(((at, state) for at, state in self._marks.items() if at <= number), key=_place, default=None)
+        return max(((at, state) for at, state in self._marks.items() if at <= number), key=itemgetter(0), default=None)
 
     # Reading ---------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Close the stream. Reading again opens it again."""
-        self._shut()
 
     def _shut(self) -> None:
         self._iterator: Iterator[Any] | None = None
@@ -184,7 +176,3 @@ class Stream:
 def has_state(value: object) -> bool:
     """Return whether a value follows torchdata's protocol `Stateful`."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _place(mark: Mark) -> int:
-    return mark[0]

@@ -107,7 +107,52 @@ def _is_repeated(before: Record | None, after: Record) -> bool:
 
 
 @dataclass
-class _Story:
+class FileNotes:
+    """What the files themselves say, under either rule."""
+
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    workers: set[str] = field(default_factory=set)
+    nonces: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def add_opened(self, record: Opened, file: str) -> None:
+        self.workers.add(file.rpartition("-")[0])
+        if record.status == HOLED:
+            self.remarks.append(f"{file} is incomplete: its worker could not write all lines (full disk?)")
+
+    def refuse_another_job(self, generation: GenerationKey, nonce: str) -> None:
+        if self.nonces.setdefault(generation, nonce) != nonce:
+            raise ConfigError(
+                f"two jobs have written in this folder: there are two starts of {name_of(generation)}. Give each job "
+                f"its own folder, and check each folder"
+            )
+
+
+@dataclass
+class EpochCounts:
+    """The counts of one epoch.
+
+    counts       number of times that each sample was trained, or skipped with its step
+    unseen, unseen_hash  of the samples that no file has, and of which only the sums are known
+    foreign      numbers that are no sample of the data set
+    """
+
+    counts: NDArray[np.uint16]
+    unseen: int = 0
+    unseen_hash: int = 0
+    foreign: list[int] = field(default_factory=list)
+
+    def add_unseen(self, samples: int, samples_hash: int) -> None:
+        self.unseen += samples
+        self.unseen_hash = (self.unseen_hash + samples_hash) & HASH_MASK
+
+    def are_unseen(self, ids: list[int]) -> bool:
+        """Return whether these are all the unseen samples."""
+        return len(ids) == self.unseen and ids_hash(ids) == self.unseen_hash
+
+
+@dataclass
+class _Story(FileNotes):
     """The outcome of the steps, from all records but the samples.
 
     standing     by step, records that were applied and are not void
@@ -118,9 +163,6 @@ class _Story:
                  one of its generation
     """
 
-    problems: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    workers: set[str] = field(default_factory=set)
     starts: dict[GenerationKey, Started] = field(default_factory=dict)
     applied: dict[Attempt, Applied] = field(default_factory=dict)
     ended: list[EpochEnded] = field(default_factory=list)
@@ -135,9 +177,7 @@ class _Story:
         record = line.record
         self.weights.add_record(line.file, record)
         if isinstance(record, Opened):
-            self.workers.add(line.file.rpartition("-")[0])
-            if record.status == HOLED:
-                self.remarks.append(f"{line.file} is incomplete: its worker could not write all lines (full disk?)")
+            self.add_opened(record, line.file)
         elif isinstance(record, Started):
             self._add_start(record)
         elif isinstance(record, Listed):
@@ -160,12 +200,8 @@ class _Story:
             )
 
     def _add_start(self, record: Started) -> None:
+        self.refuse_another_job(record.key, record.nonce)
         first = self.starts.setdefault(record.key, record)
-        if first.nonce != record.nonce:
-            raise ConfigError(
-                f"two jobs have written in this folder: there are two starts of {name_of(record.key)}. Give each job "
-                f"its own folder, and check each folder"
-            )
         if first.samples != record.samples:
             raise ConfigError(
                 f"the data set has {first.samples} samples on one worker and {record.samples} on another worker, "
@@ -225,30 +261,24 @@ class _Story:
         }
 
 
-@dataclass
-class _EpochCounts:
+@dataclass(kw_only=True)
+class _EpochCounts(EpochCounts):
     """The counts of one epoch.
 
-    counts  number of times that each sample was trained, or skipped with its step
-    skipped  samples of skipped steps
-    unseen, unseen_hash  of local batches of which only the sums are known
-    is_mixed  some of these sums are of samples of two epochs
+    skipped   samples of skipped steps
+    is_mixed  some of the sums of unseen samples are of two epochs
     size      positions of the epoch's order; 0: not known
     samples   of the data set
     expected  number of times that the order has each sample; None: once
     """
 
-    counts: NDArray[np.uint16]
     begin: int
     size: int
     samples: int
     expected: NDArray[np.uint16] | None = None
     end: int = 0
     skipped: int = 0
-    unseen: int = 0
-    unseen_hash: int = 0
     is_mixed: bool = False
-    foreign: list[int] = field(default_factory=list)
 
 
 class _Count:
@@ -271,13 +301,13 @@ class _Count:
         listed = self._story.listed.get(number)
         if listed is None:
             counts = np.zeros(self._size if self._has_each_once else 0, dtype=np.uint16)
-            return _EpochCounts(counts, begin, self._size, self._size)
+            return _EpochCounts(counts, begin=begin, size=self._size, samples=self._size)
         left_out, repeats = expand(listed.left_out), expand(listed.repeats)
         expected = np.ones(listed.samples, np.uint16)
         np.subtract.at(expected, left_out, 1)
         np.add.at(expected, repeats, 1)
         size = listed.samples - len(left_out) + len(repeats)
-        return _EpochCounts(np.zeros_like(expected), begin, size, listed.samples, expected)
+        return _EpochCounts(np.zeros_like(expected), begin=begin, size=size, samples=listed.samples, expected=expected)
 
     def _parts(self, epoch: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (epoch, start, stop) of each epoch in which these positions are; several where a tail is carried."""
@@ -330,8 +360,7 @@ class _Count:
                 for number, *_ in parts:
                     epoch = self._epochs[number]
                     epoch.is_mixed |= len(parts) > 1
-                    epoch.unseen += samples
-                    epoch.unseen_hash = (epoch.unseen_hash + rest) & HASH_MASK
+                    epoch.add_unseen(samples, rest)
         if not self._has_each_once and any(epoch.expected is None for epoch in self._epochs.values()):
             story.remarks.append("this order may repeat samples: only that each position was trained once is proved")
         ends, newest = story.ends(), max(self._epochs, default=0)
@@ -371,7 +400,7 @@ class _Count:
         is_whole = epoch.begin == 0 and (self._streams > 0 or epoch.end == epoch.size > 0)
         proved = unproved = 0
         if epoch.unseen and (self._has_each_once or epoch.expected is not None):
-            if is_whole and not epoch.is_mixed and len(never) == epoch.unseen and ids_hash(never) == epoch.unseen_hash:
+            if is_whole and not epoch.is_mixed and epoch.are_unseen(never):
                 proved, never = epoch.unseen, []
             else:
                 unproved = epoch.unseen

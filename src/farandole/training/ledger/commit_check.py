@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farandole.errors import ConfigError
-from farandole.training.ledger.check import Line, settled
+from farandole.training.ledger.check import EpochCounts, FileNotes, Line, settled
 from farandole.training.ledger.findings import EpochFinding, Findings
 from farandole.training.ledger.records import (
     HASH_MASK,
-    HOLED,
     Entered,
     Entry,
     EpochLeft,
@@ -28,6 +27,7 @@ from farandole.training.ledger.records import (
     Trained,
     expand,
     ids_hash,
+    name_of,
 )
 
 SamplerCall = tuple[Entry, str, int, int]
@@ -42,7 +42,7 @@ def check_commits(lines: Iterable[Line]) -> Findings:
         if isinstance(line.record, Entered):
             story.enter(line.record)
         elif isinstance(line.record, Opened):
-            story.open(line.record, line.file)
+            story.add_opened(line.record, line.file)
     if not story.samples:
         raise ConfigError(
             "the ledger has no records of a sampler: under the commit rule, give the ElasticSampler that the loader "
@@ -58,32 +58,19 @@ def check_commits(lines: Iterable[Line]) -> Findings:
 
 
 @dataclass
-class _Story:
+class _Story(FileNotes):
     """The members of each generation, and the records that it made void.
 
     samples  by sampler;  ranks  by entry: its size, and the ranks that have written
     """
 
-    problems: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    workers: set[str] = field(default_factory=set)
     samples: dict[str, int] = field(default_factory=dict)
     commits: dict[Entry, int] = field(default_factory=dict)
     ranks: dict[Entry, tuple[int, set[int]]] = field(default_factory=dict)
-    _nonces: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def open(self, record: Opened, file: str) -> None:
-        self.workers.add(file.rpartition("-")[0])
-        if record.status == HOLED:
-            self.remarks.append(f"{file} is incomplete: its worker could not write all lines (full disk?)")
 
     def enter(self, record: Entered) -> None:
-        name = _name(record.key)
-        if self._nonces.setdefault(record.key[:2], record.nonce) != record.nonce:
-            raise ConfigError(
-                f"two jobs have written in this folder: there are two starts of {name}. Give each job its own "
-                f"folder, and check each folder"
-            )
+        name = name_of(record.key)
+        self.refuse_another_job(record.key[:2], record.nonce)
         for sampler, samples in record.samplers:
             if self.samples.setdefault(sampler, samples) != samples:
                 raise ConfigError(
@@ -109,21 +96,13 @@ class _Story:
 
 
 @dataclass
-class _EpochCounts:
-    """The counts of one epoch.
+class _EpochCounts(EpochCounts):
+    """The counts of one epoch. `left`: untrained samples when another epoch was begun, as far as known."""
 
-    counts  number of times that each sample was trained
-    left    untrained samples when another epoch was begun, as far as known
-    """
-
-    counts: NDArray[np.uint16]
     padding: int = 0
     most_padding: int = 0
     left: int = 0
     is_left: bool = False
-    unseen: int = 0
-    unseen_hash: int = 0
-    foreign: list[int] = field(default_factory=list)
 
 
 class _Count:
@@ -153,7 +132,9 @@ class _Count:
         call = (record.key, record.sampler, record.number, record.epoch)
         agreed = self._calls.setdefault(call, (record.samples, record.ids_hash))
         if agreed != (record.samples, record.ids_hash):
-            self._story.problems.append(f"ranks of {_name(record.key)} recorded different batches as number {call[2]}")
+            self._story.problems.append(
+                f"ranks of {name_of(record.key)} recorded different batches as number {call[2]}"
+            )
         seen = self._seen[call]
         seen[0] += len(expand(record.ids))
         seen[1] = (seen[1] + ids_hash(expand(record.ids))) & HASH_MASK
@@ -184,7 +165,7 @@ class _Count:
             self._compare(call, samples - self._seen[call][0], (whole - self._seen[call][1]) & HASH_MASK)
         for key in sorted(story.ranks):
             if silent := story.silent_ranks(key):
-                text = f"{_name(key)}: no file of {'rank' if len(silent) == 1 else 'ranks'} {silent}"
+                text = f"{name_of(key)}: no file of {'rank' if len(silent) == 1 else 'ranks'} {silent}"
                 if key in self._by_one:
                     story.problems.append(f"{text}, and each rank recorded only its own samples")
                 else:
@@ -211,13 +192,11 @@ class _Count:
         key, sampler, number, epoch = call
         if samples < 0 or (samples == 0 and rest):
             self._story.problems.append(
-                f"{_name(key)}, batch {number} of {sampler}: the recorded samples differ from the samples on which "
+                f"{name_of(key)}, batch {number} of {sampler}: the recorded samples differ from the samples on which "
                 f"the ranks agreed"
             )
         elif samples:
-            found = self._epoch(sampler, epoch)
-            found.unseen += samples
-            found.unseen_hash = (found.unseen_hash + rest) & HASH_MASK
+            self._epoch(sampler, epoch).add_unseen(samples, rest)
 
     def _judge(self, sampler: str, number: int, epoch: _EpochCounts, is_last: bool) -> EpochFinding:
         """Return the finding of an epoch. Untrained samples were left out on purpose (`break`) only if the sampler knew
@@ -225,7 +204,7 @@ class _Count:
         untrained: list[int] = np.flatnonzero(epoch.counts == 0).tolist()
         proved = unproved = 0
         if epoch.unseen:
-            if len(untrained) == epoch.unseen and ids_hash(untrained) == epoch.unseen_hash:
+            if epoch.are_unseen(untrained):
                 proved, untrained = epoch.unseen, []
             else:
                 unproved = epoch.unseen
@@ -249,8 +228,3 @@ class _Count:
             sampler=sampler,
             padding=epoch.padding,
         )
-
-
-def _name(key: Entry) -> str:
-    run_id, number, _ = key
-    return f"generation {number}" + (f" of run {run_id}" if run_id > 1 else "")

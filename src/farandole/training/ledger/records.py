@@ -43,7 +43,31 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
     part: int
 
 
-class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+class _OfGeneration(msgspec.Struct, frozen=True, array_like=True):
+    """A record that a member of a generation has written."""
+
+    run_id: int
+    generation: int
+
+    @property
+    def key(self) -> GenerationKey:
+        return self.run_id, self.generation
+
+
+class _OfEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The same, under the commit rule. `entry` numbers the calls of the elastic function in one generation: a worker
+    that is alone can begin again without a new one."""
+
+    run_id: int
+    generation: int
+    entry: int
+
+    @property
+    def key(self) -> Entry:
+        return self.run_id, self.generation, self.entry
+
+
+class Started(_OfGeneration, frozen=True, tag="started"):
     """A worker is a member of a generation, which starts at `step`: records of lower generations for this step and
     later ones are void.
 
@@ -54,8 +78,6 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     copied   the worker has copied parameters and optimizer state from another one; None where unknown
     """
 
-    run_id: int
-    generation: int
     nonce: str
     rank: int
     size: int
@@ -65,10 +87,6 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     samples: int
     order: str = ""
     copied: bool | None = None
-
-    @property
-    def key(self) -> GenerationKey:
-        return self.run_id, self.generation
 
     @property
     def streams(self) -> int:
@@ -83,7 +101,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
         return self.streams > 0 or (self.samples > 0 and not self.order.startswith("weighted"))
 
 
-class Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
+class Listed(_OfGeneration, frozen=True, tag="listed"):
     """The samplers of a script have listed the batches of an epoch (farandole run --in-place): the order of this epoch
     has each sample of the data set once, except for these.
 
@@ -92,19 +110,13 @@ class Listed(msgspec.Struct, frozen=True, array_like=True, tag="listed"):
     repeats   samples that they have listed again, each as often as it comes again
     """
 
-    run_id: int
-    generation: int
     epoch: int
     samples: int
     left_out: Ids
     repeats: Ids
 
-    @property
-    def key(self) -> GenerationKey:
-        return self.run_id, self.generation
 
-
-class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
+class Intent(_OfGeneration, frozen=True, tag="intent"):
     """A worker is about to contribute to a step: the samples of its local batch as the loader has delivered them.
 
     start, stop  positions of the global batch in the epoch's order; those beyond its end are of the next epoch
@@ -112,8 +124,6 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
                  count and are not in `ids`
     """
 
-    run_id: int
-    generation: int
     step: int
     rank: int
     epoch: int
@@ -123,12 +133,8 @@ class Intent(msgspec.Struct, frozen=True, array_like=True, tag="intent"):
     high: int
     ids: Ids
 
-    @property
-    def key(self) -> GenerationKey:
-        return self.run_id, self.generation
 
-
-class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
+class Applied(_OfGeneration, frozen=True, tag="applied"):
     """A worker has applied a step. `samples` and `ids_hash` are sums over the local batches of all ranks, as agreed in
     the step's last reduction; the hash is ids_hash().
 
@@ -138,8 +144,6 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     is_skipped  the step has trained none of its samples, on any worker: all of them have left it out
     """
 
-    run_id: int
-    generation: int
     step: int
     epoch: int
     start: int
@@ -150,18 +154,12 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     updates: int = -1
     is_skipped: bool = False
 
-    @property
-    def key(self) -> GenerationKey:
-        return self.run_id, self.generation
 
-
-class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
+class Differed(_OfGeneration, frozen=True, tag="differed"):
     """The states of the members were compared after `step` steps, and differed: see state/state_digest.py. `rank` is
     that of the worker that writes this. An empty `ranks` means that these tensors are computed from each worker's own
     samples."""
 
-    run_id: int
-    generation: int
     step: int
     rank: int
     name: str
@@ -170,63 +168,39 @@ class Differed(msgspec.Struct, frozen=True, array_like=True, tag="differed"):
     source: int
     is_trained: bool
 
-    @property
-    def key(self) -> GenerationKey:
-        return self.run_id, self.generation
 
-
-class EpochEnded(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
+class EpochEnded(_OfGeneration, frozen=True, tag="ended"):
     """All workers have ended an epoch at this cursor; the next step is `step`."""
 
-    run_id: int
-    generation: int
     step: int
     epoch: int
     cursor: int
 
-    @property
-    def key(self) -> GenerationKey:
-        return self.run_id, self.generation
 
-
-class Hashed(msgspec.Struct, frozen=True, array_like=True, tag="hashed"):
+class Hashed(_OfGeneration, frozen=True, tag="hashed"):
     """The SHA-256 of parameters, buffers and optimizer state in strict mode, at the end of an epoch or within it. All
     runs of a job must have the same one after the same step, whatever has happened to their workers."""
 
-    run_id: int
-    generation: int
     step: int
     epoch: int
     hash: str
 
-    @property
-    def key(self) -> GenerationKey:
-        return self.run_id, self.generation
 
-
-class Entered(msgspec.Struct, frozen=True, array_like=True, tag="entered"):
+class Entered(_OfEntry, frozen=True, tag="entered"):
     """A worker is about to call the elastic function, under the commit rule. All members of the generation have the
     state of commit number `commit`: earlier records after that commit are void.
 
-    entry     numbers the calls in one generation: a worker that is alone can begin again without a new one
     samplers  samplers of the state: name, and samples of the data set
     """
 
-    run_id: int
-    generation: int
-    entry: int
     nonce: str
     rank: int
     size: int
     commit: int
     samplers: list[tuple[str, int]]
 
-    @property
-    def key(self) -> Entry:
-        return self.run_id, self.generation, self.entry
 
-
-class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
+class Trained(_OfEntry, frozen=True, tag="trained"):
     """A worker has told a sampler which samples it has trained, under the commit rule.
 
     commit             number of the last commit before
@@ -236,9 +210,6 @@ class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
     samples, ids_hash  of the `ids` of all ranks together; -1 and 0 where each rank knows its own only
     """
 
-    run_id: int
-    generation: int
-    entry: int
     commit: int
     rank: int
     sampler: str
@@ -249,27 +220,16 @@ class Trained(msgspec.Struct, frozen=True, array_like=True, tag="trained"):
     samples: int
     ids_hash: int
 
-    @property
-    def key(self) -> Entry:
-        return self.run_id, self.generation, self.entry
 
-
-class EpochLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
+class EpochLeft(_OfEntry, frozen=True, tag="left"):
     """A sampler was told to begin another epoch, under the commit rule, with `samples` of this one untrained; -1:
     unknown, since each rank has recorded its own."""
 
-    run_id: int
-    generation: int
-    entry: int
     commit: int
     rank: int
     sampler: str
     epoch: int
     samples: int
-
-    @property
-    def key(self) -> Entry:
-        return self.run_id, self.generation, self.entry
 
 
 class Missed(msgspec.Struct, frozen=True, array_like=True, tag="missed"):
@@ -311,9 +271,9 @@ def decode(line: bytes) -> Record | None:
     return record
 
 
-def name_of(key: GenerationKey) -> str:
+def name_of(key: GenerationKey | Entry) -> str:
     """Return the name of a generation, for people."""
-    run_id, number = key
+    run_id, number, *_ = key
     return f"generation {number}" + (f" of run {run_id}" if run_id > 1 else "")
 
 

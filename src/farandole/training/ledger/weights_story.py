@@ -3,7 +3,6 @@ state. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from farandole.training.ledger.records import Applied, Differed, GenerationKey, Missed, Opened, Record, Started, name_of
@@ -80,7 +79,7 @@ class WeightsStory:
     def conclude(self) -> None:
         """Report which workers had other weights, and until when."""
         for (key, step), record in sorted(self._differed.items()):
-            who = _listed([self._members.get((key, rank), f"rank {rank}") for rank in record.ranks])
+            who = ", ".join(self._members.get((key, rank), f"rank {rank}") for rank in record.ranks)
             further = record.objects - 1
             more = f" and {further} more tensor{'s' if further > 1 else ''}" if further else ""
             source = self._members.get((key, record.source), f"rank {record.source}")
@@ -108,7 +107,7 @@ class WeightsStory:
         if begun is not None:
             who, first, last = begun
             self.problems.append(
-                f"the state of {_listed(who)} differed from that of the others before step {first}"
+                f"the state of {', '.join(who)} differed from that of the others before step {first}"
                 + (f", and still before step {last}" if last > first else "")
             )
 
@@ -118,7 +117,3 @@ def _minority(found: dict[int, list[str]]) -> list[str]:
     counts."""
     right = max(found.values(), key=len)
     return [name for names in found.values() if names is not right for name in names]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

@@ -24,16 +24,10 @@ from farandole.training.state.state_digest import STRIKES, StateDigest, tensors_
 from farandole.training.state.tensor_digest import digest_of
 
 
-class Shared(Protocol):
-    """A state as a sync sees it: a StepState, or one of the commit rule."""
+class Kept(Protocol):
+    """A state as a checkpoint sees it: a StepState, or one of the commit rule."""
 
     is_holder: bool
-
-    @property
-    def digests(self) -> StateDigest | None:
-        """Digests that show whether holders at the same step are equal, as they must be; the majority is right. None
-        where holders may differ: then all tensors are compared, and the source is right."""
-        ...
 
     @property
     def progress(self) -> Progress: ...
@@ -54,6 +48,16 @@ class Shared(Protocol):
 
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Load tensors of the source. Raises ConfigError, with nothing changed, when the source has another model."""
+        ...
+
+
+class Shared(Kept, Protocol):
+    """A state as a sync sees it."""
+
+    @property
+    def digests(self) -> StateDigest | None:
+        """Digests that show whether holders at the same step are equal, as they must be; the majority is right. None
+        where holders may differ: then all tensors are compared, and the source is right."""
         ...
 
 

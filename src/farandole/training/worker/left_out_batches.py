@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.training.collectives import world
-from farandole.training.data.padding import without_step
+from farandole.training.data.elastic_loader import without_step
 from farandole.training.state import step
 from farandole.training.state.batch import Batch, GlobalBatch
 from farandole.training.state.session import SESSION

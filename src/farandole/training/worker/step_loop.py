@@ -19,7 +19,8 @@ from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, Reco
 from farandole.registry import factory
 from farandole.training.collectives import agreement, world
 from farandole.training.collectives.transport import Transport
-from farandole.training.data.boundary_hooks import refuse_sync_batch_norm
+from farandole.training.data.elastic_loader import LoaderHooks
+from farandole.training.data.loader_arguments import refuse_sync_batch_norm
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
 from farandole.training.state.session import SESSION, RunLoop
@@ -57,7 +58,7 @@ _SECOND_CALL = (
 _INTERRUPTED = "a worker was lost in this run of the loop body; other ranks take part again after it"
 
 
-class StepLoop(RunLoop):
+class StepLoop(RunLoop, LoaderHooks):
     """A call of an elastic function. It answers the requests of loader and optimizer at each boundary."""
 
     def __init__(self, job: WorkerJob | None, state: StepState) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from farandole.base.machine import now_s
 from farandole.training.collectives import world
-from farandole.training.data.boundary_hooks import NoLoaderHooks
+from farandole.training.data.elastic_loader import LoaderHooks
 from farandole.training.optim.buckets import reserve
 from farandole.training.optim.distributed_optimizer import ReducingOptimizer
 from farandole.training.state import step
@@ -85,7 +85,7 @@ class _WarmedUp(BaseException):
     """Leaves the elastic function, even one that catches every Exception."""
 
 
-class _WarmUp(NoLoaderHooks):
+class _WarmUp(LoaderHooks):
     """The loader's hooks of a warm-up: one local batch after the other, and the end of the function after the last."""
 
     def __init__(self, job: WorkerJob, state: StepState, loader: Loader, metadata: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader, default_collate
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader as TorchDataLoader, default_collate
 from farandole.errors import StepError
 from farandole.integrations.torchrun.in_place.script_samplers import NUMBERED, numbered_sampler, samplers_of
 from farandole.training.collectives import world
-from farandole.training.data.boundary_hooks import LoaderHooks, NoLoaderHooks
+from farandole.training.data.elastic_loader import LoaderHooks
 from farandole.training.data.listed_batches import ListedBatches
 from farandole.training.data.loader import DataLoader
 from farandole.training.data.partition import BatchLayout
@@ -46,40 +46,21 @@ class ListedOrder:
         return lambda _epoch, positions: self.listed.look_up(positions)
 
 
-class ScriptHooks(LoaderHooks, Protocol):
+class ScriptHooks(LoaderHooks):
     """The calls of a ScriptLoader, besides those of every loader."""
 
     def begin_counting(self) -> None:
         """Note from now on whether the script calls step()."""
-        ...
 
     def has_stepped(self) -> bool:
         """Return whether the script has called step() since begin_counting()."""
-        ...
-
-    def end_counting(self) -> None:
-        """Note it no longer."""
-        ...
-
-    def drop_bodies(self) -> None:
-        """Restore what the loop bodies of the current global batch have changed."""
-        ...
-
-
-class NoScriptHooks(NoLoaderHooks):
-    """The hooks of a ScriptLoader without a run loop."""
-
-    def begin_counting(self) -> None:
-        pass
-
-    def has_stepped(self) -> bool:
         return False
 
     def end_counting(self) -> None:
-        pass
+        """Note it no longer."""
 
     def drop_bodies(self) -> None:
-        pass
+        """Restore what the loop bodies of the current global batch have changed."""
 
 
 class _Seeds:
@@ -136,7 +117,7 @@ class ScriptLoader(DataLoader):
             order=self._their_order,
             **_arguments_of(theirs),
         )
-        self.hooks = NoScriptHooks()
+        self.hooks = ScriptHooks()
         self.is_left = False
         self.static_because = ""
         self.leaves_before_batch = False

@@ -22,8 +22,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farandole.errors import ConfigError
 from farandole.training.data.augmentation import DrawWatch
+from farandole.training.data.fetching import size_of
 from farandole.training.data.listed_batches import ListedBatches, of_lists, refuse_foreign
-from farandole.training.data.map_dataset import size_of
 
 NUMBERED = "_farandole_numbered"
 """Attribute of a sampler: the script has called its set_epoch()."""

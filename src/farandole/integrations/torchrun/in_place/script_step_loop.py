@@ -20,7 +20,7 @@ from farandole.integrations.torchrun.in_place.script_exchanges import (
     modules_as_a_whole,
     reason_of,
 )
-from farandole.integrations.torchrun.in_place.script_loader import ScriptLoader
+from farandole.integrations.torchrun.in_place.script_loader import ScriptHooks, ScriptLoader
 from farandole.integrations.torchrun.in_place.script_search import some
 from farandole.integrations.torchrun.in_place.script_state import ScriptState
 from farandole.integrations.torchrun.in_place.script_trials import ScriptTrials
@@ -39,7 +39,7 @@ logger = logging.getLogger("farandole")
 _MOST_SUMMED = 4096  # values of a tensor in which sums of a meter are looked for
 
 
-class InPlaceLoop(StepLoop):
+class InPlaceLoop(StepLoop, ScriptHooks):
     """The step loop of a script that is never called again: faults are absorbed wherever the script is.
 
     script         the values that only the script knows

@@ -1,4 +1,5 @@
-"""Loggers of Lightning in jobs whose rank 0 may change: a logger of ours, and Lightning's own for TensorBoard."""
+"""The outputs of Lightning in jobs whose rank 0 may change: a logger of ours, Lightning's own one for TensorBoard, and
+its progress bar."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import convert_inf
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from farandole.integrations.frameworks import board_folder
-from farandole.integrations.frameworks.board_folder import BoardTracker
+from farandole.integrations.frameworks.board_folder import Board, BoardTracker
 from farandole.training.state.tracker import MetricsWriter, Tracker
 
 
@@ -57,7 +60,7 @@ class TrackerLogger(Logger):  # type: ignore[misc]
         self.tracker.log(step or 0, **{name: value for name, value in metrics.items() if _is_number(value)})
 
 
-class _Board:
+class _Board(Board):
     """A TensorBoardLogger as a BoardTracker needs it. During training its log_metrics() is replaced by this one."""
 
     def __init__(self, logger: TensorBoardLogger) -> None:
@@ -81,7 +84,7 @@ class _Board:
         self._logger._kwargs = {**self._kwargs, "filename_suffix": self._kwargs.get("filename_suffix", "") + suffix}
         self.close()  # Lightning has opened a file before the training, for hyperparameters
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         self._log_metrics(values, step)
         self._logger.experiment.flush()
 
@@ -117,3 +120,38 @@ def tracked(loggers: list[Any]) -> Iterator[list[Tracker]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | torch.Tensor)
+
+
+# The progress bar -----------------------------------------------------------------------------------------------------
+
+
+class BarOfRankZero(Callback):
+    """Keeps the bar of tqdm on the worker that is rank 0. Lightning decides in fit(), once, which process has one, and
+    gives it its length at the start of an epoch, which a worker that begins in the middle does not see."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Give the bar that Lightning has just begun the length of the epoch. Called behind the bar's own hook."""
+        for bar in _bars(trainer):
+            _describe(bar, trainer)
+
+    def take_rank(self, trainer: Any) -> None:
+        """Begin the bar on a worker that has become rank 0, and close it on one that is not any more."""
+        for bar in _bars(trainer):
+            if bar.is_disabled and trainer.is_global_zero:
+                bar.enable()
+                bar.train_progress_bar = bar.init_train_tqdm()
+                _describe(bar, trainer)
+            elif bar.is_enabled and not trainer.is_global_zero:
+                bar.train_progress_bar.close()
+                bar.disable()
+
+
+def _bars(trainer: Any) -> list[TQDMProgressBar]:
+    """Return the bars that have begun: there is none with enable_progress_bar=False."""
+    every = [each for each in trainer.callbacks if isinstance(each, TQDMProgressBar)]
+    return [each for each in every if each._train_progress_bar is not None]
+
+
+def _describe(bar: TQDMProgressBar, trainer: Any) -> None:
+    bar.train_progress_bar.total = convert_inf(bar.total_train_batches)
+    bar.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")

@@ -1,4 +1,5 @@
-"""Loggers of transformers in jobs whose rank 0 may change: a callback of ours, and its own one for TensorBoard."""
+"""The outputs of transformers in jobs whose rank 0 may change: a callback of ours for logs, its own one for
+TensorBoard, and its progress bar."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import transformers
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers.integrations.integration_utils import TensorBoardCallback, default_logdir, rewrite_logs
+from transformers.trainer_callback import ProgressCallback
 
 from farandole.integrations.frameworks import board_folder
-from farandole.integrations.frameworks.board_folder import BoardTracker
+from farandole.integrations.frameworks.board_folder import Board, BoardTracker
 from farandole.training.state.session import SESSION
 from farandole.training.state.tracker import MetricsWriter, Tracker
 
@@ -39,7 +42,7 @@ class TrackerCallback(transformers.TrainerCallback):
         self.tracker.log(state.global_step, **_numbers(logs))
 
 
-class FolderCallback(TensorBoardCallback):
+class FolderCallback(TensorBoardCallback, Board):
     """transformers' callback for TensorBoard, in a folder that is the same on all workers, with each point once."""
 
     def __init__(self, args: transformers.TrainingArguments) -> None:
@@ -68,7 +71,7 @@ class FolderCallback(TensorBoardCallback):
     def _init_summary_writer(self, args: Any) -> None:
         self.tb_writer = self._SummaryWriter(log_dir=self.logging_dir, filename_suffix=self._suffix)
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         if self.tb_writer is None:
             self._init_summary_writer(self._args)
         for name, value in values.items():
@@ -106,3 +109,45 @@ def in_one_folder(callback: Any, args: transformers.TrainingArguments) -> Any:
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in logs.items() if isinstance(value, int | float)}
+
+
+# The progress bar -----------------------------------------------------------------------------------------------------
+
+
+class StepsCallback(ProgressCallback):
+    """transformers' progress bar, which shows the steps of the whole training on the worker that is rank 0.
+
+    Transformers' loop begins again after some faults, and in the middle on a worker that joins: the bar goes on, or
+    begins at the step where the training is. The bar of a worker that is not rank 0 any more is closed.
+    """
+
+    training_bar: Any
+    prediction_bar: Any
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._place_bar(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._place_bar(state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self._place_bar(state)
+        super().on_log(args, state, control, logs=logs, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close()
+
+    def _place_bar(self, state: Any) -> None:
+        """Show the steps that are done, on rank 0 only."""
+        if not state.is_world_process_zero:
+            self._close()
+            return
+        if self.training_bar is None:
+            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True)
+        self.training_bar.update(state.global_step - self.training_bar.n)
+
+    def _close(self) -> None:
+        for bar in (self.prediction_bar, self.training_bar):
+            if bar is not None:
+                bar.close()
+        self.training_bar = self.prediction_bar = None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from farandole.integrations.demo.digits import digits, has_handwritten
-from farandole.integrations.demo.drawn_digits import TESTED, TRAINED, drawn_digits
+from farandole.integrations.demo.digits import TESTED, TRAINED, digits, drawn_digits, has_handwritten
 
 
 def test_the_images_are_the_same_each_time_and_are_digits() -> None:
