@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.job.coordinator.host_offers import HostOffers
+from farandole.job.coordinator.agents import HostOffers
 from farandole.job.coordinator.inputs import HostsOffered
 
 

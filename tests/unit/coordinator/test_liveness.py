@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.job.coordinator.silence import JobClock, Silence
+from farandole.job.coordinator.decision_loop import JobClock
+from farandole.job.coordinator.heartbeat_port import Silence
 
 
 class HandClock:

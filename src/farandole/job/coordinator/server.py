@@ -32,21 +32,17 @@ from farandole.base.wire.messages import (
 from farandole.errors import ConfigError
 from farandole.job.coordinator import rebuilding
 from farandole.job.coordinator.agent_greeting import AgentGreeting
-from farandole.job.coordinator.agents import Agents
+from farandole.job.coordinator.agents import Agents, Watch
 from farandole.job.coordinator.command_server import Clients
 from farandole.job.coordinator.control_requests import JobSummary
-from farandole.job.coordinator.decision_loop import DecisionLoop
+from farandole.job.coordinator.decision_loop import DecisionLoop, JobClock, Outbox, Write
 from farandole.job.coordinator.hang_detection import HangDetector
-from farandole.job.coordinator.host_offers import HostOffers
-from farandole.job.coordinator.inputs import AgentReported, DrainRequested, ScaleRequested, StopRequested
+from farandole.job.coordinator.inputs import AgentReported, StopRequested
 from farandole.job.coordinator.job import Job, new_job
 from farandole.job.coordinator.journal import CoordinatorState
-from farandole.job.coordinator.outbox import Outbox, Write
 from farandole.job.coordinator.reception import DialersChannel, Hello, Reception
-from farandole.job.coordinator.silence import JobClock
 from farandole.job.coordinator.store_server import Store, StoreServer
 from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
-from farandole.job.coordinator.watch import Watch
 
 _RETURN_LOOK_S = 0.02  # at the end of a job, between two looks for agents of the former coordinator
 
@@ -104,7 +100,6 @@ class Coordinator:
         self._show = on_event
         self._store = StoreServer(self._on_event) if store is None else store
         self._attempt = 0  # the newest one for which the store was emptied
-        self._offers = HostOffers(offers_joined)
         hang_detector = HangDetector(config.step_timeout_s)
         patience_s = 0.0 if welcome is None else welcome.patience_s
         self._decisions = decisions = DecisionLoop(
@@ -117,33 +112,26 @@ class Coordinator:
             fail=self._fail,
             on_event=self._on_event,
         )
-        self._outbox = Outbox(journal, self._state, decisions.settle_all, self._on_begun, self._fail)
-        self._clients = Clients(
-            lambda: decisions.job,
-            decisions.decide,
-            decisions.clock.now_s,
-            hang_detector.steps,
-            self._ask_for_stacks,
-            self._outbox.caught_up,
+        self._outbox = Outbox(
+            journal, self._state, decisions.settle_all, lambda: self._agents.expect_returns(), self._fail
         )
+        self._clients = Clients(decisions, self._ask_for_stacks, self._outbox.caught_up)
         self._agents = Agents(
             config,
             token,
             decisions=decisions,
             outbox=self._outbox,
-            offers=self._offers,
             hang_detector=hang_detector,
             clients=self._clients,
             welcome=welcome,
             function=function,
             on_output=on_output,
+            offers_joined=offers_joined,
             returning_s=returning_s,
         )
         self._reception = Reception(config, token, job_id, self._serve, self._on_event, self._fail)
-        self._greeting = AgentGreeting(
-            job_id, self._reception, self._agents, decisions, self._outbox, self._store, welcome, function
-        )
-        self._watch = Watch(config.detection_budget_s, self._agents, decisions, hang_detector, self._reception)
+        self._greeting = AgentGreeting(self._agents, self._reception, self._store)
+        self._watch = Watch(config.detection_budget_s, self._agents, self._reception.refused)
 
     async def start(self) -> None:
         """Listen for connections. Raises ConfigError when that fails, for example because the port is in use, and when
@@ -171,7 +159,7 @@ class Coordinator:
             self._on_event(JobRebuilding(state.lost, rebuilding.TELLING_S))
             return
         self._attempt = state.attempt
-        self._offers.offered, self._offers.joined = dict(state.offered), dict(state.joined)
+        self._agents.offers.offered, self._agents.offers.joined = dict(state.offered), dict(state.joined)
         self._agents.restore(state)
         if job.ending is not None and job.ending.is_done:
             self._outcome.set_result(Outcome(job.ending.exit_code, job.ending.reason))
@@ -182,8 +170,8 @@ class Coordinator:
             now_s=self._decisions.clock.now_s(),
             attempt=self._attempt,
             sessions=self._agents.by_agent,
-            offered=self._offers.offered,
-            joined=self._offers.joined,
+            offered=self._agents.offers.offered,
+            joined=self._agents.offers.joined,
             agent_hosts=frozenset(self._agents.hosts),
             addresses=self._reception.addresses,
             lost=self._decisions.retelling.reason,
@@ -255,11 +243,7 @@ class Coordinator:
     def offer(self, slots: Mapping[str, int], may_change: bool) -> None:
         """Set the hosts, with their slots, that the job may use from now on; the workers of other hosts leave. Before
         the first call the job uses all slots that its agents offer. `may_change`: other hosts may be offered later."""
-        self._decisions.decide(self._offers.offer(slots, may_change))
-
-    def drain(self, host: str, reason: str) -> None:
-        """Let the workers of a host leave at the next boundary: it will be taken away."""
-        self._decisions.decide(DrainRequested(host, reason))
+        self._decisions.decide(self._agents.offers.offer(slots, may_change))
 
     def agent_gone(self, agent: str, reason: str, are_workers_gone: bool = True) -> None:
         """Handle that an agent is gone, as the system has seen that started it. Unless `are_workers_gone`, they may run
@@ -277,10 +261,6 @@ class Coordinator:
         """Let the workers of one agent leave at the next boundary: it will be taken away."""
         if agent in self._agents.by_agent and not self.has_ended:
             self._decisions.decide(AgentReported(agent, AgentLeaving(reason)))
-
-    def scale(self, size: int) -> None:
-        """Ask for `size` workers."""
-        self._decisions.decide(ScaleRequested(size))
 
     def remember(self, event: Event) -> None:
         """Keep an event of the launcher or of an agent of its process, for commands that want the job's events."""
@@ -333,9 +313,6 @@ class Coordinator:
             elif isinstance(action, EndJob) and not self._outcome.done():
                 self._outcome.set_result(Outcome(action.exit_code, action.reason))
         self.commit()
-
-    def _on_begun(self) -> None:
-        self._agents.expect_returns()
 
     def _on_rebuilt(self, job: Job) -> None:
         self._attempt = job.attempt

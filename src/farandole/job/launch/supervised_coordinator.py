@@ -27,6 +27,8 @@ from farandole.job.coordinator.coordinator_factory import (
     ForkedCoordinator,
     SoftwareChanged,
 )
+from farandole.job.coordinator.decision_loop import JobClock
+from farandole.job.coordinator.heartbeat_port import Silence
 from farandole.job.coordinator.journal import JournalFiles, files_in_memory
 from farandole.job.coordinator.launcher_link import (
     AdmitToStore,
@@ -47,7 +49,6 @@ from farandole.job.coordinator.launcher_link import (
 )
 from farandole.job.coordinator.sentences import format_exit
 from farandole.job.coordinator.server import Outcome
-from farandole.job.coordinator.silence import JobClock, Silence
 from farandole.job.coordinator.store_server import StoreServer
 from farandole.job.launch.state_copies import CopiesFailed, StateCopies
 
