@@ -77,8 +77,7 @@ def _watch_the_clock(transition: Transition, waiting: list[Worker]) -> None:
 
 def _has_slots(job: Job) -> bool:
     """Return whether there are slots for all workers with which training begins."""
-    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
-    return sum(use.is_open for use in job.slots.values()) >= needed
+    return capacity.open_slots(job) >= job.needed_at_start
 
 
 def _can_never_start(job: Job) -> bool:
@@ -94,9 +93,8 @@ def _too_late(job: Job, waiting: list[Worker]) -> str:
         reasons.append(f"{listed(silent)} did not call init()")
     if not _has_slots(job):
         reasons.append(why_not_refilled(job))
-    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
     return (
-        f"{len(waiting)} of {counted(needed, 'worker')} waited in init() for "
+        f"{len(waiting)} of {counted(job.needed_at_start, 'worker')} waited in init() for "
         f"{job.config.start_timeout_s:g} s (--start-timeout): {'; '.join(reasons)}."
     )
 

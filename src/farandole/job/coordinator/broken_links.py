@@ -26,7 +26,7 @@ def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> N
     A static script cannot regroup: there the failed collective raises, which ends the reporter soon enough.
     """
     job = transition.job
-    is_running = job.is_elastic and not job.is_released and (job.change is None or job.change.is_planned)
+    is_running = job.is_elastic and not (job.is_released or job.is_regrouping)
     if job.generation is None or hint.number != job.generation.number or not is_running:
         return
     if hint.peer == reporter.name or not (job.is_survivor(hint.peer) and job.is_survivor(reporter.name)):
@@ -69,7 +69,7 @@ def _stop_for_broken(transition: Transition) -> None:
 
 def _stop(transition: Transition, links: Collection[tuple[str, str]], cover: Sequence[str], is_proved: bool) -> None:
     named = tuple(f"{one}-{other}" for one, other in sorted(links))
-    number = transition.job.generation.number if transition.job.generation else 0
+    number = transition.job.generation_number
     between = tuple(where for link in sorted(links) if (where := _between_hosts(transition.job, *link)))
     transition.log(LinksDistrusted(number, named, tuple(cover), is_proved, between))
     how = "were broken" if is_proved else "kept failing"
@@ -174,7 +174,7 @@ def note_probe_result(transition: Transition, reporter: Worker, message: Probed)
     """Remember the probe results of a member of the running generation, and ask the other ends of links that seem
     broken."""
     job = transition.job
-    is_running = job.is_elastic and not job.is_released and (job.change is None or job.change.is_planned)
+    is_running = job.is_elastic and not (job.is_released or job.is_regrouping)
     if job.generation is None or message.number != job.generation.number or not is_running:
         return
     if not job.is_survivor(reporter.name):

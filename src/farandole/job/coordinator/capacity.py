@@ -68,8 +68,7 @@ def follow_hosts(transition: Transition) -> None:
 
 def wants_more(job: Job) -> bool:
     """Return whether the job wants more members than it has, and has not opened slots for all of them."""
-    staying = [worker for worker in job.survivors() if not worker.is_leaving]
-    return len(staying) < job.target and open_slots(job) < slots_wanted(job)
+    return len(job.staying()) < job.target and open_slots(job) < slots_wanted(job)
 
 
 def close_slot(transition: Transition, slot: Slot) -> None:
@@ -114,7 +113,7 @@ def warn_of_missing(transition: Transition) -> None:
     if job.is_finishing or job.is_released or job.static_because or not (job.agents or job.offers):
         return
     is_start = job.generation is None
-    wanted = max(job.target, job.config.num_proc) if job.config.fills_slots and is_start else job.target
+    wanted = job.needed_at_start if is_start else job.target
     missing = max(0, wanted - worker_capacity(job))
     if missing > job.missing_slots:
         ends_in_s = job.start_deadline_s - transition.now_s if is_start and job.start_deadline_s is not None else None
@@ -159,7 +158,7 @@ def count_slots_for_all(transition: Transition) -> None:
     job = transition.job
     waits = job.config.max_restarts is not None and job.config.fills_slots and job.config.last_call_s > 0
     may_start = job.generation is None and job.whole_restart is None and not (job.workers or job.plain_exits)
-    if not (waits and may_start and usable_slots(job) >= max(job.target, job.config.num_proc)):
+    if not (waits and may_start and usable_slots(job) >= job.needed_at_start):
         transition.change(enough_since_s=None)
     elif job.enough_since_s is None:
         transition.change(enough_since_s=transition.now_s)
@@ -175,7 +174,7 @@ def _may_not_start_together(transition: Transition) -> bool:
     if job.workers or job.plain_exits:
         return True
     usable = usable_slots(job)
-    if usable < (max(job.target, job.config.num_proc) if job.config.fills_slots else job.target):
+    if usable < job.needed_at_start:
         return True
     until_s = last_call_deadline(job)
     return until_s is not None and transition.now_s < until_s and (job.most is None or usable < job.most)
@@ -198,8 +197,7 @@ def _defers_restarts(job: Job) -> bool:
     """Return whether lost workers are not replaced yet (regroup.py)."""
     if job.restart_deferred_until_s is None:
         return False
-    staying = sum(not worker.is_leaving for worker in job.each_survivor())
-    return staying >= max(1, job.config.min_np)
+    return len(job.staying()) >= max(1, job.config.min_np)
 
 
 def _open_more(transition: Transition) -> list[str]:
@@ -266,8 +264,7 @@ def _aim_at(transition: Transition, size: int) -> None:
     """Set the size of the job to `size` workers: members beyond that leave, the most dispensable ones first."""
     transition.change(target=size)
     reason = f"the target size of the job is {size} workers"
-    staying = [worker for worker in transition.job.survivors() if not worker.is_leaving]
-    for worker in staying[size:]:
+    for worker in transition.job.staying()[size:]:
         vacate_slot(transition, worker.slot, worker, reason)
     occupants = workers_by_slot(transition.job)
     for slot in _dispensable(transition.job)[: max(0, open_slots(transition.job) - slots_wanted(transition.job))]:
@@ -281,8 +278,7 @@ def _admits(job: Job) -> bool:
         return False
     if not job.is_finishing:
         return True
-    staying = [worker for worker in job.survivors() if not worker.is_leaving]
-    return len(staying) + len(job.newcomers()) < job.config.min_np
+    return len(job.staying()) + len(job.newcomers()) < job.config.min_np
 
 
 def workers_by_slot(job: Job) -> dict[Slot, Worker]:
@@ -350,8 +346,7 @@ def report_spare(transition: Transition, worker: Worker) -> None:
     job = transition.job
     if not job.spares or job.change is not None or job.is_member(worker.name):
         return
-    staying = sum(not member.is_leaving for member in job.each_survivor())
-    if staying >= job.target:
+    if len(job.staying()) >= job.target:
         transition.log(SpareWaits(worker.name, worker.slot.index, job.host_of(worker)))
 
 
@@ -436,7 +431,7 @@ def expected_slots(job: Job) -> tuple[list[tuple[str, int]], dict[Slot, int]]:
         ranks = {each.slot: rank for rank, each in enumerate(expected) if each.slot is not None}
         numbers = [each.index if each.slot is None else number_on_host(job, each.slot) for each in expected]
         return list(zip([each.host for each in expected], numbers, strict=True)), ranks
-    staying = [member for member in job.each_survivor() if not member.is_leaving]
+    staying = job.staying()
     coming = sorted(job.newcomers(), key=job.slot_order)
     slots = [(job.host_of(each), number_on_host(job, each.slot)) for each in (*staying, *coming)]
     return slots, {worker.slot: rank for rank, worker in enumerate(coming, len(staying))}

@@ -151,12 +151,11 @@ def status_of(
     ranks = {name: rank for rank, name in enumerate(generation.members if generation else ())}
     named = {worker.name for worker in members}
     others = [worker for worker in job.workers.values() if worker.name not in named]
-    is_planned = job.change is not None and job.change.is_planned
     return Status(
         job=job.job_id,
         state=_state(job),
-        generation=generation.number if generation else 0,
-        change=job.change.number if job.change is not None and is_planned else 0,
+        generation=job.generation_number,
+        change=job.change.number if job.change is not None and job.change.is_planned else 0,
         step=_step(job, [steps[name] for name in named if name in steps]),
         wanted=job.target,
         spares=job.spares,
@@ -224,7 +223,7 @@ def _state(job: Job) -> str:
         return "starting"
     if not job.is_elastic and not job.static_because:
         return "setup"
-    return "training" if job.change is None or job.change.is_planned else "regrouping"
+    return "regrouping" if job.is_regrouping else "training"
 
 
 def _step(job: Job, of_members: list[int]) -> int | None:

@@ -2,13 +2,13 @@
 
 Each theme has a file. The death of a worker is handled by worker_failure.py, then regroup.py.
 
-    worker_messages.py        messages of workers
-    published_checkpoints.py  which checkpoints may be published
+    worker_messages.py        messages of workers; which checkpoints may be published
     worker_failure.py         a worker, or an agent with all its workers, is lost
     regroup.py                the bootstrap; the change from one generation to the next, its durations and costs; no
                               replacement starts before its first step
-    capacity.py               hosts are added, drained, removed, and quarantined after failures; which slots get a
-                              worker; spares; backoff after repeated failures
+    hosts.py                  hosts are added, drained, removed, and quarantined after failures; backoff of slots
+                              after repeated failures
+    capacity.py               which slots get a worker; spares
     whole_restart.py          all workers are stopped and started again, where none had entered an elastic function
     hang_detection.py         no worker makes progress
     broken_links.py           connections fail: probes prove which links are broken
@@ -35,7 +35,6 @@ from farandole.base.wire.messages import (
     WorkerMet,
 )
 from farandole.job.coordinator import (
-    backoff,
     bootstrap,
     broken_links,
     capacity,
@@ -61,7 +60,7 @@ from farandole.job.coordinator.inputs import (
     Tick,
     UndrainRequested,
 )
-from farandole.job.coordinator.job import Job
+from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Action, Transition
 
 
@@ -76,10 +75,8 @@ def decide(job: Job, inputs: Sequence[Input], now_s: float) -> tuple[Job, list[A
         return job, []
     transition = Transition(job, now_s)
     for input in inputs:
-        if transition.job.ending is None:
+        if transition.job.ending is None or isinstance(input, AgentLost | AgentReported | StopRequested):
             _apply_input(transition, input)
-        else:
-            shutdown.record(transition, input)
     _settle(transition)
     return transition.job, transition.actions
 
@@ -98,7 +95,7 @@ def next_deadline(job: Job) -> float | None:
         job.start_deadline_s,
         *(() if regroup.awaits_exits(job) else of_regroup),
         hosts.quarantine_deadline(job),
-        backoff.backoff_deadline(job),
+        hosts.backoff_deadline(job),
         None if job.whole_restart is None else whole_restart.deadline(job),
         None if job.workers else capacity.last_call_deadline(job),
         job.restart_deferred_until_s,
@@ -135,29 +132,31 @@ def _apply_input(transition: Transition, input: Input) -> None:
 
 
 def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -> None:
+    if isinstance(message, WorkerExited) and message.stacks:
+        transition.log(WorkerStacks(message.worker, message.stacks))
+    if isinstance(message, FromWorker | SpawnFailed | WorkerDying | WorkerExited | WorkerMet):
+        worker = transition.job.workers.get(message.worker)
+        if worker is not None and worker.slot.agent == agent:
+            _worker_reported(transition, worker, message)
+    elif isinstance(message, AgentLeaving) and transition.job.ending is None:
+        hosts.agent_leaves(transition, agent, message.reason)
+    # An AgentHello comes as AgentConnected, and the shell handles heartbeats.
+
+
+def _worker_reported(
+    transition: Transition,
+    worker: Worker,
+    message: FromWorker | SpawnFailed | WorkerDying | WorkerExited | WorkerMet,
+) -> None:
     match message:
-        case FromWorker(name, payload):
-            worker = transition.job.workers.get(name)
-            if worker is not None and worker.slot.agent == agent:
-                worker_messages.handle(transition, worker, payload)
-        case WorkerDying(name):
-            worker = transition.job.workers.get(name)
-            if worker is not None and worker.slot.agent == agent:
-                worker_failure.worker_dying(transition, worker)
+        case FromWorker():
+            worker_messages.handle(transition, worker, message.message)
         case WorkerExited() | SpawnFailed():
-            if isinstance(message, WorkerExited) and message.stacks:
-                transition.log(WorkerStacks(message.worker, message.stacks))
-            worker = transition.job.workers.get(message.worker)
-            if worker is not None and worker.slot.agent == agent:
-                worker_failure.worker_gone(transition, worker, message)
-        case WorkerMet(name, has_met):
-            worker = transition.job.workers.get(name)
-            if worker is not None and worker.slot.agent == agent:
-                worker_messages.worker_met(transition, worker, has_met)
-        case AgentLeaving(reason):
-            hosts.agent_leaves(transition, agent, reason)
-        case _:
-            pass  # An AgentHello comes as AgentConnected, and the shell handles heartbeats.
+            worker_failure.worker_gone(transition, worker, message)
+        case WorkerDying() if transition.job.ending is None:
+            worker_failure.worker_dying(transition, worker)
+        case WorkerMet() if transition.job.ending is None:
+            worker_messages.worker_met(transition, worker, message.has_met)
 
 
 def _settle(transition: Transition) -> None:
@@ -165,7 +164,7 @@ def _settle(transition: Transition) -> None:
         regroup.abort_for_faults(transition)
         worker_messages.kill_overdue(transition)
         hosts.end_quarantines(transition)
-        backoff.end_backoffs(transition)
+        hosts.end_backoffs(transition)
         regroup.end_deferral_in_time(transition)
         hosts.dismiss_idle(transition)
         regroup.conclude_recovery(transition)  # before capacity.fill, which starts the replacement

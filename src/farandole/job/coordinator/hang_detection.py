@@ -129,7 +129,7 @@ def steps_stalled(transition: Transition, input: StepsStalled) -> None:
             f"{listed(hung)} are in their own code. If a step may take that long, increase --step-timeout.",
             dumps_stacks=True,
         )
-    elif job.change is None or job.change.is_planned:
+    elif not job.is_regrouping:
         _all_wait(transition, input, how_long)
 
 

@@ -178,7 +178,7 @@ def _go_on(
     """Bring the workers to where the messages that were lost would have brought them."""
     job, workers = transition.job, [each for _, each in _told_workers(told)]
     if not is_enough(told, job.config.num_proc):
-        number = 0 if job.generation is None else job.generation.number
+        number = job.generation_number
         found = f"{len(members)} of {counted(len(members) + missing, 'worker')} of generation {number}"
         transition.end(1, f"The job cannot be rebuilt: its agents have told of {found if members else 'no member'}.")
         return

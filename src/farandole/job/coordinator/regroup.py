@@ -97,7 +97,7 @@ def advance(transition: Transition) -> None:
 def wanted_members(job: Job) -> list[Worker]:
     """Return the members of the next generation, by rank, as far as is known now."""
     survivors = job.survivors()
-    staying = [worker for worker in survivors if not worker.is_leaving]
+    staying = job.staying()
     sources = _leaving_sources(job, survivors)
     if sources and _is_state_wanted(job, staying):
         staying = [worker for worker in survivors if not worker.is_leaving or worker.name in sources]
@@ -268,7 +268,7 @@ def _missing_from(some: Sequence[Worker], others: Sequence[Worker]) -> list[str]
 def _record_shortage(transition: Transition, change: Change) -> None:
     """Begin to wait for more workers, or give up waiting."""
     config = transition.job.config
-    staying = sum(not worker.is_leaving for worker in transition.job.each_survivor())
+    staying = len(transition.job.staying())
     present = staying if staying >= config.min_np else len(wanted_members(transition.job))
     if present >= config.min_np:
         if change.short_since_s is not None:
@@ -415,7 +415,7 @@ def conclude_recovery(transition: Transition) -> None:
     """Conclude the recovery once all members have applied a step, or have finished without another one: report it, and
     permit replacements."""
     job, recovery = transition.job, transition.job.recovery
-    if recovery is None or (job.change is not None and not job.change.is_planned):
+    if recovery is None or job.is_regrouping:
         return  # Or the next fault has already happened.
     if any(not loss.how for loss in job.losses if loss.worker in job.workers):
         return  # Its exit code will tell how it ended.

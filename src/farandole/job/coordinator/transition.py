@@ -49,6 +49,10 @@ class Transition:
         """Replace fields of one worker."""
         self._of_this_transition("workers")[name] = replace(self.job.workers[name], **fields)
 
+    def change_agent(self, name: str, **fields: Any) -> None:
+        """Replace fields of one agent."""
+        self.change(agents={**self.job.agents, name: replace(self.job.agents[name], **fields)})
+
     def open_slot(self, slot: Slot, restarts: int) -> None:
         """Open a slot: the job wants a worker there."""
         self._of_this_transition("slots")[slot] = SlotUse(restarts=restarts)
@@ -99,11 +103,13 @@ class Transition:
         grace_s = self.job.config.grace_s if grace_s is None else grace_s
         self.log(JobEnds(exit_code, reason))
         self.change(ending=Ending(exit_code, reason, self.now_s + grace_s + REAP_S))
+        # The emergency checkpoint is written by the survivor of the lowest rank that holds the state and was not itself
+        # asked to end.
+        fit = [w.name for w in self.job.each_survivor() if w.synced and w.raised is None and not w.killed_for]
+        writers = fit[:1] if self.job.saves else []
         listening = [name for name, worker in self.job.workers.items() if worker.address]
-        emergency_writer = self.job.emergency_writer() if self.job.saves else None
-        self.send_to_workers((name for name in listening if name != emergency_writer), Stop(reason))
-        if emergency_writer is not None:
-            self.send_to_workers([emergency_writer], Stop(reason, saves=True))
+        self.send_to_workers((name for name in listening if name not in writers), Stop(reason))
+        self.send_to_workers(writers, Stop(reason, saves=True))
         for name in self.job.workers:
             self.kill(name, grace_s, "the job ends", dumps_stacks)
 

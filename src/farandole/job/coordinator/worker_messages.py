@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farandole.base.events.generation_events import TransportChosen
-from farandole.base.events.job_events import JobRemarked, WorkerMetOthers, WorkerTrainsAlone
+from farandole.base.events.job_events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    JobRemarked,
+    WorkerMetOthers,
+    WorkerTrainsAlone,
+)
 from farandole.base.events.worker_events import (
     ShardWrong,
     StateHash,
@@ -30,6 +36,7 @@ from farandole.base.wire.link_messages import (
     MayPublish,
     Newcomer,
     Probed,
+    PublishAnswer,
     Ready,
     Remark,
     ShardDiffered,
@@ -40,13 +47,21 @@ from farandole.base.wire.link_messages import (
     WorkerMessage,
     WorkersFixed,
 )
-from farandole.job.coordinator import broken_links, capacity, hosts, published_checkpoints, regroup, shutdown
-from farandole.job.coordinator.job import Worker
+from farandole.job.coordinator import broken_links, capacity, hosts, regroup, shutdown
+from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Transition
 
 
 def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> None:
-    """Apply a living worker's message. Messages before its Hello and after it has left are ignored."""
+    """Apply a living worker's message. Messages before its Hello and after it has left are ignored, and while the job
+    ends all but those about the emergency checkpoint."""
+    if transition.job.ending is not None:
+        match message:
+            case MayPublish():
+                _may_publish(transition, worker, message)
+            case CheckpointEnded():
+                _checkpoint_ended(transition, worker, message)
+        return
     if worker.has_left or worker.is_dying:
         return
     if transition.job.whole_restart is not None:
@@ -90,9 +105,9 @@ def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> No
             case Leaving():
                 _leaving(transition, worker)
             case MayPublish():
-                published_checkpoints.may_publish(transition, worker, message)
+                _may_publish(transition, worker, message)
             case CheckpointEnded():
-                published_checkpoints.checkpoint_ended(transition, worker, message)
+                _checkpoint_ended(transition, worker, message)
 
 
 def kill_overdue(transition: Transition) -> None:
@@ -224,3 +239,38 @@ def _leaving(transition: Transition, worker: Worker) -> None:
     if not job.is_member(worker.name):
         transition.send_to_workers([worker.name], Left())
         transition.change_worker(worker.name, has_left=True)
+
+
+# Checkpoints: the permission to publish one, and what became of it ---------------------------------------------------
+
+
+def _may_publish(transition: Transition, worker: Worker, asked: MayPublish) -> None:
+    """Answer a worker that asks to publish. Every state that a living member has captured, also before the last
+    regroup, is in the past of all members: the source rank was never behind it. So the generation of the checkpoint
+    does not matter; the worker only has to be a member now."""
+    refusal = _why_not(transition.job, worker, asked)
+    if not refusal:
+        transition.change(published={**transition.job.published, asked.file: asked.progress})
+        if not asked.file:
+            # From now on there may be a checkpoint, even if its writer does not live to report it.
+            transition.change(has_checkpoint=transition.job.saves)
+    transition.send_to_workers([worker.name], PublishAnswer(asked.name, refusal))
+
+
+def _checkpoint_ended(transition: Transition, worker: Worker, message: CheckpointEnded) -> None:
+    """Log the result of a checkpoint."""
+    if message.error:
+        transition.log(CheckpointFailed(worker.name, message.step, message.error))
+    else:
+        transition.log(CheckpointSaved(worker.name, message.step, message.name, message.took_s))
+
+
+def _why_not(job: Job, worker: Worker, asked: MayPublish) -> str:
+    if not job.is_member(worker.name):
+        return "this worker is not a member of the current generation"
+    if not worker.synced:
+        return "this worker has not confirmed that it holds the state"
+    newest = job.published.get(asked.file)
+    if newest is not None and asked.progress < newest:
+        return f"a newer checkpoint, of step {newest.step}, is already published"
+    return ""
