@@ -34,7 +34,7 @@ from farandole.base.wire.messages import (
     Welcome,
     WorkerPrinted,
 )
-from farandole.job.agent.heartbeat_datagrams import HeartbeatSocket
+from farandole.job.agent.coordinator_session import HeartbeatSocket
 from farandole.job.coordinator.server import Coordinator
 from tests.support.waiting import DEADLINE_S, EventLog, run
 

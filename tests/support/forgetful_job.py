@@ -7,7 +7,7 @@ from functools import partial
 
 from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import AgentHello, AgentMessage, Spawn, SpawnFailed, ToAgent
-from farandole.job.agent.session_records import SessionRecords
+from farandole.job.agent.coordinator_session import SessionRecords
 from farandole.job.coordinator.inputs import AgentLost, AgentReported, Input, Tick
 from farandole.job.coordinator.job import Job, new_job
 from farandole.job.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed

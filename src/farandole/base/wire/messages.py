@@ -297,9 +297,13 @@ AgentMessage: TypeAlias = (
 class Welcome(Message, frozen=True):
     """Answer to the AgentHello of a separate agent: the facts of the job that it needs.
 
-    The other fields are as in AgentConfig.
-
     Attributes:
+        detection_budget_s: How long a worker may be stopped, and the coordinator silent; the agent sends ten heartbeats
+            in it.
+        grace_s: From SIGTERM to SIGKILL when the job ends, or the agent is asked to.
+        is_elastic: Workers may come and go without ending the job, and are told so as in Horovod.
+        fork_server: Whether workers may be forked by a process that has imported torch.
+        max_restarts: How often all workers may be started again, for scripts that read it.
         command: The command of each worker, run in `folder`. An empty first word stands for the agent's own Python.
         environment: The variables of each worker in addition to the environment of the agent's machine.
         heartbeat_id: Names this connection in datagrams with heartbeats, which go to `heartbeat_port`; 0: there are

@@ -9,7 +9,7 @@ import contextlib
 import enum
 import os
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from farandole.base.membership import LONGEST_BETWEEN_S, Address, Meeting, Worke
 from farandole.base.wire.authentication import derive_data_key, derive_key
 from farandole.base.wire.call_messages import PartReceived
 from farandole.base.wire.channel import Channel, connect
+from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.function_call import call_file, return_file
 from farandole.base.wire.link_messages import Hello, Stop, WorkerMessage
@@ -49,17 +50,16 @@ from farandole.base.wire.messages import (
     StacksWritten,
     StartWorkers,
     ToAgent,
+    Welcome,
     WorkerDying,
     WorkerExited,
     WorkerMet,
     WriteStacks,
 )
 from farandole.errors import AuthenticationError, ProtocolError
-from farandole.job.agent.agent_config import AgentConfig
 from farandole.job.agent.completion import to_its_end
 from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.job.agent.error_file import ErrorFiles
-from farandole.job.agent.heartbeat_datagrams import HeartbeatSocket
 from farandole.job.agent.network_addresses import data_hosts
 from farandole.job.agent.process import StoppedWatch
 from farandole.job.agent.returns import Returns
@@ -97,6 +97,34 @@ class Service:
     exit_code: int = 0
 
 
+@dataclass(frozen=True)
+class AgentConfig:
+    """One agent.
+
+    slots         workers for which this host has capacity
+    job           the facts of the job; `command` is that of this machine, and `environment` all of a worker's, to which
+                  the agent adds the variables of init()
+    is_apart      the agent is not part of the coordinator's process: it can lose it, and be replaced meanwhile
+    error_folder  the folder for the workers' error files, which stay after the job; empty: they are removed
+    data_hosts    the addresses of this machine for the other workers; empty: that from which this agent reaches the
+                  coordinator, and the others that are not loopback unless that is
+    process       the identifier of this process in AgentHello
+    tls           the job's certificates, with which its TCP connections are encrypted; None: they are not
+    """
+
+    name: str
+    host: str
+    slots: int
+    coordinator: Address
+    token: bytes = field(repr=False)
+    job: Welcome = field(repr=False)
+    is_apart: bool = False
+    error_folder: str = ""
+    data_hosts: tuple[str, ...] = ()
+    process: str = ""
+    tls: Certificates | None = field(default=None, repr=False)
+
+
 class Agent:
     """The agent. Create and run it on one event loop: `await run()`. When that returns or raises, no worker is left.
 
@@ -113,35 +141,31 @@ class Agent:
         call: bytes = b"",
     ) -> None:
         self._config, self._sink, self._on_event = config, sink, on_event
+        self._job = job = config.job
         self._refused = RefusalReports(on_event)
         self._joined, self._call = session, call
         self._returns = Returns()
         self._is_abandoned = False
-        self._server = WorkerServer(self._on_message, self._on_refused)
+        self._server = WorkerServer(self._on_message, lambda who, why: self._refused(ConnectionRefused(who, why)))
         self._heartbeats = Heartbeats(since_boot_s())
-        self._heartbeat_every_s = heartbeat_period_s(config.detection_budget_s)
+        self._heartbeat_every_s = heartbeat_period_s(self._job.detection_budget_s)
         self._reported: dict[str, WorkerStatus] = {}
         self._reported_s = self._look_at_statuses_s = self._measure_s = now_s()
         self._meter = TelemetryMeter()
-        self._datagrams = (
-            HeartbeatSocket(config.token, config.heartbeat_id, self._record_heartbeat)
-            if config.heartbeat_port
-            else None
-        )
         self._processes = WorkerProcesses(
-            lambda guard: make_spawner(config.fork_server, config.command, config.environment, guard, on_event),
+            lambda guard: make_spawner(job.fork_server, job.command, job.environment, guard, on_event),
             sink,
             self._on_exit,
             self._on_spawn_failed,
             # A stopped agent cannot enforce its own lease, so the guard process does.
-            silence_limit_s=0.9 * config.detection_budget_s if config.is_apart else None,
+            silence_limit_s=0.9 * self._job.detection_budget_s if config.is_apart else None,
         )
         self._pages = StatusPages(self._on_exit_notice)
         self._stacks = StackDumps(self._pages.get, self._processes.caller)
         self._last_stacks: dict[str, str] = {}  # of workers that are being killed, for their WorkerExited
         self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()  # besides those of run()
-        self._store_port = config.store_port
+        self._store_port = self._job.store_port
 
     async def run(self) -> Service:
         """Serve the job until it has ended, continues without this host, or has no coordinator any more. Raises what
@@ -150,9 +174,7 @@ class Agent:
         self._session = await self._begin_session() if self._joined is None else self._joined
         self._session.on_resumed = self._on_resumed
         self._guards_channel = await self._dial_for_guard() if config.is_apart else None
-        if self._datagrams is not None:
-            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
-                await self._datagrams.open(Address(config.coordinator.host, config.heartbeat_port))
+        await self._open_datagrams(self._job.heartbeat_id, self._job.heartbeat_port)
         # From here to the try block nothing is awaited: whatever is started is also ended.
         self._server.start()
         self._died = None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied())
@@ -162,7 +184,7 @@ class Agent:
         self._pages.start()
         obedience, lease = asyncio.create_task(self._obey()), asyncio.create_task(self._hold_lease())
         heartbeats, watch = (asyncio.create_task(each) for each in (self._heartbeat(), self._look_at_processes()))
-        grace_s = config.grace_s
+        grace_s = self._job.grace_s
         try:
             # The later ones end only by an internal error, which must not be silent: without its heartbeats an agent is
             # declared lost, and without the watch a stopped worker blocks the others.
@@ -193,27 +215,25 @@ class Agent:
                 self._session.close()
                 if self._guards_channel is not None:
                     self._guards_channel.close()
-                if self._datagrams is not None:
-                    self._datagrams.close()
 
     async def _begin_session(self) -> CoordinatorSession:
         config = self._config
         hello = AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION, process=config.process)
         channel = await self._dial()
         channel.send(hello)
-        reconnecting = Reconnecting(config.job_id, hello, self._dial, config.patience_s, self._on_event)
-        return CoordinatorSession(channel, reconnecting=reconnecting if config.patience_s else None)
+        reconnecting = Reconnecting(self._job.job_id, hello, self._dial, self._job.patience_s, self._on_event)
+        return CoordinatorSession(channel, reconnecting=reconnecting if self._job.patience_s else None)
 
     async def _dial(self) -> Channel[ToAgent]:
         config, address = self._config, self._config.coordinator
-        return await connect(address.host, address.port, config.token, config.job_id, TO_AGENT, config.tls)
+        return await connect(address.host, address.port, config.token, self._job.job_id, TO_AGENT, config.tls)
 
     async def _dial_for_guard(self) -> Channel[ToAgent] | None:
         """Return a second connection, on which the guard will report the end of this process. None: it cannot be
         opened; the coordinator will notice that end by the agent's silence."""
         config, port = self._config, self._session.peer_port
         try:
-            channel = await connect(self._session.peer_host, port, config.token, config.job_id, TO_AGENT, config.tls)
+            channel = await connect(self._session.peer_host, port, config.token, self._job.job_id, TO_AGENT, config.tls)
         except (ConnectionError, AuthenticationError, ProtocolError):
             return None
         channel.send(GuardHello(config.name, config.process, PROTOCOL_VERSION))
@@ -232,7 +252,7 @@ class Agent:
         """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed
         after the grace period, or `within_s` if that is longer."""
         self._session.send(AgentLeaving(reason))
-        asyncio.get_running_loop().call_later(max(self._config.grace_s, within_s), self.kill_workers)
+        asyncio.get_running_loop().call_later(max(self._job.grace_s, within_s), self.kill_workers)
 
     # When the coordinator is back --------------------------------------------------------------------------
 
@@ -245,21 +265,16 @@ class Agent:
 
     async def _renew(self, resumed: Resumed) -> None:
         """Open the socket of the datagrams, and the connection of the guard, to the coordinator of now."""
-        config = self._config
-        if self._datagrams is not None:
-            self._datagrams.close()
-            self._datagrams = None
-        if resumed.heartbeat_port:
-            datagrams = HeartbeatSocket(config.token, resumed.heartbeat_id, self._record_heartbeat)
-            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
-                await datagrams.open(Address(self._session.peer_host, resumed.heartbeat_port))
-                self._datagrams = datagrams
+        await self._open_datagrams(resumed.heartbeat_id, resumed.heartbeat_port)
         old, self._guards_channel = self._guards_channel, await self._dial_for_guard()
         if old is not None:
             old.abort()
         if self._guards_channel is not None:
             self._died = self._guards_channel.hand_over(AgentDied())
             self._processes.renew_guard(self._died)
+
+    async def _open_datagrams(self, heartbeat_id: bytes, port: int) -> None:
+        await self._session.open_datagrams(self._config.token, heartbeat_id, port, self._record_heartbeat)
 
     def _record_heartbeat(self, sequence: int, received: int) -> None:
         self._heartbeats.record(sequence, received)
@@ -304,30 +319,30 @@ class Agent:
                 slot=order.slot,
                 data_addresses=",".join(self._config.data_hosts or data_hosts(self._session.own_host)),
                 scratch_folder=str(self._processes.scratch),
-                detection_budget_s=self._config.detection_budget_s,
+                detection_budget_s=self._job.detection_budget_s,
                 status_page=self._pages.add(order.worker),
                 store=str(self._store or ""),
-                group_secret=derive_key(self._config.token, b"groups", self._config.job_id.encode()).hex(),
+                group_secret=derive_key(self._config.token, b"groups", self._job.job_id.encode()).hex(),
                 tls="" if self._config.tls is None else self._config.tls.folder,
             )
             added = environment_of(worker_env)
             if order.expected is not None:
                 self._sink.expected(order.worker, order.expected.rank)
-                added |= horovod_environment(order.expected, self._config.host, self._config.is_elastic)
+                added |= horovod_environment(order.expected, self._config.host, self._job.is_elastic)
                 error_file = self._errors.prepare(order.worker, order.attempt, order.expected.rank)
                 if self._store is not None:
                     added |= torchrun_environment(
                         order.expected,
                         self._store,
-                        self._config.environment.get("TORCHELASTIC_RUN_ID", self._config.job_id),
+                        self._job.environment.get("TORCHELASTIC_RUN_ID", self._job.job_id),
                         group_rank=order.group_rank,
                         group_size=order.group_size,
                         attempt=order.attempt,
-                        max_restarts=self._config.max_restarts,
-                        role=self._config.environment.get("ROLE_NAME", "default"),
+                        max_restarts=self._job.max_restarts,
+                        role=self._job.environment.get("ROLE_NAME", "default"),
                         error_file=str(error_file or ""),
                     )
-            self._processes.spawn(order.worker, {**self._config.environment, **added})
+            self._processes.spawn(order.worker, {**self._job.environment, **added})
         elif isinstance(order, Kill):
             if order.dumps_stacks:
                 self._start_task(self._dump_and_kill(order))
@@ -373,9 +388,6 @@ class Agent:
             self._processes.called_init(worker, message.pid)
         self._session.send(FromWorker(worker, message))
 
-    def _on_refused(self, who: str, reason: str) -> None:
-        self._refused(ConnectionRefused(who, reason))
-
     def _on_exit_notice(self, worker: str) -> None:
         """Handle a worker whose main thread has apparently ended. If so, the process ends in any case, and its group is
         killed first: its other processes must not continue. The exit follows when the kernel has freed its memory."""
@@ -409,8 +421,7 @@ class Agent:
             received = self._heartbeats.received if self._config.is_apart else None
             self._session.send(Heartbeat(sequence, received, statuses, self._telemetry()))
             self._session.confirm()
-            if self._datagrams is not None:
-                self._datagrams.send(sequence, self._heartbeats.received)
+            self._session.send_datagram(sequence, self._heartbeats.received)
             self._processes.heartbeat()
             await asyncio.sleep(self._heartbeat_every_s)
 
@@ -424,13 +435,13 @@ class Agent:
         """
         if not self._config.is_apart:
             await asyncio.get_running_loop().create_future()
-        budget_s, looks = self._config.detection_budget_s, 0
+        budget_s, looks = self._job.detection_budget_s, 0
         while looks < 2:
             await asyncio.sleep(budget_s / 20)
             silent_s = since_boot_s() - self._heartbeats.reached_s
             # The end of the connection says that the coordinator has ended: then the session has the limit.
             looks = looks + 1 if silent_s >= 0.9 * budget_s and self._session.is_connected else 0
-            if looks == 2 and self._config.outlives_silence:
+            if looks == 2 and self._job.outlives_silence:
                 self._session.disconnect(silent_s)
                 looks = 0
         service = Service(EndOfService.LOST, f"the coordinator has not answered for {silent_s:.2f} s")
@@ -441,7 +452,7 @@ class Agent:
     async def _look_at_processes(self) -> None:
         """Record the workers' loader processes, and kill a worker that is stopped: it would block the others for ever.
         While the job ends it has its grace period instead."""
-        budget_s = self._config.detection_budget_s
+        budget_s = self._job.detection_budget_s
         every_s = budget_s / 20
         watch = StoppedWatch(limit_s=budget_s - 2 * every_s)
         while True:

@@ -5,32 +5,66 @@ the coordinator is away, and nothing that must arrive is lost.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from farandole.base.events.event import Event
 from farandole.base.events.host_events import CoordinatorBack, CoordinatorUnreachable
+from farandole.base.liveness.heartbeats import HeartbeatSeal
 from farandole.base.machine import since_boot_s
+from farandole.base.membership import Address
+from farandole.base.wire.authentication import Role
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel
+from farandole.base.wire.link_messages import (
+    Abort,
+    Elastic,
+    Failed,
+    Finished,
+    FirstStep,
+    Hello,
+    Leaving,
+    Left,
+    Newcomer,
+    Prepare,
+    Ready,
+    Released,
+    Start,
+    Stop,
+    Synced,
+    ToWorker,
+    WorkerMessage,
+)
 from farandole.base.wire.message import Message
 from farandole.base.wire.message_log import MessageLog, is_counted
 from farandole.base.wire.messages import (
     AgentHello,
+    AgentLeaving,
+    ForwardToWorkers,
+    FromWorker,
     Handled,
     OutputMessage,
     Resumed,
     Resumption,
     SessionOver,
+    Spawn,
+    SpawnFailed,
+    StartWorkers,
     TellWorkers,
     ToAgent,
+    ToldWorker,
+    WorkerDying,
+    WorkerExited,
+    WorkerMet,
     WorkerPrinted,
     WorkerRanked,
     WorkerSilent,
+    WorkersTold,
 )
 from farandole.errors import AuthenticationError, ProtocolError
-from farandole.job.agent.session_records import SessionRecords
 
 # Between two attempts to reach the coordinator. The next one is ready within milliseconds, unless its machine is gone.
 _SOONEST_S, _LATEST_S = 0.005, 0.5
@@ -78,6 +112,7 @@ class CoordinatorSession:
         self._output: list[Message] = []  # that waits for a connection
         self._output_bytes = 0
         self._ranked: dict[tuple[str, bool], WorkerRanked] = {}  # for the labels of lines
+        self._datagrams: HeartbeatSocket | None = None
         self.is_connected = True
         self.on_resumed: Callable[[Resumed], None] = lambda _: None
 
@@ -153,9 +188,27 @@ class CoordinatorSession:
         self._silent_s = silent_s
         self._channel.abort()
 
+    async def open_datagrams(
+        self, token: bytes, heartbeat_id: bytes, port: int, on_heartbeat: Callable[[int, int], object]
+    ) -> None:
+        """Send and receive heartbeats as datagrams, too, in place of those so far. Port 0: there are none."""
+        if self._datagrams is not None:
+            self._datagrams.close()
+        self._datagrams = HeartbeatSocket(token, heartbeat_id, on_heartbeat) if port else None
+        if self._datagrams is not None:
+            with contextlib.suppress(OSError):  # the connection carries heartbeats, too
+                await self._datagrams.open(Address(self.peer_host, port))
+
+    def send_datagram(self, sequence: int, received: int) -> None:
+        """Send a heartbeat as a datagram, where there are any."""
+        if self._datagrams is not None:
+            self._datagrams.send(sequence, received)
+
     def close(self) -> None:
         """Close the connection once all messages so far are sent. Idempotent."""
         self._channel.close()
+        if self._datagrams is not None:
+            self._datagrams.close()
 
     def abort(self) -> None:
         """Close the connection now. Idempotent."""
@@ -233,3 +286,123 @@ class CoordinatorSession:
 
 class _SessionLost(ConnectionError):
     """The coordinator has lost this agent."""
+
+
+# Heartbeats as datagrams, beside the connection -----------------------------------------------------------------------
+
+
+class HeartbeatSocket(asyncio.DatagramProtocol):
+    """Calls `on_heartbeat(sequence, received)` for each valid heartbeat of the coordinator. Open from `open` to
+    `close`."""
+
+    def __init__(self, token: bytes, heartbeat_id: bytes, on_heartbeat: Callable[[int, int], object]) -> None:
+        self._seal, self._on_heartbeat = HeartbeatSeal(token, heartbeat_id, Role.DIALER), on_heartbeat
+        self._transport: asyncio.DatagramTransport | None = None
+
+    async def open(self, to: Address) -> None:
+        """Open the socket. Raises OSError when the system has no socket."""
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_datagram_endpoint(lambda: self, remote_addr=(to.host, to.port))
+
+    def send(self, sequence: int, received: int) -> None:
+        """Send a heartbeat. The datagram may be lost."""
+        if self._transport is not None:
+            with contextlib.suppress(OSError):
+                self._transport.sendto(self._seal.seal(sequence, received))
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def datagram_received(self, data: bytes, addr: object) -> None:
+        if (heartbeat := self._seal.open(data)) is not None:
+            self._on_heartbeat(*heartbeat)
+
+    def error_received(self, exc: Exception) -> None:
+        """Ignore the error: an unreachable coordinator is silent, and silence is judged elsewhere."""
+
+
+# The agent's knowledge of its workers, from the messages that it has carried in both directions: enough to tell a
+# coordinator that has lost its journal what the job is ----------------------------------------------------------------
+
+
+class SessionRecords:
+    """Note each message of a session, when it is sent or has come; `told()` sums them up."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, ToldWorker] = {}
+        self._number = self._attempt = 0
+        self._leaving = self._ending = ""
+
+    def told(self, job_id: str) -> WorkersTold:
+        """Return the message that tells all of it."""
+        workers = tuple(self._workers.values())
+        return WorkersTold(job_id, workers, self._number, self._attempt, self._leaving, self._ending)
+
+    def note_sent(self, message: Message) -> None:
+        """Note a message of the agent."""
+        match message:
+            case FromWorker(worker, payload):
+                self._note_worker(worker, payload)
+            case WorkerExited(worker) | SpawnFailed(worker):
+                self._workers.pop(worker, None)
+            case WorkerDying(worker):
+                self._change(worker, is_dying=True)
+            case WorkerMet(worker, True):
+                self._change(worker, has_met=True)
+            case AgentLeaving(reason):
+                self._leaving = reason
+
+    def note_received(self, message: Message) -> None:
+        """Note an order of the coordinator."""
+        match message:
+            case Spawn(worker, slot, _, attempt):
+                self._workers[worker] = ToldWorker(worker, slot)
+                self._attempt = max(self._attempt, attempt)
+            case ForwardToWorkers(workers, order):
+                for worker in workers:
+                    self._note_order(worker, order)
+            case StartWorkers(starts):
+                for worker, start in starts.items():
+                    self._note_order(worker, start)
+
+    def _note_worker(self, worker: str, message: WorkerMessage) -> None:
+        match message:
+            case Hello():
+                self._change(worker, address=message.address, pid=message.pid, has_met=True)
+            case Elastic():
+                self._change(worker, is_elastic=True)
+            case Ready(number):
+                self._change(worker, ready=number)
+            case Synced(number):
+                self._change(worker, synced=number)
+            case FirstStep():
+                self._change(worker, stepped=message.number)
+            case Finished(number, shortfall, static_because):
+                self._change(worker, finished=number, shortfall=shortfall, static_because=static_because)
+            case Leaving():
+                self._change(worker, is_leaving=True)
+            case Failed(summary):
+                self._change(worker, raised=summary)
+
+    def _note_order(self, worker: str, order: ToWorker) -> None:
+        match order:
+            case Newcomer():
+                self._change(worker, is_newcomer=True)
+            case Start(id, placement):
+                self._number = max(self._number, id.number)
+                self._change(worker, generation=id, rank=placement.rank, size=placement.size)
+            case Abort(number) | Prepare(number):
+                self._number = max(self._number, number)
+                self._change(worker, announced=number)
+            case Released(number):
+                self._change(worker, released=number)
+            case Left():
+                self._change(worker, has_left=True)
+            case Stop(reason):
+                self._ending = reason
+
+    def _change(self, worker: str, **fields: Any) -> None:
+        if (known := self._workers.get(worker)) is not None:
+            self._workers[worker] = msgspec.structs.replace(known, **fields)

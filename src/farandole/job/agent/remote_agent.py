@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol, cast
 
+import msgspec
+
 from farandole.base.env import inherited_environment
 from farandole.base.events.event import Event
 from farandole.base.events.host_events import AgentRejoins, AgentServes, AgentWaits
@@ -36,8 +38,7 @@ from farandole.base.wire.messages import (
     WorkerSilent,
 )
 from farandole.errors import AuthenticationError, ConfigError, FarandoleError, ProtocolError
-from farandole.job.agent.agent import Agent, EndOfService, Service
-from farandole.job.agent.agent_config import AgentConfig
+from farandole.job.agent.agent import Agent, AgentConfig, EndOfService, Service
 from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.job.agent.host_resources import share_cores
 from farandole.job.agent.network_addresses import own_addresses
@@ -273,27 +274,22 @@ class JoiningAgent:
         except OSError:
             if options.folder or welcome.needs_folder:
                 raise
+        variables = {**inherited_environment(), **welcome.environment}
         return AgentConfig(
             name=options.name,
             host=options.host,
             slots=options.slots,
             coordinator=self._coordinator,
-            job_id=welcome.job_id,
             token=options.token,
-            command=with_own_python(welcome.command),
-            environment=share_cores({**inherited_environment(), **welcome.environment}, options.slots, self._on_event),
-            detection_budget_s=welcome.detection_budget_s,
-            grace_s=welcome.grace_s if options.grace_s is None else options.grace_s,
-            is_elastic=welcome.is_elastic,
+            job=msgspec.structs.replace(
+                welcome,
+                command=with_own_python(welcome.command),
+                environment=share_cores(variables, options.slots, self._on_event),
+                grace_s=welcome.grace_s if options.grace_s is None else options.grace_s,
+            ),
             is_apart=True,
-            heartbeat_id=welcome.heartbeat_id,
-            heartbeat_port=welcome.heartbeat_port,
-            fork_server=welcome.fork_server,
-            store_port=welcome.store_port,
-            max_restarts=welcome.max_restarts,
             data_hosts=tuple(own_addresses(options.interfaces)) if options.interfaces else (),
             process=self._process,
-            outlives_silence=welcome.outlives_silence,
             tls=options.tls,
         )
 
