@@ -57,14 +57,12 @@ from farandole.base.wire.messages import (
     WriteStacks,
 )
 from farandole.errors import AuthenticationError, ProtocolError
-from farandole.job.agent.completion import to_its_end
 from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
-from farandole.job.agent.error_file import ErrorFiles
 from farandole.job.agent.network_addresses import data_hosts
 from farandole.job.agent.process import StoppedWatch
-from farandole.job.agent.returns import Returns
-from farandole.job.agent.spawner import make_spawner
+from farandole.job.agent.spawner import make_spawner, to_its_end
 from farandole.job.agent.stack_dumps import StackDumps
+from farandole.job.agent.worker_files import ErrorFiles, Returns
 from farandole.job.agent.worker_processes import WorkerProcesses
 from farandole.job.agent.worker_server import StatusPages, WorkerServer
 from farandole.job.agent.worker_telemetry import TELEMETRY_EVERY_S, TelemetryMeter

@@ -34,18 +34,11 @@ _READ_BYTES = 1 << 16
 _READS_AT_EXIT = 16  # a pipe holds 64 KiB; the bound is for an escaped process that never stops writing
 
 
-async def spawn(argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[str, bytes], None]) -> WorkerProcess:
-    """Start a worker with this environment, in the plain way.
+class WorkerProcess:
+    """A worker's process. Create it on a running event loop, right after the child was started.
 
     `on_line(stream, line)` gets each line of "stdout" and "stderr", without its end, on the event loop.
-    Raises OSError when the process cannot be started.
     """
-    return WorkerProcess(start_child(argv, worker_variables(env)), on_line)
-
-
-class WorkerProcess:
-    """A worker's process. Create it on a running event loop, right after the child was started. `on_line` as in
-    `spawn`."""
 
     def __init__(self, child: Child, on_line: Callable[[str, bytes], None]) -> None:
         self.pid = child.pid  # of the group's leader, and so also the group's number

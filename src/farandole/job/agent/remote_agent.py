@@ -26,7 +26,7 @@ from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel, TokenRefu
 from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.function_call import receive_call
-from farandole.base.wire.message import PROTOCOL_VERSION, Message
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import (
     AgentHello,
     OutputMessage,
@@ -348,35 +348,26 @@ _MESSAGE_BYTES = 1 << 16
 OutputStream = Literal["stdout", "stderr"]
 
 
-class MessageSender(Protocol):
-    """The part of a Channel that is needed here."""
-
-    @property
-    def unsent_bytes(self) -> int: ...
-
-    def send(self, message: Message) -> None: ...
-
-
 class ForwardedOutput:
     """A Sink, used on one event loop."""
 
-    def __init__(self, channel: MessageSender) -> None:
-        self._channel = channel
+    def __init__(self, session: CoordinatorSession) -> None:
+        self._session = session
         self._lines: dict[tuple[str, OutputStream], list[bytes]] = {}
         self._bytes = 0
         self._dropped: dict[tuple[str, OutputStream], int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def expected(self, worker: str, rank: int) -> None:
-        self._channel.send(WorkerRanked(worker, rank, is_expected=True))
+        self._session.send(WorkerRanked(worker, rank, is_expected=True))
 
     def placed(self, worker: str, rank: int) -> None:
         self.flush()  # earlier lines keep their label
-        self._channel.send(WorkerRanked(worker, rank, is_expected=False))
+        self._session.send(WorkerRanked(worker, rank, is_expected=False))
 
     def line(self, worker: str, stream: str, data: bytes) -> None:
         key = (worker, cast(OutputStream, stream))
-        if self._bytes + self._channel.unsent_bytes > UNSENT_LIMIT:
+        if self._bytes + self._session.unsent_bytes > UNSENT_LIMIT:
             self._dropped[key] = self._dropped.get(key, 0) + len(data) + 1
             return
         self._lines.setdefault(key, []).append(data)
@@ -388,7 +379,7 @@ class ForwardedOutput:
 
     def closed(self, worker: str) -> None:
         self.flush()
-        self._channel.send(WorkerSilent(worker))
+        self._session.send(WorkerSilent(worker))
 
     def stop(self) -> None:
         """Stop sending. Lines that were not sent are lost with the connection. Idempotent."""
@@ -403,7 +394,7 @@ class ForwardedOutput:
         collected, self._lines, self._bytes = self._lines, {}, 0
         for (worker, stream), lines in collected.items():
             dropped_bytes = self._dropped.pop((worker, stream), 0)
-            self._channel.send(WorkerPrinted(worker, stream, tuple(lines), dropped_bytes))
+            self._session.send(WorkerPrinted(worker, stream, tuple(lines), dropped_bytes))
 
 
 # In the coordinator's process: shown like the output of workers on its own machine ------------------------------------
