@@ -1,8 +1,8 @@
-"""The hosts of a job and their slots: starting workers in them, backing off after failures, keeping spares. Pure."""
+"""The slots of a job: starting workers in them, keeping spares, the places of workers and of members. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,10 +10,10 @@ import msgspec
 
 from farandole.base.events.job_events import NumberOfWorkersFixed, NumberOfWorkersFreed, ScaleChanged, ScaleRefused
 from farandole.base.events.worker_events import SlotsMissing, SparesMissing, SpareWaits, WorkerSpawned
+from farandole.base.membership import DataAddress, Peer, Placement
 from farandole.base.wire.link_messages import Left
 from farandole.base.wire.messages import Spawn
 from farandole.job.coordinator.job import Job, Offer, Slot, Worker
-from farandole.job.coordinator.placements import number_on_host, placements
 from farandole.job.coordinator.transition import Transition
 
 
@@ -183,21 +183,15 @@ def _may_not_start_together(transition: Transition) -> bool:
 def _refill(transition: Transition) -> list[str]:
     """Replace lost workers within their slots' budgets."""
     new, occupied = list[str](), workers_by_slot(transition.job)
-    if _defers_restarts(transition.job):
-        return new
+    staying = len(transition.job.staying())
+    if transition.job.restart_deferred_until_s is not None and staying >= max(1, transition.job.config.min_np):
+        return new  # They train first (regroup.py).
     for slot, use in transition.job.slots.items():
         vacant = use.is_open and not use.is_held_back and use.backoff_until_s is None and slot not in occupied
         if vacant and use.restarts < transition.job.config.restarts and _admits(transition.job):
             transition.change_slot(slot, restarts=use.restarts + 1)
             new.append(_add_worker(transition, slot, is_awaited=False))
     return new
-
-
-def _defers_restarts(job: Job) -> bool:
-    """Return whether lost workers are not replaced yet (regroup.py)."""
-    if job.restart_deferred_until_s is None:
-        return False
-    return len(job.staying()) >= max(1, job.config.min_np)
 
 
 def _open_more(transition: Transition) -> list[str]:
@@ -391,9 +385,8 @@ def slot_candidates(job: Job) -> list[SlotCandidate]:
         for host, offer in _reserved(job).items()
         for index in range(offer.slots)
     ]
-    return sorted(
-        (each for each in candidates if not _is_given_up(job, each)), key=lambda each: (each.order, each.index)
-    )
+    given_up = {slot for slot, use in job.slots.items() if use.is_given_up}
+    return sorted((each for each in candidates if each.slot not in given_up), key=lambda each: (each.order, each.index))
 
 
 def _reserved(job: Job) -> Mapping[str, Offer]:
@@ -437,5 +430,61 @@ def expected_slots(job: Job) -> tuple[list[tuple[str, int]], dict[Slot, int]]:
     return slots, {worker.slot: rank for rank, worker in enumerate(coming, len(staying))}
 
 
-def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:
-    return candidate.slot is not None and candidate.slot in job.slots and job.slots[candidate.slot].is_given_up
+# Placements and neighbours of the members of a generation -------------------------------------------------------------
+
+
+def number_on_host(job: Job, slot: Slot) -> int:
+    """Return the number of a slot among all slots of its host, from 0: its index, where the host has one agent."""
+    mine = job.agents[slot.agent]
+    return slot.index + sum(
+        agent.slots
+        for agent in job.agents.values()
+        if agent.host == mine.host and agent.is_connected and (agent.order, agent.name) < (mine.order, mine.name)
+    )
+
+
+def placements(slots: Sequence[tuple[str, int]]) -> list[Placement]:
+    """Return the placements of the members whose hosts, and numbers of slots on their hosts, are given by rank.
+
+    As in Horovod, local_rank is a number from 0 to local_size - 1. It is the number of the slot: so the local ranks of
+    the other members stay as they are when a worker is replaced. Only while a host has empty slots, a member whose slot
+    has a number of local_size or more takes that of an empty one. cross_rank counts the hosts that have a member with
+    the same local_rank, in the order of those members' ranks.
+    """
+    by_host: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, (host, _) in enumerate(slots):
+        by_host[host].append(rank)
+    local_ranks: dict[int, int] = {}
+    for ranks in by_host.values():
+        free = set(range(len(ranks)))
+        without: list[int] = []
+        for rank in sorted(ranks, key=lambda each: slots[each][1]):
+            if (number := slots[rank][1]) in free:
+                free.remove(number)
+                local_ranks[rank] = number
+            else:
+                without.append(rank)
+        local_ranks.update(zip(without, sorted(free), strict=True))
+    peers_across: Counter[int] = Counter()
+    cross_ranks: list[int] = []
+    for rank in range(len(slots)):
+        cross_ranks.append(peers_across[local_ranks[rank]])
+        peers_across[local_ranks[rank]] += 1
+    return [
+        Placement(
+            rank=rank,
+            size=len(slots),
+            local_rank=local_ranks[rank],
+            local_size=len(by_host[host]),
+            cross_rank=cross_ranks[rank],
+            cross_size=peers_across[local_ranks[rank]],
+        )
+        for rank, (host, _) in enumerate(slots)
+    ]
+
+
+def ring_neighbours(members: Sequence[tuple[str, DataAddress]]) -> list[tuple[Peer, Peer]]:
+    """Return the previous and the next neighbour of each rank. A single member is its own neighbour."""
+    peers = [Peer(worker, rank, address) for rank, (worker, address) in enumerate(members)]
+    size = len(peers)
+    return [(peers[rank - 1], peers[(rank + 1) % size]) for rank in range(size)]

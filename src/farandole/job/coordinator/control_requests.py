@@ -99,10 +99,8 @@ def _undrain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:
 
 
 def _unknown(job: Job, host: str) -> Declined | None:
-    known = list(_slots_by_host(job))
-    if host in known:
-        return None
-    return Declined(f"the job has no host {host!r}; its hosts: {listed(known)}")
+    known = _slots_by_host(job)
+    return None if host in known else Declined(f"the job has no host {host!r}; its hosts: {listed(known)}")
 
 
 def _is_drained(job: Job, host: str) -> bool:
@@ -111,18 +109,9 @@ def _is_drained(job: Job, host: str) -> bool:
 
 def _slots_by_host(job: Job) -> dict[str, int]:
     """Return the slots of the hosts that were offered or have an agent, in the order of their ranks."""
-    order = _order_of_hosts(job)
-    slots = {agent.host: agent.slots for agent in job.agents.values()}
-    slots |= {host: offer.slots for host, offer in (job.offers or {}).items()}
-    return {host: slots[host] for host in sorted(slots, key=lambda host: order[host])}
-
-
-def _order_of_hosts(job: Job) -> dict[str, int]:
-    """Return the places of the same hosts in the order of their ranks."""
-    offers = job.offers or {}
-    return {agent.host: agent.order for agent in job.agents.values()} | {
-        host: offer.order for host, offer in offers.items()
-    }
+    found = {agent.host: (agent.order, agent.slots) for agent in job.agents.values()}
+    found |= {host: (offer.order, offer.slots) for host, offer in (job.offers or {}).items()}
+    return {host: found[host][1] for host in sorted(found, key=lambda host: found[host][0])}
 
 
 def _is(number: int) -> str:
@@ -257,13 +246,12 @@ def _newcomer_state(worker: Worker) -> str:
 def _hosts(job: Job, now_s: float) -> list[HostStatus]:
     """Return the offered hosts, and the hosts that have an agent, in the order of their ranks."""
     offers = job.offers or {}
-    order = _order_of_hosts(job)
     workers = Counter(job.host_of(worker) for worker in job.workers.values())
     agents_on: defaultdict[str, list[AgentRecord]] = defaultdict(list)
     for agent in job.agents.values():
         agents_on[agent.host].append(agent)
     found = []
-    for host in sorted(order, key=lambda host: order[host]):
+    for host in _slots_by_host(job):
         agents = agents_on[host]
         count = offers[host].slots if host in offers else sum(each.slots for each in agents if each.is_connected)
         ban = job.bans.get(host)

@@ -142,7 +142,9 @@ def rebuilt(job: Job, told: Mapping[str, ToldAgent], reason: str, now_s: float) 
     is_over = was_released and not static_because
     # Workers of older generations have been excluded, unless the newest one was not announced to all of its members.
     former = _former(workers, newest) if missing and not was_released else []
-    in_order = sorted((*members, *former), key=lambda each: (each.rank, _generation_number(each)))
+    in_order = sorted(
+        (*members, *former), key=lambda each: (each.rank, each.generation.number if each.generation else 0)
+    )
     transition = Transition(
         replace(
             job,
@@ -262,10 +264,6 @@ def _worker(job: Job, agent: str, told: ToldWorker, newest: GenerationId | None,
         kill_at_s=now_s + job.config.grace_s if told.raised else None,
         has_met=told.has_met,
     )
-
-
-def _generation_number(told: ToldWorker) -> int:
-    return 0 if told.generation is None else told.generation.number
 
 
 def _far_above(number: int) -> int:

@@ -224,7 +224,9 @@ def _before_generation_1(transition: Transition, gone: list[Gone]) -> None:
             _end_process_group(transition, worker, loss)
             continue
         # A worker that fails by itself at the start is not started again; a killed worker is.
-        _log_loss(transition, worker, loss, may_be_replaced=_may_be_replaced_alone(transition.job, loss))
+        was_killed = loss.exit_code is not None and loss.exit_code < 0
+        is_alone = transition.job.config.max_restarts is None
+        _log_loss(transition, worker, loss, may_be_replaced=was_killed and is_alone)
         when = "while it waited in init() for the other workers" if called else "before it called init()"
         could_start = loss.exit_code is not None or not transition.job.agents[worker.slot.agent].is_connected
         if loss.exit_code != 0 and could_start and transition.job.config.max_restarts is not None:
@@ -242,10 +244,6 @@ def _before_generation_1(transition: Transition, gone: list[Gone]) -> None:
                 f"{sentence} {when}, and its slot's restart budget is used up "
                 f"(--restarts {transition.job.config.restarts}).",
             )
-
-
-def _may_be_replaced_alone(job: Job, loss: Loss) -> bool:
-    return job.config.max_restarts is None and loss.exit_code is not None and loss.exit_code < 0
 
 
 def _after_release(transition: Transition, gone: list[Gone]) -> None:
