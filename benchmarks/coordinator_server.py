@@ -90,7 +90,7 @@ async def measure(workers: int, idle_s: float, budget_s: float, seed: int) -> No
             took_s = time.monotonic() - begin_s
             _print(name, workers, (time.process_time() - begin_cpu_s) / took_s, 1.0)
         begin_cpu_s = time.process_time()
-        encode(coordinator.status())
+        encode(coordinator.clients.status())
         _print("status", workers, time.process_time() - begin_cpu_s, 0.0)
     finally:
         run.cancel()

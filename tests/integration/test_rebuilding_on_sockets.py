@@ -109,7 +109,7 @@ def test_an_agent_tells_its_workers_and_its_session_begins_anew(monkeypatch: pyt
             assert isinstance(resumed, Resumed)
             assert (resumed.epoch, resumed.handled) == (EPOCH, 0)
             assert (await events.next(JobRebuilt)).missing == 0
-            assert coordinator.status().generation == 7
+            assert coordinator.clients.status().generation == 7
 
     run(body())
 

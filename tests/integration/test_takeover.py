@@ -333,7 +333,7 @@ def test_a_report_that_waits_for_a_decision_is_not_lost_with_a_coordinator_that_
             async with asyncio.timeout(DEADLINE_S):
                 while not first.now.sessions["a"].log.handled:
                     await asyncio.sleep(0.001)
-            first.coordinator.commit()
+            first.coordinator.outbox.commit()
         assert first.state is not None
         state: CoordinatorState = pickle.loads(first.state)
         assert state.sessions["a"].log.handled == 1

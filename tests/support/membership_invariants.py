@@ -12,6 +12,7 @@ from farandole.base.config import JobConfig
 from farandole.base.events.host_events import HostBlacklisted, HostDrained, HostUndrained
 from farandole.base.events.job_events import JobBecameStatic, JobEnds, StateLost
 from farandole.base.events.worker_events import AllWorkersRestart
+from farandole.base.wire.control import AskScale, AskUndrain
 from farandole.base.wire.link_messages import (
     Abort,
     Elastic,
@@ -43,8 +44,6 @@ from farandole.job.coordinator.inputs import (
     AgentReported,
     HostsOffered,
     Input,
-    ScaleRequested,
-    UndrainRequested,
 )
 from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 
@@ -171,12 +170,12 @@ class MembershipInvariants:
                 self._connected.discard(agent)
                 self._forget([worker for worker, slot in self.slot_of.items() if slot[0] == agent])
                 self._reopenings += 1
-            case ScaleRequested(size):
+            case AskScale(size):
                 self._reopenings += 1
                 most = self._config.max_np
                 if self._config.min_np <= size and (most is None or size <= most) and not self._config.fills_slots:
                     self._target = (size, size)
-            case UndrainRequested(host):
+            case AskUndrain(host):
                 self._draining -= {agent for agent, of_agent in self._hosts.items() if of_agent == host}
                 self._reopenings += 1
             case AgentReported(agent, WorkerExited(worker, code)) if self._is_with(worker, agent):

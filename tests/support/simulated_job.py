@@ -15,7 +15,7 @@ from functools import partial
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
 from farandole.base.membership import Origin
-from farandole.base.wire.control import Accepted, AskDrain, AskUndrain
+from farandole.base.wire.control import Accepted, AskDrain, AskScale, AskUndrain
 from farandole.base.wire.link_messages import LinkBroken, WorkerMessage
 from farandole.base.wire.messages import (
     AgentLeaving,
@@ -39,7 +39,6 @@ from farandole.job.coordinator.inputs import (
     AgentReported,
     HostsOffered,
     Input,
-    ScaleRequested,
     StepsStalled,
     StopRequested,
     Tick,
@@ -269,10 +268,10 @@ class SimulatedJob:
             self.after(self.delay_s(), partial(again, agent))
 
     def _ask(self, request: AskDrain | AskUndrain) -> bool:
-        answer, happened = judge(self.job, request)
-        if happened is not None:
-            self.feed(happened)
-        return isinstance(answer, Accepted)
+        is_accepted = isinstance(judge(self.job, request), Accepted)
+        if is_accepted:
+            self.feed(request)
+        return is_accepted
 
     def _on_dismissed(self, agent: str) -> None:
         assert all(worker.agent != agent for worker in self.alive()), f"{agent} is dismissed and has workers"
@@ -425,7 +424,7 @@ class SimulatedJob:
         self.after(for_s, heal)
 
     def scale(self, size: int) -> None:
-        self.feed(ScaleRequested(size))
+        self.feed(AskScale(size))
 
     def stop(self, now: bool = False) -> None:
         self.feed(StopRequested(now, "Stopped by Ctrl-C."))

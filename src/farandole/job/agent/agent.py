@@ -23,6 +23,7 @@ from farandole.base.events.worker_events import StoppedWorkerKilled
 from farandole.base.liveness.heartbeats import Heartbeats, heartbeat_period_s
 from farandole.base.machine import now_s, since_boot_s
 from farandole.base.membership import LONGEST_BETWEEN_S, Address, Meeting, WorkerStatus, WorkerTelemetry
+from farandole.base.wire import messages
 from farandole.base.wire.authentication import derive_data_key, derive_key
 from farandole.base.wire.call_messages import PartReceived
 from farandole.base.wire.channel import Channel, connect
@@ -32,30 +33,6 @@ from farandole.base.wire.function_call import call_file, return_file
 from farandole.base.wire.link_messages import Hello, Stop, WorkerMessage
 from farandole.base.wire.listening import RefusalReports
 from farandole.base.wire.message import PROTOCOL_VERSION
-from farandole.base.wire.messages import (
-    AgentDied,
-    AgentHello,
-    AgentLeaving,
-    CoordinatorHeartbeat,
-    Dismissed,
-    ForwardToWorkers,
-    FromWorker,
-    GuardHello,
-    Heartbeat,
-    JobOver,
-    Kill,
-    Resumed,
-    Spawn,
-    SpawnFailed,
-    StacksWritten,
-    StartWorkers,
-    ToAgent,
-    Welcome,
-    WorkerDying,
-    WorkerExited,
-    WorkerMet,
-    WriteStacks,
-)
 from farandole.errors import AuthenticationError, ProtocolError
 from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.job.agent.network_addresses import data_hosts
@@ -115,7 +92,7 @@ class AgentConfig:
     slots: int
     coordinator: Address
     token: bytes = field(repr=False)
-    job: Welcome = field(repr=False)
+    job: messages.Welcome = field(repr=False)
     is_apart: bool = False
     error_folder: str = ""
     data_hosts: tuple[str, ...] = ()
@@ -159,7 +136,7 @@ class Agent:
             silence_limit_s=0.9 * self._job.detection_budget_s if config.is_apart else None,
         )
         self._pages = StatusPages(self._on_exit_notice)
-        self._stacks = StackDumps(self._pages.get, self._processes.caller)
+        self._stacks = StackDumps(self._pages.by_worker.get, self._processes.caller)
         self._last_stacks: dict[str, str] = {}  # of workers that are being killed, for their WorkerExited
         self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()  # besides those of run()
@@ -175,7 +152,7 @@ class Agent:
         await self._open_datagrams(self._job.heartbeat_id, self._job.heartbeat_port)
         # From here to the try block nothing is awaited: whatever is started is also ended.
         self._server.start()
-        self._died = None if self._guards_channel is None else self._guards_channel.hand_over(AgentDied())
+        self._died = None if self._guards_channel is None else self._guards_channel.hand_over(messages.AgentDied())
         self._processes.start(self._died)
         error_folder = Path(config.error_folder) if config.error_folder else self._processes.scratch / "errors"
         self._errors = ErrorFiles(error_folder, lasts=bool(config.error_folder))
@@ -216,25 +193,27 @@ class Agent:
 
     async def _begin_session(self) -> CoordinatorSession:
         config = self._config
-        hello = AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION, process=config.process)
+        hello = messages.AgentHello(config.name, config.host, config.slots, PROTOCOL_VERSION, process=config.process)
         channel = await self._dial()
         channel.send(hello)
         reconnecting = Reconnecting(self._job.job_id, hello, self._dial, self._job.patience_s, self._on_event)
         return CoordinatorSession(channel, reconnecting=reconnecting if self._job.patience_s else None)
 
-    async def _dial(self) -> Channel[ToAgent]:
+    async def _dial(self) -> Channel[messages.ToAgent]:
         config, address = self._config, self._config.coordinator
         return await connect(address.host, address.port, config.token, self._job.job_id, TO_AGENT, config.tls)
 
-    async def _dial_for_guard(self) -> Channel[ToAgent] | None:
+    async def _dial_for_guard(self) -> Channel[messages.ToAgent] | None:
         """Return a second connection, on which the guard will report the end of this process. None: it cannot be
         opened; the coordinator will notice that end by the agent's silence."""
-        config, port = self._config, self._session.peer_port
+        config, first = self._config, self._session.channel
         try:
-            channel = await connect(self._session.peer_host, port, config.token, self._job.job_id, TO_AGENT, config.tls)
+            channel = await connect(
+                first.peer_host, first.peer_port, config.token, self._job.job_id, TO_AGENT, config.tls
+            )
         except (ConnectionError, AuthenticationError, ProtocolError):
             return None
-        channel.send(GuardHello(config.name, config.process, PROTOCOL_VERSION))
+        channel.send(messages.GuardHello(config.name, config.process, PROTOCOL_VERSION))
         return channel
 
     def kill_workers(self) -> None:
@@ -249,27 +228,28 @@ class Agent:
     def leave(self, reason: str, within_s: float = 0.0) -> None:
         """Drain this host: workers leave at their next boundary, and then the agent. The remaining ones are killed
         after the grace period, or `within_s` if that is longer."""
-        self._session.send(AgentLeaving(reason))
+        self._session.send(messages.AgentLeaving(reason))
         asyncio.get_running_loop().call_later(max(self._job.grace_s, within_s), self.kill_workers)
 
     # When the coordinator is back --------------------------------------------------------------------------
 
-    def _on_resumed(self, resumed: Resumed) -> None:
+    def _on_resumed(self, resumed: messages.Resumed) -> None:
         """Begin to count heartbeats anew, as the coordinator does, and renew what depends on the connection."""
         self._heartbeats = Heartbeats(since_boot_s())
         self._store_port = resumed.store_port
         if self._config.is_apart:
             self._start_task(self._renew(resumed))
 
-    async def _renew(self, resumed: Resumed) -> None:
+    async def _renew(self, resumed: messages.Resumed) -> None:
         """Open the socket of the datagrams, and the connection of the guard, to the coordinator of now."""
         await self._open_datagrams(resumed.heartbeat_id, resumed.heartbeat_port)
         old, self._guards_channel = self._guards_channel, await self._dial_for_guard()
         if old is not None:
             old.abort()
         if self._guards_channel is not None:
-            self._died = self._guards_channel.hand_over(AgentDied())
-            self._processes.renew_guard(self._died)
+            self._died = self._guards_channel.hand_over(messages.AgentDied())
+            with contextlib.suppress(OSError):  # the one that runs watches, and can only not report
+                self._processes.guard.renew(self._died)
 
     async def _open_datagrams(self, heartbeat_id: bytes, port: int) -> None:
         await self._session.open_datagrams(self._config.token, heartbeat_id, port, self._record_heartbeat)
@@ -290,7 +270,7 @@ class Agent:
         try:
             if self._call:
                 await asyncio.to_thread(call_file(self._processes.scratch).write_bytes, self._call)
-            while not isinstance(order := await self._session.receive(), JobOver | Dismissed):
+            while not isinstance(order := await self._session.receive(), messages.JobOver | messages.Dismissed):
                 self._do(order)
             service = _service(order)
         except (ConnectionError, AuthenticationError, ProtocolError) as error:
@@ -303,19 +283,19 @@ class Agent:
         self._is_stopping = True
         self._server.send_to(self._processes.pids(), Stop(service.reason))
 
-    def _do(self, order: ToAgent) -> None:
-        if isinstance(order, ForwardToWorkers):
+    def _do(self, order: messages.ToAgent) -> None:
+        if isinstance(order, messages.ForwardToWorkers):
             self._server.send_to(order.workers, order.message)
             self._is_stopping |= isinstance(order.message, Stop)
-        elif isinstance(order, StartWorkers):
+        elif isinstance(order, messages.StartWorkers):
             self._start_workers(order)
-        elif isinstance(order, Spawn):
+        elif isinstance(order, messages.Spawn):
             worker_env = WorkerEnv(
                 agent_address=self._server.address,
                 worker=order.worker,
                 secret=self._server.expect(order.worker),
                 slot=order.slot,
-                data_addresses=",".join(self._config.data_hosts or data_hosts(self._session.own_host)),
+                data_addresses=",".join(self._config.data_hosts or data_hosts(self._session.channel.own_host)),
                 scratch_folder=str(self._processes.scratch),
                 detection_budget_s=self._job.detection_budget_s,
                 status_page=self._pages.add(order.worker),
@@ -341,16 +321,16 @@ class Agent:
                         error_file=str(error_file or ""),
                     )
             self._processes.spawn(order.worker, {**self._job.environment, **added})
-        elif isinstance(order, Kill):
+        elif isinstance(order, messages.Kill):
             if order.dumps_stacks:
                 self._start_task(self._dump_and_kill(order))
             else:
                 self._processes.kill(order.worker, order.grace_s)
-        elif isinstance(order, WriteStacks):
+        elif isinstance(order, messages.WriteStacks):
             self._start_task(self._write_stacks(order))
         elif isinstance(order, PartReceived):
             self._returns.on_received(order.worker)
-        elif isinstance(order, CoordinatorHeartbeat):
+        elif isinstance(order, messages.CoordinatorHeartbeat):
             self._record_heartbeat(order.sequence, order.received)
             self._heartbeat_every_s = order.every_s or self._heartbeat_every_s
 
@@ -358,44 +338,44 @@ class Agent:
     def _store(self) -> Address | None:
         """The address of the job's store, at the address by which this agent reaches the coordinator; None: there is
         none."""
-        return Address(self._session.peer_host, self._store_port) if self._store_port else None
+        return Address(self._session.channel.peer_host, self._store_port) if self._store_port else None
 
-    async def _dump_and_kill(self, order: Kill) -> None:
+    async def _dump_and_kill(self, order: messages.Kill) -> None:
         self._last_stacks[order.worker] = ""
         dump = await self._stacks.dump(order.worker, within_s=_DUMP_BEFORE_KILL_S)
         if order.worker in self._last_stacks:  # else it has exited meanwhile
             self._last_stacks[order.worker] = dump.text
         self._processes.kill(order.worker, order.grace_s)
 
-    async def _write_stacks(self, order: WriteStacks) -> None:
+    async def _write_stacks(self, order: messages.WriteStacks) -> None:
         dump = await self._stacks.dump(order.worker)
-        self._session.send(StacksWritten(order.number, order.worker, dump.text, dump.problem))
+        self._session.send(messages.StacksWritten(order.number, order.worker, dump.text, dump.problem))
 
-    def _start_workers(self, order: StartWorkers) -> None:
+    def _start_workers(self, order: messages.StartWorkers) -> None:
         for worker, start in order.starts.items():
             data_key = derive_data_key(self._config.token, start.id)
             self._server.send_to([worker], msgspec.structs.replace(start, data_key=data_key))
         for worker, start in order.starts.items():
             self._sink.placed(worker, start.placement.rank)
-        self._processes.training_begins()
+        self._processes.spawner.training_begins()
 
     # From the workers and their processes -----------------------------------------------------------------
 
     def _on_message(self, worker: str, message: WorkerMessage) -> None:
         if isinstance(message, Hello):
             self._processes.called_init(worker, message.pid)
-        self._session.send(FromWorker(worker, message))
+        self._session.send(messages.FromWorker(worker, message))
 
     def _on_exit_notice(self, worker: str) -> None:
         """Handle a worker whose main thread has apparently ended. If so, the process ends in any case, and its group is
         killed first: its other processes must not continue. The exit follows when the kernel has freed its memory."""
         if self._processes.end_if_dying(worker):
             self._server.read_rest(worker)
-            self._session.send(WorkerDying(worker))
+            self._session.send(messages.WorkerDying(worker))
 
     async def _on_exit(self, worker: str, exit_code: int, last_lines: tuple[str, ...], pid: int) -> None:
         self._report_meetings()
-        stacks, page = self._last_stacks.pop(worker, None), self._pages.get(worker)
+        stacks, page = self._last_stacks.pop(worker, None), self._pages.by_worker.get(worker)
         if stacks == "" and page is not None:  # the worker has exited before they were read
             stacks = page.stacks()
         self._pages.remove(worker)
@@ -403,12 +383,12 @@ class Agent:
         error = self._errors.take(worker)
         if self._call:
             await self._returns.send(worker, return_file(self._processes.scratch, worker), self._session.send)
-        self._session.send(WorkerExited(worker, exit_code, last_lines, stacks or "", pid, error))
+        self._session.send(messages.WorkerExited(worker, exit_code, last_lines, stacks or "", pid, error))
 
     def _on_spawn_failed(self, worker: str, error: str) -> None:
         self._pages.remove(worker)
         self._server.dismiss(worker)
-        self._session.send(SpawnFailed(worker, error))
+        self._session.send(messages.SpawnFailed(worker, error))
 
     # Timers -----------------------------------------------------------------------------------------------
 
@@ -417,10 +397,10 @@ class Agent:
             self._refused.flush()
             sequence, statuses = self._heartbeats.next(since_boot_s()), self._changed_statuses()
             received = self._heartbeats.received if self._config.is_apart else None
-            self._session.send(Heartbeat(sequence, received, statuses, self._telemetry()))
+            self._session.send(messages.Heartbeat(sequence, received, statuses, self._telemetry()))
             self._session.confirm()
             self._session.send_datagram(sequence, self._heartbeats.received)
-            self._processes.heartbeat()
+            self._processes.guard.heartbeat()
             await asyncio.sleep(self._heartbeat_every_s)
 
     async def _hold_lease(self) -> Service:
@@ -482,15 +462,15 @@ class Agent:
         if time_s < self._measure_s:
             return None
         self._measure_s = time_s + TELEMETRY_EVERY_S - _TIMER_TOLERANCE_S
-        return self._meter.measure(self._pages.each(), self._processes.callers(), time_s)
+        return self._meter.measure(self._pages.by_worker, self._processes.callers(), time_s)
 
     def _report_meetings(self) -> None:
         """Report the workers of which it has become known since the last call whether they have met the others."""
         for worker, meeting in self._pages.new_meetings().items():
-            self._session.send(WorkerMet(worker, meeting is Meeting.MET))
+            self._session.send(messages.WorkerMet(worker, meeting is Meeting.MET))
 
 
-def _service(order: JobOver | Dismissed) -> Service:
-    if isinstance(order, JobOver):
+def _service(order: messages.JobOver | messages.Dismissed) -> Service:
+    if isinstance(order, messages.JobOver):
         return Service(EndOfService.JOB_ENDED, order.reason, order.exit_code)
     return Service(EndOfService.DRAINED if order.is_drained else EndOfService.LEFT, order.reason)

@@ -17,27 +17,9 @@ from farandole.base.events.host_events import CoordinatorBack, CoordinatorUnreac
 from farandole.base.liveness.heartbeats import HeartbeatSeal
 from farandole.base.machine import since_boot_s
 from farandole.base.membership import Address
+from farandole.base.wire import link_messages
 from farandole.base.wire.authentication import Role
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel
-from farandole.base.wire.link_messages import (
-    Abort,
-    Elastic,
-    Failed,
-    Finished,
-    FirstStep,
-    Hello,
-    Leaving,
-    Left,
-    Newcomer,
-    Prepare,
-    Ready,
-    Released,
-    Start,
-    Stop,
-    Synced,
-    ToWorker,
-    WorkerMessage,
-)
 from farandole.base.wire.message import Message
 from farandole.base.wire.message_log import MessageLog, is_counted
 from farandole.base.wire.messages import (
@@ -97,14 +79,14 @@ class Reconnecting:
 class CoordinatorSession:
     """The session, on one event loop. It sends and receives as a Channel does; one task receives.
 
-    channel       its first connection, on which the agent was welcomed
+    channel       its first connection, on which the agent was welcomed; as an attribute, the one of now
     epoch         of the coordinator that did so
     reconnecting  None: the session ends with this connection
     on_resumed    called when it continues on another connection; set by the agent
     """
 
     def __init__(self, channel: Channel[ToAgent], epoch: int = 1, reconnecting: Reconnecting | None = None) -> None:
-        self._channel, self._epoch, self._reconnecting = channel, epoch, reconnecting
+        self.channel, self._epoch, self._reconnecting = channel, epoch, reconnecting
         self._log: MessageLog[Message] = MessageLog()
         self._records = SessionRecords()
         self._confirmed = 0
@@ -117,24 +99,9 @@ class CoordinatorSession:
         self.on_resumed: Callable[[Resumed], None] = lambda _: None
 
     @property
-    def own_host(self) -> str:
-        """The numeric address by which this side reaches the coordinator."""
-        return self._channel.own_host
-
-    @property
-    def peer_host(self) -> str:
-        """The numeric address of the coordinator, as this side sees it."""
-        return self._channel.peer_host
-
-    @property
-    def peer_port(self) -> int:
-        """The port of the coordinator."""
-        return self._channel.peer_port
-
-    @property
     def unsent_bytes(self) -> int:
         """The number of bytes that the kernel has not accepted yet."""
-        return self._channel.unsent_bytes if self.is_connected else self._output_bytes
+        return self.channel.unsent_bytes if self.is_connected else self._output_bytes
 
     def send(self, message: Message) -> None:
         """Send a message, now or on the next connection. What a later message replaces, such as a heartbeat, is dropped
@@ -148,7 +115,7 @@ class CoordinatorSession:
             for is_expected in (True, False):
                 self._ranked.pop((message.worker, is_expected), None)
         if self.is_connected:
-            self._channel.send(message)
+            self.channel.send(message)
         elif isinstance(message, OutputMessage):
             self._output.append(message)
             if isinstance(message, WorkerPrinted):
@@ -158,7 +125,7 @@ class CoordinatorSession:
         """Tell the coordinator how many of its messages were handled, if they are more than before."""
         if self.is_connected and self._log.handled > self._confirmed:
             self._confirmed = self._log.handled
-            self._channel.send(Handled(self._confirmed))
+            self.channel.send(Handled(self._confirmed))
 
     async def receive(self) -> ToAgent:
         """Return the next message of the coordinator, on this connection or, if it ends, on the next one.
@@ -168,7 +135,7 @@ class CoordinatorSession:
         """
         while True:
             try:
-                message = await self._channel.receive()
+                message = await self.channel.receive()
             except ConnectionError as error:
                 if self._reconnecting is None:
                     raise
@@ -186,7 +153,7 @@ class CoordinatorSession:
         """Give the connection up, on which the coordinator has been silent for so long, and look for the next one. The
         patience counts from the beginning of the silence."""
         self._silent_s = silent_s
-        self._channel.abort()
+        self.channel.abort()
 
     async def open_datagrams(
         self, token: bytes, heartbeat_id: bytes, port: int, on_heartbeat: Callable[[int, int], object]
@@ -197,7 +164,7 @@ class CoordinatorSession:
         self._datagrams = HeartbeatSocket(token, heartbeat_id, on_heartbeat) if port else None
         if self._datagrams is not None:
             with contextlib.suppress(OSError):  # the connection carries heartbeats, too
-                await self._datagrams.open(Address(self.peer_host, port))
+                await self._datagrams.open(Address(self.channel.peer_host, port))
 
     def send_datagram(self, sequence: int, received: int) -> None:
         """Send a heartbeat as a datagram, where there are any."""
@@ -206,17 +173,17 @@ class CoordinatorSession:
 
     def close(self) -> None:
         """Close the connection once all messages so far are sent. Idempotent."""
-        self._channel.close()
+        self.channel.close()
         if self._datagrams is not None:
             self._datagrams.close()
 
     def abort(self) -> None:
         """Close the connection now. Idempotent."""
-        self._channel.abort()
+        self.channel.abort()
 
     async def _resume(self, how: Reconnecting, why: ConnectionError) -> None:
         """Continue on a new connection. Raises ConnectionError when there is none in time."""
-        self._channel.abort()
+        self.channel.abort()
         self.is_connected = False
         began_s, silent_s = since_boot_s() - self._silent_s, self._silent_s
         self._silent_s = 0.0
@@ -273,7 +240,7 @@ class CoordinatorSession:
             raise ProtocolError(f"it is of epoch {epoch}, which epoch {self._epoch} has replaced")
 
     def _continue_on(self, channel: Channel[ToAgent], resumed: Resumed) -> None:
-        self._channel, self._epoch, self.is_connected = channel, resumed.epoch, True
+        self.channel, self._epoch, self.is_connected = channel, resumed.epoch, True
         self._log.confirm(resumed.handled)
         self._confirmed = self._log.handled  # it was told so
         for message in self._log.after(resumed.handled):
@@ -336,12 +303,10 @@ class SessionRecords:
         self._leaving = self._ending = ""
 
     def told(self, job_id: str) -> WorkersTold:
-        """Return the message that tells all of it."""
         workers = tuple(self._workers.values())
         return WorkersTold(job_id, workers, self._number, self._attempt, self._leaving, self._ending)
 
     def note_sent(self, message: Message) -> None:
-        """Note a message of the agent."""
         match message:
             case FromWorker(worker, payload):
                 self._note_worker(worker, payload)
@@ -355,7 +320,6 @@ class SessionRecords:
                 self._leaving = reason
 
     def note_received(self, message: Message) -> None:
-        """Note an order of the coordinator."""
         match message:
             case Spawn(worker, slot, _, attempt):
                 self._workers[worker] = ToldWorker(worker, slot)
@@ -367,40 +331,40 @@ class SessionRecords:
                 for worker, start in starts.items():
                     self._note_order(worker, start)
 
-    def _note_worker(self, worker: str, message: WorkerMessage) -> None:
+    def _note_worker(self, worker: str, message: link_messages.WorkerMessage) -> None:
         match message:
-            case Hello():
+            case link_messages.Hello():
                 self._change(worker, address=message.address, pid=message.pid, has_met=True)
-            case Elastic():
+            case link_messages.Elastic():
                 self._change(worker, is_elastic=True)
-            case Ready(number):
+            case link_messages.Ready(number):
                 self._change(worker, ready=number)
-            case Synced(number):
+            case link_messages.Synced(number):
                 self._change(worker, synced=number)
-            case FirstStep():
+            case link_messages.FirstStep():
                 self._change(worker, stepped=message.number)
-            case Finished(number, shortfall, static_because):
+            case link_messages.Finished(number, shortfall, static_because):
                 self._change(worker, finished=number, shortfall=shortfall, static_because=static_because)
-            case Leaving():
+            case link_messages.Leaving():
                 self._change(worker, is_leaving=True)
-            case Failed(summary):
+            case link_messages.Failed(summary):
                 self._change(worker, raised=summary)
 
-    def _note_order(self, worker: str, order: ToWorker) -> None:
+    def _note_order(self, worker: str, order: link_messages.ToWorker) -> None:
         match order:
-            case Newcomer():
+            case link_messages.Newcomer():
                 self._change(worker, is_newcomer=True)
-            case Start(id, placement):
+            case link_messages.Start(id, placement):
                 self._number = max(self._number, id.number)
                 self._change(worker, generation=id, rank=placement.rank, size=placement.size)
-            case Abort(number) | Prepare(number):
+            case link_messages.Abort(number) | link_messages.Prepare(number):
                 self._number = max(self._number, number)
                 self._change(worker, announced=number)
-            case Released(number):
+            case link_messages.Released(number):
                 self._change(worker, released=number)
-            case Left():
+            case link_messages.Left():
                 self._change(worker, has_left=True)
-            case Stop(reason):
+            case link_messages.Stop(reason):
                 self._ending = reason
 
     def _change(self, worker: str, **fields: Any) -> None:

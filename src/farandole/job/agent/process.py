@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 from farandole.base.env import is_under_slurm
 from farandole.job.agent.guard_process import is_resource_tracker, kill_but_trackers
@@ -348,18 +348,17 @@ def worker_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 def start_child(argv: Sequence[str], env: Mapping[str, str]) -> Child:
     """Start a program with exactly this environment. Raises OSError when that is impossible."""
-    return _PlainChild(
-        subprocess.Popen(
-            list(argv),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=ignore_announcements if is_under_slurm() else None,
-        )
+    started = subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        preexec_fn=ignore_announcements if is_under_slurm() else None,
     )
+    return cast(Child, started)  # it has both pipes
 
 
 def ignore_announcements() -> None:
@@ -367,17 +366,6 @@ def ignore_announcements() -> None:
     it sends them to all processes of a step, and the agent handles them."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-
-
-class _PlainChild:
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        assert popen.stdout is not None
-        assert popen.stderr is not None
-        self.pid, self.stdout, self.stderr = popen.pid, popen.stdout, popen.stderr
-        self._popen = popen
-
-    def wait(self) -> int:
-        return self._popen.wait()
 
 
 # Temporary adoption of orphans: for a moment, orphans of this process's children become its own children.
@@ -394,7 +382,6 @@ _LOOK_S = 0.01
 
 
 def can_adopt_orphans() -> bool:
-    """Return whether the system supports it."""
     return _is_on() is not None
 
 

@@ -80,7 +80,6 @@ class JoinOptions:
 
     @property
     def name(self) -> str:
-        """The name of the agent in the job."""
         return f"{self.host}/{self.id}" if self.id else self.host
 
 
@@ -387,7 +386,6 @@ class ForwardedOutput:
             self._timer.cancel()
 
     def flush(self) -> None:
-        """Send the collected lines."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

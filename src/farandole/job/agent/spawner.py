@@ -75,7 +75,7 @@ class Spawner:
             raise
 
     def training_begins(self) -> None:
-        """Note that a generation has been started."""
+        """Note that a generation has been started: from now on workers may have to be replaced."""
 
     def wait_no_longer(self) -> None:
         """Start all requested workers now, in any way: a worker that is being started has to end."""

@@ -156,7 +156,6 @@ class AgentGreeting:
             )
 
     def _continue_on(self, channel: Channel[AgentMessage], agent: str, session: AgentSession) -> None:
-        """Continue a session on this connection."""
         self._reception.introduced(is_awaited=True)
         self._admit(channel.peer_host)
         self._agents.connect(agent, session, channel)
@@ -183,7 +182,6 @@ class AgentGreeting:
             raise ProtocolError(refused.reason)
 
     def _why_refused(self, hello: AgentHello) -> Refused | None:
-        """Return the refusal for a remote agent that may not join, or None."""
         if self._welcome is None:
             return Refused(
                 "this job does not accept agents of other machines (farandole run --token-file)", is_final=True

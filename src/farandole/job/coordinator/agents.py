@@ -49,7 +49,7 @@ class Agents:
         channels: The connections of those that are connected.
         returning: Agents of the former coordinator that have not come yet.
         hosts: The addresses from which agents have connected.
-        heartbeats: Of the agents on other machines.
+        silence, heartbeats: Of the agents; the latter of those on other machines.
         offers: The hosts that the job may use.
     """
 
@@ -75,10 +75,10 @@ class Agents:
         self.channels: dict[str, Channel[AgentMessage]] = {}
         self.returning: set[str] = set()
         self.hosts: set[str] = set()
-        self._silence = Silence(config.detection_budget_s)
-        self.look_every_s = self._silence.look_every_s
+        self.silence = Silence(config.detection_budget_s)
+        self.look_every_s = self.silence.look_every_s
         now_s = self._now_s = decisions.clock.now_s
-        self.heartbeats = AgentHeartbeats(token, config.detection_budget_s, now_s, self._silence.record)
+        self.heartbeats = AgentHeartbeats(token, config.detection_budget_s, now_s, self.silence.record)
 
     async def open(self, address: Address) -> None:
         """Receive heartbeats as datagrams at this address, too, if agents of other machines may join."""
@@ -126,13 +126,9 @@ class Agents:
         sessions = self.by_agent
         is_own = not sessions[agent].is_apart and self.outbox.has_journal
         if not is_own or any(each.is_apart for each in sessions.values()):
-            self._silence.record(agent, self._now_s() + after_s)
+            self.silence.record(agent, self._now_s() + after_s)
         else:
-            self._silence.forget(agent)
-
-    def silent(self) -> dict[str, float]:
-        """Return the agents whose silence has lasted for the budget, and for how many seconds: as Silence.look."""
-        return self._silence.look(self._now_s())
+            self.silence.forget(agent)
 
     def lease_end_s(self, agent: str) -> float | None:
         """Return until when the workers of an agent that is lost now may run; None: it is not on another machine. An
@@ -233,8 +229,7 @@ class Agents:
             self._clients.telemetry[agent] = message.telemetry
 
     def _forget(self, agent: str) -> None:
-        """End the session of an agent that is lost, and its connection."""
-        self._silence.forget(agent)
+        self.silence.forget(agent)
         self.heartbeats.forget(agent)
         self.by_agent.pop(agent, None)
         self.returning.discard(agent)
@@ -299,7 +294,7 @@ class Watch:
         agents, decisions, hang_detector = self._agents, self._agents.decisions, self._agents.hang_detector
         self._refused.flush()
         decisions.notice_stall()
-        for agent, silent_s in agents.silent().items():
+        for agent, silent_s in agents.silence.look(decisions.clock.now_s()).items():
             reason = f"nothing was received from it for {silent_s:.2f} s (--detection-budget {self._budget_s:g})"
             agents.lose(agent, reason, agents.lease_end_s(agent), silent_s)
         if decisions.retelling.reason and decisions.may_rebuild():

@@ -52,7 +52,6 @@ def judge_links(transition: Transition) -> None:
 
 
 def next_judgement(job: Job) -> float | None:
-    """Return when `judge` has to run next."""
     trouble = job.links
     return trouble.deadline_s if trouble.verdict_s is None else trouble.verdict_s
 

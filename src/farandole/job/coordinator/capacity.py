@@ -122,7 +122,6 @@ def warn_of_missing(transition: Transition) -> None:
 
 
 def restarts_left(job: Job, slot: Slot) -> int:
-    """Return how often the worker in this slot may still be replaced."""
     use = job.slots[slot]
     return max(0, job.config.restarts - use.restarts) if use.is_open else 0
 
@@ -280,7 +279,6 @@ def workers_by_slot(job: Job) -> dict[Slot, Worker]:
 
 
 def open_slots(job: Job) -> int:
-    """Return in how many slots the job wants a worker."""
     return sum(use.is_open for use in job.slots.values())
 
 
@@ -345,7 +343,6 @@ def report_spare(transition: Transition, worker: Worker) -> None:
 
 
 def warn_of_missing_spares(transition: Transition) -> None:
-    """Warn, once, that there is no slot for some of the spares."""
     job = transition.job
     if not (job.is_elastic and job.spares) or job.is_released:
         return

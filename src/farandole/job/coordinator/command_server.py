@@ -18,6 +18,7 @@ from farandole.base.membership import WorkerTelemetry
 from farandole.base.wire.channel import Channel
 from farandole.base.wire.control import (
     STACKS_S,
+    Accepted,
     AskDrain,
     AskScale,
     AskStacks,
@@ -104,7 +105,6 @@ class Clients:
         self._subscribers[channel] = self._count
 
     def status(self) -> Status:
-        """Return the status of the job now."""
         now_s = self._decisions.clock.now_s()
         shown = list(itertools.islice(reversed(self._events), EVENTS_SHOWN))
         events = tuple(PastEvent(max(0.0, now_s - event.at_s), event.line) for event in reversed(shown))
@@ -112,11 +112,9 @@ class Clients:
         return msgspec.structs.replace(status, events=events, coordinator_pid=os.getpid())
 
     def summary(self) -> JobSummary:
-        """Return the summary of the job now."""
         return summary_of(self._decisions.job, self._decisions.steps(), self._measured())
 
     def _measured(self) -> dict[str, WorkerTelemetry]:
-        """Return the last measurements by worker."""
         return {name: each for workers in self.telemetry.values() for name, each in workers.items()}
 
     async def serve(self, channel: Channel[ClientMessage]) -> None:
@@ -134,9 +132,9 @@ class Clients:
             case AskStatus():
                 channel.send(self.status())
             case AskScale() | AskDrain() | AskUndrain():
-                answer, happened = judge(self._decisions.job, asked)
-                if happened is not None:
-                    self._decisions.decide(happened)
+                answer = judge(self._decisions.job, asked)
+                if isinstance(answer, Accepted):
+                    self._decisions.decide(asked)
                     await self._caught_up()
                 channel.send(answer)
             case AskStacks(workers):

@@ -21,6 +21,7 @@ from farandole.base.wire.message import OLDEST_PROTOCOL_VERSION
 from farandole.base.wire.message_log import MessageLog
 from farandole.base.wire.sockets import listening_sockets
 from farandole.errors import ConfigError
+from farandole.job.coordinator import launcher_link as frames
 from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.journal import (
     SOFTWARE,
@@ -30,27 +31,6 @@ from farandole.job.coordinator.journal import (
     JournalFiles,
     StateEncoder,
     decoded,
-)
-from farandole.job.coordinator.launcher_link import (
-    ALIVE_EVERY_S,
-    SUMMARY_EVERY_S,
-    AdmitToStore,
-    Alive,
-    Call,
-    ClearStore,
-    CoordinatorSetup,
-    Copied,
-    Copy,
-    Ended,
-    FramesHandled,
-    KeptFrames,
-    Link,
-    Listen,
-    Listening,
-    OpenStore,
-    Output,
-    Over,
-    StoreOpened,
 )
 from farandole.job.coordinator.server import Coordinator
 
@@ -64,20 +44,20 @@ that an older launcher may still start, behind a broken network, never reach it,
 class _RemoteStore:
     """The store, which is in the launcher's process, so that it outlives this one."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: frames.Link) -> None:
         self._link = link
-        self._opened: asyncio.Future[StoreOpened] | None = None
+        self._opened: asyncio.Future[frames.StoreOpened] | None = None
         self._address = Address("127.0.0.1", 0)
 
     async def open(self, *hosts: str) -> None:
         self._opened = asyncio.get_running_loop().create_future()
-        self._link.send(OpenStore(hosts))
+        self._link.send(frames.OpenStore(hosts))
         opened = await self._opened
         if opened.problem:
             raise ConfigError(opened.problem)
         self._address = Address(hosts[0], opened.port)
 
-    def on_opened(self, opened: StoreOpened) -> None:
+    def on_opened(self, opened: frames.StoreOpened) -> None:
         if self._opened is not None and not self._opened.done():
             self._opened.set_result(opened)
 
@@ -86,10 +66,10 @@ class _RemoteStore:
         return self._address
 
     def admit(self, host: str) -> None:
-        self._link.send(AdmitToStore(host))
+        self._link.send(frames.Call("admit", (host,)))
 
     def clear(self) -> None:
-        self._link.send(ClearStore())
+        self._link.send(frames.Call("clear", ()))
 
     def close(self) -> None:
         """Leave it to the launcher."""
@@ -98,7 +78,7 @@ class _RemoteStore:
 class _Process:
     """This process: `await run()`."""
 
-    def __init__(self, link: Link, journal: JournalFiles) -> None:
+    def __init__(self, link: frames.Link, journal: JournalFiles) -> None:
         self._link, self._journal_files = link, journal
         self._frames: MessageLog[object] = MessageLog()
         self._unsent: list[object] = []
@@ -109,13 +89,13 @@ class _Process:
         self._copied: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        setup: CoordinatorSetup = await self._link.receive()
+        setup: frames.CoordinatorSetup = await self._link.receive()
         self._setup = setup
         self._journal = Journal(self._journal_files, setup.job_id, is_durable=bool(setup.launcher))
         try:
             restored, is_moved = self._restore()
         except JournalError as damage:
-            self._link.send(Listening((), 0, str(damage)))
+            self._link.send(frames.Listening((), 0, str(damage)))
             await self._link.drain()
             return
         hosts: Sequence[str] = setup.hosts
@@ -131,7 +111,7 @@ class _Process:
             on_event=self._on_event,
             origin=setup.origin,
             welcome=setup.welcome,
-            on_output=lambda agent, message: self._link.send(Output(agent, message)),
+            on_output=lambda agent, message: self._link.send(frames.Output(agent, message)),
             offers_joined=setup.offers_joined,
             first_hosts=setup.first_hosts,
             store=self._store,
@@ -156,8 +136,8 @@ class _Process:
             error = "".join(traceback.format_exception(raised))
         with contextlib.suppress(OSError):  # it would be the error already
             self._commit_events()
-        await self._coordinator.caught_up()
-        self._link.send(Ended(outcome, error))
+        await self._coordinator.outbox.caught_up()
+        self._link.send(frames.Ended(outcome, error))
         await self._link.drain()
         for task in (obedience, beating, serving):
             task.cancel()
@@ -167,11 +147,11 @@ class _Process:
 
     async def _show_life(self) -> None:
         while True:
-            for _ in range(round(SUMMARY_EVERY_S / ALIVE_EVERY_S)):
-                self._link.send(Alive())
-                await asyncio.sleep(ALIVE_EVERY_S)
+            for _ in range(round(frames.SUMMARY_EVERY_S / frames.ALIVE_EVERY_S)):
+                self._link.send(frames.Alive())
+                await asyncio.sleep(frames.ALIVE_EVERY_S)
             if self._setup.wants_summaries and self._is_listening:
-                self._link.send(self._coordinator.summary())
+                self._link.send(self._coordinator.clients.summary())
 
     def _restore(self) -> tuple[CoordinatorState | None, bool]:
         """Return the state from which to continue, and whether it is that of another launcher's coordinator. The frames
@@ -181,7 +161,7 @@ class _Process:
             return (None, False) if not self._setup.lost else (self._unknown_state(), True)
         state, beside = decoded(data)
         _check_protocol(state)
-        kept = msgspec.msgpack.decode(beside, type=KeptFrames)
+        kept = msgspec.msgpack.decode(beside, type=frames.KeptFrames)
         if kept.launcher != self._setup.launcher:
             epoch = (state.job.coordinator_epoch // EPOCHS_OF_A_LAUNCHER + 1) * EPOCHS_OF_A_LAUNCHER
             return replace(state, job=replace(state.job, coordinator_epoch=epoch - 1)), True
@@ -222,8 +202,8 @@ class _Process:
     def _write(self, state: CoordinatorState) -> asyncio.Future[None] | None:
         if state.job.ending is not None and state.job.ending.is_done and not self._is_over:
             self._is_over = True
-            self._keep(Over())
-        self._journal.write(self._encoder.encode(state, KeptFrames.of(self._setup.launcher, self._frames)))
+            self._keep(frames.Over())
+        self._journal.write(self._encoder.encode(state, frames.KeptFrames.of(self._setup.launcher, self._frames)))
         unsent, self._unsent = self._unsent, []
         handled = self._frames.handled
         if not self._setup.is_copied:
@@ -231,14 +211,13 @@ class _Process:
             return None
         self._copied = asyncio.get_running_loop().create_future()
         self._copied.add_done_callback(lambda _: self._tell(unsent, handled))
-        self._link.send(Copy())
+        self._link.send(frames.Copy())
         return self._copied
 
     def _tell(self, unsent: Sequence[object], handled: int) -> None:
-        """Tell the launcher of what the journal holds now."""
         for frame in unsent:
             self._link.send(frame)
-        self._link.send(FramesHandled(handled))
+        self._link.send(frames.FramesHandled(handled))
 
     def _on_event(self, event: Event) -> None:
         """Keep an event for the launcher. Those of a decision are sent with it, others soon."""
@@ -247,7 +226,7 @@ class _Process:
 
     def _commit_events(self) -> None:
         if self._unsent:
-            self._coordinator.commit()
+            self._coordinator.outbox.commit()
 
     def _keep(self, frame: object) -> None:
         self._frames.keep(frame)
@@ -268,20 +247,20 @@ class _Process:
 
     def _do(self, frame: object) -> None:
         match frame:
-            case Call(method, arguments):
+            case frames.Call(method, arguments):
                 self._frames.handled += 1
                 self._is_stopping |= method == "request_stop"
                 getattr(self._coordinator, method)(*arguments)
-            case Listen(hosts):
+            case frames.Listen(hosts):
                 task = asyncio.create_task(self._listen(self._coordinator.listen(hosts)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case StoreOpened():
+            case frames.StoreOpened():
                 self._store.on_opened(frame)
-            case Copied():
+            case frames.Copied():
                 if self._copied is not None and not self._copied.done():
                     self._copied.set_result(None)
-            case FramesHandled(count):
+            case frames.FramesHandled(count):
                 self._frames.confirm(count)
 
     async def _listen(self, opening: Awaitable[None]) -> bool:
@@ -289,10 +268,10 @@ class _Process:
             await opening
         except ConfigError as error:
             number = (error.__cause__.errno or 0) if isinstance(error.__cause__, OSError) else 0
-            self._link.send(Listening((), self._frames.handled, str(error), number))
+            self._link.send(frames.Listening((), self._frames.handled, str(error), number))
             await self._link.drain()
             return False
-        self._link.send(Listening(self._coordinator.addresses, self._frames.handled))
+        self._link.send(frames.Listening(self._coordinator.addresses, self._frames.handled))
         self._is_listening = True
         return True
 
@@ -316,6 +295,6 @@ def run_coordinator(link: int, journal: JournalFiles) -> None:
     """
 
     async def run() -> None:
-        await _Process(await Link.over(socket.socket(fileno=link)), journal).run()
+        await _Process(await frames.Link.over(socket.socket(fileno=link)), journal).run()
 
     asyncio.run(run())

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farandole.base.events.worker_events import WorkerStacks
+from farandole.base.wire.control import AskDrain, AskScale, AskUndrain
 from farandole.base.wire.messages import (
     AgentLeaving,
     AgentMessage,
@@ -50,15 +51,12 @@ from farandole.job.coordinator.inputs import (
     AgentConnected,
     AgentLost,
     AgentReported,
-    DrainRequested,
     HostsOffered,
     Input,
-    ScaleRequested,
     StepsSeen,
     StepsStalled,
     StopRequested,
     Tick,
-    UndrainRequested,
 )
 from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Action, Transition
@@ -117,11 +115,11 @@ def _apply_input(transition: Transition, input: Input) -> None:
             _agent_reported(transition, agent, message)
         case StopRequested():
             shutdown.stop_requested(transition, input)
-        case ScaleRequested(size):
+        case AskScale(size):
             capacity.scale_requested(transition, size)
-        case DrainRequested(host, reason):
-            hosts.drain_host(transition, host, reason)
-        case UndrainRequested(host):
+        case AskDrain(host):
+            hosts.drain_host(transition, host, "requested by a user")
+        case AskUndrain(host):
             hosts.undrain_host(transition, host)
         case StepsStalled():
             hang_detection.steps_stalled(transition, input)

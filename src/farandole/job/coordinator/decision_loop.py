@@ -145,7 +145,9 @@ class DecisionLoop:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            actions = self._rebuild() if self.retelling.reason else []
+            actions: list[Action] = []
+            if self.retelling.reason:  # the job is that of which the agents have told; the inputs since then wait
+                self.job, actions = self.retelling.rebuild(self.job, self.clock.now_s())
             self.job, decided = decide(self.job, inputs, self.clock.now_s())
             deadline_s = next_deadline(self.job)
         except Exception as error:  # noqa: BLE001 - a bug in a rule ends the job, and says so
@@ -173,7 +175,6 @@ class DecisionLoop:
             self.settle()
 
     def may_rebuild(self) -> bool:
-        """Return whether the job may be rebuilt now from what agents have told."""
         return self.retelling.may_end(self.clock.now_s(), self._inbox)
 
     def notice_stall(self) -> None:
@@ -186,11 +187,6 @@ class DecisionLoop:
         for timer in (self._decision, self._tick):
             if timer is not None:
                 timer.cancel()
-
-    def _rebuild(self) -> list[Action]:
-        """Replace the job by that of which the agents have told; the inputs since then wait."""
-        self.job, actions = self.retelling.rebuild(self.job, self.clock.now_s())
-        return actions
 
     def _set_tick(self, deadline_s: float | None) -> None:
         if self._tick is not None:
@@ -265,7 +261,6 @@ class Outbox:
             await asyncio.wait([self._writing])
 
     async def begun(self) -> None:
-        """Wait until the journal has the first state."""
         await self._has_begun.wait()
 
     def _write_state(self) -> None:

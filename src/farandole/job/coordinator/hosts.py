@@ -199,7 +199,6 @@ def cooldown(job: Job, host: str, failures: int) -> float | None:
 
 
 def end_quarantines(transition: Transition) -> None:
-    """Let the job use hosts again whose ban is over."""
     for host, ban in transition.job.bans.items():
         if not ban.is_over and ban.until_s is not None and transition.now_s >= ban.until_s:
             transition.change(bans={**transition.job.bans, host: Ban(ban.failures, ban.until_s, is_over=True)})
@@ -207,7 +206,6 @@ def end_quarantines(transition: Transition) -> None:
 
 
 def quarantine_deadline(job: Job) -> float | None:
-    """Return when the next ban ends."""
     return min((ban.until_s for ban in job.bans.values() if ban.until_s is not None and not ban.is_over), default=None)
 
 
@@ -253,12 +251,10 @@ def _was_healthy(worker: Worker, exit_code: int | None, now_s: float) -> bool:
 
 
 def end_backoffs(transition: Transition) -> None:
-    """Let slots be filled again whose backoff is over."""
     for slot, use in transition.job.slots.items():
         if use.backoff_until_s is not None and transition.now_s >= use.backoff_until_s:
             transition.change_slot(slot, backoff_until_s=None)
 
 
 def backoff_deadline(job: Job) -> float | None:
-    """Return when the next slot may be filled again."""
     return min((use.backoff_until_s for use in job.slots.values() if use.backoff_until_s is not None), default=None)

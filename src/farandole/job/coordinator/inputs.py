@@ -1,4 +1,6 @@
-"""The inputs of `decide`: everything that can happen to a job. The coordinator's shell creates them."""
+"""The inputs of `decide`: everything that can happen to a job. The coordinator's shell creates them; those of users
+are the messages of commands, once control_requests.py has accepted them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from farandole.base.wire.control import AskDrain, AskScale, AskUndrain
 from farandole.base.wire.messages import AgentMessage
 
 
@@ -62,28 +65,6 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
-class ScaleRequested:
-    """A request that the job have `size` workers from now on."""
-
-    size: int
-
-
-@dataclass(frozen=True)
-class DrainRequested:
-    """A request that the workers of the host leave at the next boundary, and no further workers be started there."""
-
-    host: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class UndrainRequested:
-    """A request that the host be used again."""
-
-    host: str
-
-
-@dataclass(frozen=True)
 class StepsStalled:
     """No member has made progress for `stalled_s`; `number` was the highest announced generation all the time.
 
@@ -117,9 +98,9 @@ Input: TypeAlias = (
     | AgentLost
     | AgentReported
     | StopRequested
-    | ScaleRequested
-    | DrainRequested
-    | UndrainRequested
+    | AskScale
+    | AskDrain
+    | AskUndrain
     | StepsStalled
     | StepsSeen
     | Tick

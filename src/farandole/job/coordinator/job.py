@@ -138,7 +138,6 @@ class Generation:
 
     @cached_property
     def ranks(self) -> Mapping[str, int]:
-        """The rank of each member."""
         return {name: rank for rank, name in enumerate(self.members)}
 
 
@@ -403,7 +402,6 @@ class Job:
 
     @property
     def needed_at_start(self) -> int:
-        """The number of workers with which training begins."""
         return max(self.target, self.config.num_proc) if self.config.fills_slots else self.target
 
     def losses_now(self) -> list[Loss]:

@@ -67,7 +67,7 @@ class CoordinatorSetup:
 
 @dataclass(frozen=True)
 class Call:
-    """Call a method of the coordinator."""
+    """Call a method of the coordinator. In the other direction, where it is not counted: of the store."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -155,18 +155,6 @@ class Copy:
     """Write a copy of the newest state in the journal. Answer: Copied; until then the journal does not change."""
 
 
-@dataclass(frozen=True)
-class AdmitToStore:
-    """An agent has connected from this address."""
-
-    host: str
-
-
-@dataclass(frozen=True)
-class ClearStore:
-    """All workers are started anew."""
-
-
 class KeptFrames(msgspec.Struct, frozen=True):
     """The log of a coordinator's counted frames, with its launcher, as its journal has it: each frame by the name of
     its class. Only the coordinators of the same launcher, so of the same release, read the frames."""
@@ -201,7 +189,6 @@ class Link:
 
     @classmethod
     async def over(cls, connected: socket.socket) -> Link:
-        """Return the end of a connected socket."""
         return cls(*await asyncio.open_unix_connection(sock=connected))
 
     def send(self, frame: object) -> None:

@@ -66,7 +66,6 @@ class Retelling:
         self._since_s = 0.0
 
     def begin(self, reason: str, now_s: float) -> None:
-        """Wait for agents."""
         self.reason, self._since_s = reason, now_s
 
     def may_end(self, now_s: float, inputs: Sequence[Input]) -> bool:
@@ -208,7 +207,6 @@ def _go_on(
 
 
 def _told_workers(told: Mapping[str, ToldAgent]) -> list[tuple[str, ToldWorker]]:
-    """Return the workers with their agents, in the order in which they were started."""
     found = [(agent, worker) for agent, each in told.items() for worker in each.told.workers]
     return sorted(found, key=lambda each: int(each[1].worker[1:]))
 

@@ -304,7 +304,6 @@ def _record_shortage(transition: Transition, change: Change) -> None:
 
 
 def _is_end_of_all(job: Job) -> bool:
-    """Return whether the code raised and no member survives."""
     return any(loss.raised for loss in job.losses_now()) and not any(job.each_survivor())
 
 

@@ -15,14 +15,12 @@ from farandole.base.events.event import Event
 from farandole.base.events.host_events import JobRebuilding
 from farandole.base.machine import now_s
 from farandole.base.membership import Address, Origin
-from farandole.base.wire.channel import Channel
-from farandole.base.wire.control import ClientHello, Status
+from farandole.base.wire.control import ClientHello
 from farandole.base.wire.frames import AGENT_MESSAGES, CLIENT_MESSAGES, GUARD_MESSAGES
 from farandole.base.wire.function_call import FunctionJob
 from farandole.base.wire.messages import (
     AgentHello,
     AgentLeaving,
-    AgentMessage,
     GuardHello,
     OutputMessage,
     Spawn,
@@ -34,7 +32,6 @@ from farandole.job.coordinator import rebuilding
 from farandole.job.coordinator.agent_greeting import AgentGreeting
 from farandole.job.coordinator.agents import Agents, Watch
 from farandole.job.coordinator.command_server import Clients
-from farandole.job.coordinator.control_requests import JobSummary
 from farandole.job.coordinator.decision_loop import DecisionLoop, JobClock, Outbox, Write
 from farandole.job.coordinator.hang_detection import HangDetector
 from farandole.job.coordinator.inputs import AgentReported, StopRequested
@@ -73,6 +70,10 @@ class Coordinator:
                the future, if it returns one, and meanwhile it is not called again
     restored   the state from which it continues; None: the job begins
     returning_s  for so much longer agents of the former coordinator may be silent at first: they look for this one
+
+    Attributes:
+        clients: Commands and pages, and what they are shown of the job.
+        outbox: What was decided and is not sent yet.
     """
 
     def __init__(
@@ -112,17 +113,17 @@ class Coordinator:
             fail=self._fail,
             on_event=self._on_event,
         )
-        self._outbox = Outbox(
+        self.outbox = Outbox(
             journal, self._state, decisions.settle_all, lambda: self._agents.expect_returns(), self._fail
         )
-        self._clients = Clients(decisions, self._ask_for_stacks, self._outbox.caught_up)
+        self.clients = Clients(decisions, self._ask_for_stacks, self.outbox.caught_up)
         self._agents = Agents(
             config,
             token,
             decisions=decisions,
-            outbox=self._outbox,
+            outbox=self.outbox,
             hang_detector=hang_detector,
-            clients=self._clients,
+            clients=self.clients,
             welcome=welcome,
             function=function,
             on_output=on_output,
@@ -146,7 +147,7 @@ class Coordinator:
             self._reception.stop_listening()
             raise
         self._decisions.start()
-        self.commit()  # the next one to take over has a higher epoch, and listens at the same addresses
+        self.outbox.commit()  # the next one to take over has a higher epoch, and listens at the same addresses
         self._watch.start()
 
     def _continue_from(self, state: CoordinatorState) -> None:
@@ -205,7 +206,7 @@ class Coordinator:
         detection budget for that). Cancellation closes all connections."""
         try:
             outcome = await self._outcome
-            await self.caught_up()
+            await self.outbox.caught_up()
             patience_s = self._config.grace_s + self._config.detection_budget_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
@@ -222,14 +223,6 @@ class Coordinator:
             await self._reception.close()
 
     # Requests of the launcher -----------------------------------------------------------------------------
-
-    def status(self) -> Status:
-        """Return the status of the job now."""
-        return self._clients.status()
-
-    def summary(self) -> JobSummary:
-        """Return the summary of the job now."""
-        return self._clients.summary()
 
     @property
     def has_ended(self) -> bool:
@@ -264,15 +257,7 @@ class Coordinator:
 
     def remember(self, event: Event) -> None:
         """Keep an event of the launcher or of an agent of its process, for commands that want the job's events."""
-        self._clients.remember(event)
-
-    def commit(self) -> None:
-        """Write the state to the journal, and send what was decided."""
-        self._outbox.commit()
-
-    async def caught_up(self) -> None:
-        """Wait until the journal has everything that was decided until now."""
-        await self._outbox.caught_up()
+        self.clients.remember(event)
 
     # Between the parts ------------------------------------------------------------------------------------
 
@@ -281,7 +266,7 @@ class Coordinator:
         match hello:
             case ClientHello():
                 self._reception.introduced(is_awaited=False)
-                await self._clients.serve(channel.expecting(CLIENT_MESSAGES))
+                await self.clients.serve(channel.expecting(CLIENT_MESSAGES))
             case GuardHello(agent, process):
                 self._reception.introduced(is_awaited=False)
                 await channel.expecting(GUARD_MESSAGES).receive()  # that its agent has died: its workers are killed
@@ -289,15 +274,13 @@ class Coordinator:
                 if session is not None and session.process == process:
                     self._agents.lose(agent, "its process has ended; its guard has killed its workers")
             case AgentHello():
-                await self._serve_agent(channel.expecting(AGENT_MESSAGES), hello)
-
-    async def _serve_agent(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
-        await self._greeting.greet(channel, hello)
-        try:
-            while True:
-                self._agents.handle(hello.agent, channel, await channel.receive())
-        finally:
-            self._agents.disconnected(hello.agent, channel)
+                connection = channel.expecting(AGENT_MESSAGES)
+                await self._greeting.greet(connection, hello)
+                try:
+                    while True:
+                        self._agents.handle(hello.agent, connection, await connection.receive())
+                finally:
+                    self._agents.disconnected(hello.agent, connection)
 
     def _act(self, actions: Sequence[Action]) -> None:
         """Do what was decided, and commit it."""
@@ -312,7 +295,7 @@ class Coordinator:
                 self._on_event(action.event)
             elif isinstance(action, EndJob) and not self._outcome.done():
                 self._outcome.set_result(Outcome(action.exit_code, action.reason))
-        self.commit()
+        self.outbox.commit()
 
     def _on_rebuilt(self, job: Job) -> None:
         self._attempt = job.attempt
@@ -327,7 +310,7 @@ class Coordinator:
         return ""
 
     def _on_event(self, event: Event) -> None:
-        self._clients.remember(event)
+        self.clients.remember(event)
         self._show(event)
 
     def _fail(self, error: BaseException) -> None:

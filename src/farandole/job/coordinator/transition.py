@@ -42,15 +42,12 @@ class Transition:
             self.job = replace(self.job, **fields)
 
     def add_worker(self, worker: Worker) -> None:
-        """Add a worker that is being started."""
         self._of_this_transition("workers")[worker.name] = worker
 
     def change_worker(self, name: str, **fields: Any) -> None:
-        """Replace fields of one worker."""
         self._of_this_transition("workers")[name] = replace(self.job.workers[name], **fields)
 
     def change_agent(self, name: str, **fields: Any) -> None:
-        """Replace fields of one agent."""
         self.change(agents={**self.job.agents, name: replace(self.job.agents[name], **fields)})
 
     def open_slot(self, slot: Slot, restarts: int) -> None:
@@ -58,7 +55,6 @@ class Transition:
         self._of_this_transition("slots")[slot] = SlotUse(restarts=restarts)
 
     def change_slot(self, slot: Slot, **fields: Any) -> None:
-        """Replace fields of one slot's use."""
         self._of_this_transition("slots")[slot] = replace(self.job.slots[slot], **fields)
 
     def forget(self, names: Iterable[str]) -> None:

@@ -39,7 +39,6 @@ def _loss(job: Job, worker: Worker, how: str, is_over: bool = True, **more: Any)
 
 
 def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | SpawnFailed) -> None:
-    """Handle a worker whose process is gone and reaped."""
     if isinstance(message, WorkerExited) and not transition.job.is_elastic:
         whole_restart.report_failure(transition, worker, message)
     if transition.job.ending is not None:
@@ -188,7 +187,6 @@ def _why_others_end(job: Job) -> str:
 
 
 def _exit_code_after(loss: Loss) -> int:
-    """Return the exit code of a job that ends because of this worker."""
     return loss.exit_code if loss.exit_code and loss.exit_code > 0 else 1
 
 

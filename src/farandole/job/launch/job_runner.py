@@ -402,7 +402,7 @@ class _JobRun:
         """Pass on what a coordinator of its own process sends to its launcher."""
         while True:
             await asyncio.sleep(SUMMARY_EVERY_S)
-            on_summary(coordinator.summary())
+            on_summary(coordinator.clients.summary())
 
     def _copies(self, state: JobState) -> StateCopies | None:
         if state.write_copy is None:

@@ -31,9 +31,7 @@ from farandole.job.coordinator.decision_loop import JobClock
 from farandole.job.coordinator.heartbeat_port import Silence
 from farandole.job.coordinator.journal import JournalFiles, files_in_memory
 from farandole.job.coordinator.launcher_link import (
-    AdmitToStore,
     Call,
-    ClearStore,
     CoordinatorSetup,
     Copied,
     Copy,
@@ -373,10 +371,8 @@ class SupervisedCoordinator:
                 self._spawn(self._open_store(link, hosts))
             case Copy():
                 self._spawn(self._copy(link))
-            case AdmitToStore(host):
-                self._store.admit(host)
-            case ClearStore():
-                self._store.clear()
+            case Call(method, arguments):
+                getattr(self._store, method)(*arguments)
 
     def _count(self, link: Link) -> None:
         self._calls.handled += 1
