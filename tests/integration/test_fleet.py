@@ -16,7 +16,7 @@ from farandole.base.wire.authentication import new_token
 from farandole.base.wire.messages import Welcome
 from farandole.errors import ConfigError
 from farandole.job.agent.agent import Agent, AgentConfig
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
 from farandole.job.engines.fleet import Fleet
 from farandole.job.engines.host_list import HostSlots
@@ -132,7 +132,7 @@ def test_a_drained_host_gets_no_other_agent_before_it_has_been_gone() -> None:
                 fleet.on_decision(event)
             events(event)
 
-        coordinator = Coordinator(JobConfig(num_proc=1), token, job_id="job", on_event=on_event)
+        coordinator = Coordinator(CoordinatorSetup(JobConfig(num_proc=1), token, "job"), on_event=on_event)
         await coordinator.start()
         serving = asyncio.create_task(coordinator.run())
         sink = OutputSink(OutputOptions())

@@ -35,7 +35,7 @@ from farandole.base.wire.messages import (
 )
 from farandole.job.coordinator import agent_greeting, decision_loop
 from farandole.job.coordinator.journal import CoordinatorState
-from farandole.job.coordinator.server import Coordinator, Outcome
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup, Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN, JOB_ID, PATIENCE_S = new_token(), "job", 100.0
@@ -73,12 +73,8 @@ class Epoch:
         self.is_slow, self.writing = False, list[asyncio.Future[None]]()
         self._channels: list[Channel[ToAgent]] = []
         self.coordinator = Coordinator(
-            config,
-            TOKEN,
-            job_id=JOB_ID,
-            port=port,
+            CoordinatorSetup(config, TOKEN, JOB_ID, port=port, welcome=welcome),
             on_event=self.events,
-            welcome=welcome,
             store=SlowStore(),
             journal=self._write,
             restored=None if state is None else pickle.loads(state),

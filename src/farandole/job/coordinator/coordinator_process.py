@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -32,7 +33,7 @@ from farandole.job.coordinator.journal import (
     StateEncoder,
     decoded,
 )
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 
 _READ_S = 1.0  # for the launcher to read the last frame; it may be stopped
 
@@ -89,7 +90,7 @@ class _Process:
         self._copied: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        setup: frames.CoordinatorSetup = await self._link.receive()
+        setup: CoordinatorSetup = await self._link.receive()
         self._setup = setup
         self._journal = Journal(self._journal_files, setup.job_id, is_durable=bool(setup.launcher))
         try:
@@ -98,22 +99,12 @@ class _Process:
             self._link.send(frames.Listening((), 0, str(damage)))
             await self._link.drain()
             return
-        hosts: Sequence[str] = setup.hosts
-        port = setup.port
         if restored is not None:
-            hosts, port = self._addresses(restored, is_moved)
+            setup = replace(setup, **self._addresses(restored, is_moved))
         self._coordinator = Coordinator(
-            setup.config,
-            setup.token,
-            job_id=setup.job_id,
-            hosts=hosts,
-            port=port,
+            setup,
             on_event=self._on_event,
-            origin=setup.origin,
-            welcome=setup.welcome,
             on_output=lambda agent, message: self._link.send(frames.Output(agent, message)),
-            offers_joined=setup.offers_joined,
-            first_hosts=setup.first_hosts,
             store=self._store,
             journal=self._write,
             restored=restored,
@@ -178,21 +169,20 @@ class _Process:
         job = new_job(setup.config, setup.job_id, epoch, setup.origin, setup.first_hosts)
         return CoordinatorState(job, 0.0, 0, {}, {}, {}, frozenset(), (), lost=setup.lost)
 
-    def _addresses(self, restored: CoordinatorState, is_moved: bool) -> tuple[Sequence[str], int]:
-        """Return the hosts and the port at which to listen: those of the former coordinator, or after a move those of
-        this machine, if possible with the same port."""
+    def _addresses(self, restored: CoordinatorState, is_moved: bool) -> dict[str, Any]:
+        """Return `hosts` and `port` at which to listen: those of the former coordinator, or after a move those of this
+        machine, if possible with the same port."""
         port = restored.addresses[0].port if restored.addresses else self._setup.port
         if not is_moved:
-            return [each.host for each in restored.addresses], port
-        hosts = self._setup.hosts
+            return {"hosts": tuple(each.host for each in restored.addresses), "port": port}
         if self._setup.port:
-            return hosts, self._setup.port
+            return {}
         try:
-            for each in listening_sockets(hosts, port):
+            for each in listening_sockets(self._setup.hosts, port):
                 each.close()
         except OSError:  # used by another program
             port = 0
-        return hosts, port
+        return {"port": port}
 
     async def _start(self, is_moved: bool) -> None:
         await self._coordinator.start()

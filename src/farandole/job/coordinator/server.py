@@ -7,8 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
@@ -52,6 +51,44 @@ class Outcome:
     reason: str
 
 
+@dataclass(frozen=True)
+class CoordinatorSetup:
+    """A job, and what its coordinator has to know of its launcher.
+
+    hosts, port  the addresses of this machine at which it listens; port 0: a free one
+    origin, first_hosts  as in new_job
+    welcome    the first message to remote agents; None: they may not join
+    offers_joined  whether hosts whose agents join by themselves count as offered, with their slots, as long as they
+                   stay; otherwise only those of `offer` do, once it was called
+
+    Where the coordinator is a process of its own:
+    handled    the number of counted frames of former ones that the launcher has handled
+    launcher   identifies this launcher, where another one may take over after it (launch/job_state.py); the journal
+               lies in a folder then. Empty: its death is the end of the job
+    wants_summaries  whether the launcher wants a JobSummary every SUMMARY_EVERY_S seconds
+    number     how many launchers the job has had, with this one; its coordinators' epochs are above those of the former
+               ones, whatever these were. 0: it is the only one
+    lost       why the journal of the former launcher is lost: the agents are to tell what the job is; empty: it is not
+    is_copied  whether the launcher writes a copy of each state to where the next launcher finds it: Copy, then Copied
+    """
+
+    config: JobConfig
+    token: bytes = field(repr=False)
+    job_id: str
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    port: int = 0
+    origin: Origin | None = None
+    welcome: Welcome | None = None
+    offers_joined: bool = False
+    first_hosts: Mapping[str, int] = field(default_factory=dict)
+    handled: int = 0
+    launcher: str = ""
+    wants_summaries: bool = False
+    number: int = 0
+    lost: str = ""
+    is_copied: bool = False
+
+
 class Coordinator:
     """`await start()`, then `await run()`; call everything else on their event loop.
 
@@ -59,11 +96,7 @@ class Coordinator:
     its session on another connection before. An agent that begins another session under the same name has ended its old
     workers, and joins without workers.
 
-    welcome    the first message to remote agents; None: they may not join
     on_output  called with an agent and its message about its workers' output; None: no more will come
-    offers_joined  whether hosts whose agents join by themselves count as offered, with their slots, as long as they
-                   stay; otherwise only those of `offer` do, once it was called
-    first_hosts  as in new_job
     function   of a job of farandole.run()
     store      the job's store; None: it has its own
     journal    called with the state after each decision, before any message about the decision is sent; these wait for
@@ -78,33 +111,25 @@ class Coordinator:
 
     def __init__(
         self,
-        config: JobConfig,
-        token: bytes,
+        setup: CoordinatorSetup,
         *,
-        job_id: str,
-        hosts: Sequence[str] = ("127.0.0.1",),
-        port: int = 0,
         on_event: Callable[[Event], None],
         clock: Callable[[], float] = now_s,
-        origin: Origin | None = None,
-        welcome: Welcome | None = None,
         on_output: Callable[[str, OutputMessage | None], None] = lambda _agent, _message: None,
-        offers_joined: bool = False,
-        first_hosts: Mapping[str, int] = MappingProxyType({}),
         function: FunctionJob | None = None,
         store: Store | None = None,
         journal: Write | None = None,
         restored: CoordinatorState | None = None,
         returning_s: float = 0.0,
     ) -> None:
-        self._config, self._hosts, self._port, self._restored = config, tuple(hosts), port, restored
-        self._show = on_event
+        self._setup, self._restored, self._show = setup, restored, on_event
+        self._config = config = setup.config
         self._store = StoreServer(self._on_event) if store is None else store
         self._attempt = 0  # the newest one for which the store was emptied
         hang_detector = HangDetector(config.step_timeout_s)
-        patience_s = 0.0 if welcome is None else welcome.patience_s
+        patience_s = 0.0 if setup.welcome is None else setup.welcome.patience_s
         self._decisions = decisions = DecisionLoop(
-            new_job(config, job_id, origin=origin, first_hosts=first_hosts),
+            new_job(config, setup.job_id, origin=setup.origin, first_hosts=setup.first_hosts),
             JobClock(clock, tolerance_s=config.detection_budget_s / 4),
             rebuilding.Retelling(config.num_proc, patience_s, self._on_rebuilt),
             steps=hang_detector.steps,
@@ -119,18 +144,18 @@ class Coordinator:
         self.clients = Clients(decisions, self._ask_for_stacks, self.outbox.caught_up)
         self._agents = Agents(
             config,
-            token,
+            setup.token,
             decisions=decisions,
             outbox=self.outbox,
             hang_detector=hang_detector,
             clients=self.clients,
-            welcome=welcome,
+            welcome=setup.welcome,
             function=function,
             on_output=on_output,
-            offers_joined=offers_joined,
+            offers_joined=setup.offers_joined,
             returning_s=returning_s,
         )
-        self._reception = Reception(config, token, job_id, self._serve, self._on_event, self._fail)
+        self._reception = Reception(config, setup.token, setup.job_id, self._serve, self._on_event, self._fail)
         self._greeting = AgentGreeting(self._agents, self._reception, self._store)
         self._watch = Watch(config.detection_budget_s, self._agents, self._reception.refused)
 
@@ -142,7 +167,7 @@ class Coordinator:
         if self._restored is not None:
             self._continue_from(self._restored)  # before it listens: an agent that is unknown ends its workers
         try:
-            await self.listen(self._hosts)
+            await self.listen(self._setup.hosts)
         except ConfigError:
             self._reception.stop_listening()
             raise
@@ -181,7 +206,7 @@ class Coordinator:
     async def listen(self, hosts: Sequence[str]) -> None:
         """Listen on further addresses of this machine, on the same port. Raises ConfigError when that fails."""
         known = len(self._reception.addresses)
-        self._reception.open(hosts, self._port)
+        self._reception.open(hosts, self._setup.port)
         await self._store.open(*hosts)
         for address in self._reception.addresses[known:]:
             await self._agents.open(address)

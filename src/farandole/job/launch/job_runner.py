@@ -31,8 +31,8 @@ from farandole.job.agent.preemption import Notice, watch_for_notices
 from farandole.job.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.job.coordinator.control_requests import JobSummary
 from farandole.job.coordinator.coordinator_factory import CoordinatorFactory
-from farandole.job.coordinator.launcher_link import SUMMARY_EVERY_S, CoordinatorSetup
-from farandole.job.coordinator.server import Coordinator, Outcome
+from farandole.job.coordinator.launcher_link import SUMMARY_EVERY_S
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup, Outcome
 from farandole.job.engines.discovery import HostDiscovery, HostsOver, HostsSource, ScriptDiscovery
 from farandole.job.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
 from farandole.job.engines.fleet import Fleet
@@ -211,23 +211,24 @@ class _JobRun:
             environment = {**carried_environment(), **self._added}
             welcome = self._facts(spec.command, environment, os.getcwd(), spec.patience_s)
         output = RemoteOutput(self._sink)
+        setup = CoordinatorSetup(
+            self._config,
+            self._token,
+            self._job_id,
+            listen_on,
+            spec.port,
+            self._around.begun.origin,
+            welcome,
+            additions.finds_hosts,
+            self._first_hosts(),
+            launcher="" if state is None else state.launcher,
+            number=0 if state is None else state.number,
+            lost="" if state is None else state.lost,
+        )
         coordinator: Coordinator | SupervisedCoordinator
         if additions.function is None:
             coordinator = SupervisedCoordinator(
-                CoordinatorSetup(
-                    self._config,
-                    self._token,
-                    self._job_id,
-                    listen_on,
-                    spec.port,
-                    self._around.begun.origin,
-                    welcome,
-                    self._additions.finds_hosts,
-                    self._first_hosts(),
-                    launcher="" if state is None else state.launcher,
-                    number=0 if state is None else state.number,
-                    lost="" if state is None else state.lost,
-                ),
+                setup,
                 on_event=self._on_decision,
                 on_output=output,
                 factory=additions.factory,
@@ -236,20 +237,7 @@ class _JobRun:
                 on_summary=self._around.on_summary,
             )
         else:  # the calling program waits for the results: its end is the end of the job
-            coordinator = Coordinator(
-                self._config,
-                self._token,
-                job_id=self._job_id,
-                hosts=listen_on,
-                port=spec.port,
-                on_event=self._on_decision,
-                origin=self._around.begun.origin,
-                welcome=welcome,
-                on_output=output,
-                offers_joined=self._additions.finds_hosts,
-                first_hosts=self._first_hosts(),
-                function=additions.function,
-            )
+            coordinator = Coordinator(setup, on_event=self._on_decision, on_output=output, function=additions.function)
         await coordinator.start()
         return coordinator
 

@@ -32,7 +32,6 @@ from farandole.job.coordinator.heartbeat_port import Silence
 from farandole.job.coordinator.journal import JournalFiles, files_in_memory
 from farandole.job.coordinator.launcher_link import (
     Call,
-    CoordinatorSetup,
     Copied,
     Copy,
     Ended,
@@ -46,7 +45,7 @@ from farandole.job.coordinator.launcher_link import (
     StoreOpened,
 )
 from farandole.job.coordinator.sentences import format_exit
-from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.server import CoordinatorSetup, Outcome
 from farandole.job.coordinator.store_server import StoreServer
 from farandole.job.launch.state_copies import CopiesFailed, StateCopies
 
