@@ -38,7 +38,9 @@ from farandole.base.wire.messages import (
     WorkerExited,
 )
 from farandole.job.coordinator.decide import decide
-from farandole.job.coordinator.inputs import (
+from farandole.job.coordinator.job import new_job
+from farandole.job.coordinator.shutdown import STOPPED_EXIT_CODE
+from farandole.job.coordinator.transition import (
     AgentConnected,
     AgentLost,
     AgentReported,
@@ -48,8 +50,6 @@ from farandole.job.coordinator.inputs import (
     StopRequested,
     Tick,
 )
-from farandole.job.coordinator.job import new_job
-from farandole.job.coordinator.shutdown import STOPPED_EXIT_CODE
 from tests.support.membership_invariants import MembershipInvariants
 from tests.support.simulated_job import Habits, SimulatedJob
 

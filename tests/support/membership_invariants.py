@@ -38,14 +38,17 @@ from farandole.base.wire.messages import (
     WorkerDying,
     WorkerExited,
 )
-from farandole.job.coordinator.inputs import (
+from farandole.job.coordinator.transition import (
+    Action,
     AgentConnected,
     AgentLost,
     AgentReported,
+    EndJob,
     HostsOffered,
     Input,
+    Log,
+    SendAgent,
 )
-from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 
 
 class MembershipInvariants:

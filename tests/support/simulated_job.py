@@ -33,18 +33,21 @@ from farandole.base.wire.messages import (
 )
 from farandole.job.coordinator.control_requests import judge
 from farandole.job.coordinator.decide import decide, next_deadline
-from farandole.job.coordinator.inputs import (
+from farandole.job.coordinator.job import Job, new_job
+from farandole.job.coordinator.transition import (
+    Action,
     AgentConnected,
     AgentLost,
     AgentReported,
+    EndJob,
     HostsOffered,
     Input,
+    Log,
+    SendAgent,
     StepsStalled,
     StopRequested,
     Tick,
 )
-from farandole.job.coordinator.job import Job, new_job
-from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 from tests.support.membership_invariants import MembershipInvariants
 from tests.support.simulated_generation import SimulatedGeneration, TrainingInvariants
 from tests.support.simulated_worker import SimulatedWorker

@@ -9,7 +9,7 @@ from farandole.base.membership import DataAddress
 from farandole.base.wire.control import AskScale
 from farandole.base.wire.link_messages import Hello, Leaving, Synced
 from farandole.base.wire.messages import AgentHello, FromWorker, Heartbeat, Kill, SpawnFailed, WorkerExited
-from farandole.job.coordinator.inputs import AgentLost, AgentReported
+from farandole.job.coordinator.transition import AgentLost, AgentReported
 from tests.support.told_job import ToldJob
 
 

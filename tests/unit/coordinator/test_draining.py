@@ -7,8 +7,7 @@ from farandole.base.events.worker_events import WorkerEnded
 from farandole.base.wire.link_messages import Left, Prepare
 from farandole.base.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill
 from farandole.job.coordinator import hosts
-from farandole.job.coordinator.inputs import AgentLost, AgentReported
-from farandole.job.coordinator.transition import Transition
+from farandole.job.coordinator.transition import AgentLost, AgentReported, Transition
 from tests.support.told_job import ToldJob
 
 

@@ -7,7 +7,7 @@ from farandole.base.events.worker_events import WorkerLost
 from farandole.base.wire.control import AskScale
 from farandole.base.wire.link_messages import Failed
 from farandole.base.wire.messages import WorkerDying
-from farandole.job.coordinator.inputs import AgentReported
+from farandole.job.coordinator.transition import AgentReported
 from tests.support.told_job import ToldJob
 
 

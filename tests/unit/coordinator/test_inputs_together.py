@@ -13,8 +13,8 @@ from farandole.base.wire.link_messages import Failed, Ready
 from farandole.base.wire.messages import FromWorker, WorkerDying, WorkerExited
 from farandole.job.coordinator.decide import decide
 from farandole.job.coordinator.decision_loop import rest_s
-from farandole.job.coordinator.inputs import AgentConnected, AgentReported
 from farandole.job.coordinator.sentences import listed
+from farandole.job.coordinator.transition import AgentConnected, AgentReported
 from tests.support.told_job import ToldJob
 
 

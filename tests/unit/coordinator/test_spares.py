@@ -12,7 +12,7 @@ from farandole.base.wire.control import AskScale
 from farandole.base.wire.link_messages import Leaving
 from farandole.base.wire.messages import Kill
 from farandole.errors import ConfigError
-from farandole.job.coordinator.inputs import AgentLost
+from farandole.job.coordinator.transition import AgentLost
 from tests.support.told_job import ToldJob
 
 

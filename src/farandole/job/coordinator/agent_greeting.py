@@ -27,11 +27,11 @@ from farandole.base.wire.messages import (
 )
 from farandole.errors import ProtocolError
 from farandole.job.coordinator.agents import Agents
-from farandole.job.coordinator.inputs import AgentReported
 from farandole.job.coordinator.journal import AgentSession
 from farandole.job.coordinator.rebuilding import ToldAgent, why_not_believed
 from farandole.job.coordinator.reception import Reception
 from farandole.job.coordinator.store_server import Store
+from farandole.job.coordinator.transition import AgentReported
 
 
 class AgentGreeting:

@@ -36,8 +36,8 @@ from farandole.job.coordinator.command_server import Clients
 from farandole.job.coordinator.decision_loop import DecisionLoop, Outbox
 from farandole.job.coordinator.hang_detection import HangDetector
 from farandole.job.coordinator.heartbeat_port import AgentHeartbeats, Silence
-from farandole.job.coordinator.inputs import AgentConnected, AgentLost, AgentReported, HostsOffered, Tick
 from farandole.job.coordinator.journal import AgentSession, CoordinatorState
+from farandole.job.coordinator.transition import AgentConnected, AgentLost, AgentReported, HostsOffered, Tick
 
 
 class Agents:

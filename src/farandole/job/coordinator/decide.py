@@ -47,7 +47,9 @@ from farandole.job.coordinator import (
     worker_failure,
     worker_messages,
 )
-from farandole.job.coordinator.inputs import (
+from farandole.job.coordinator.job import Job, Worker
+from farandole.job.coordinator.transition import (
+    Action,
     AgentConnected,
     AgentLost,
     AgentReported,
@@ -57,9 +59,8 @@ from farandole.job.coordinator.inputs import (
     StepsStalled,
     StopRequested,
     Tick,
+    Transition,
 )
-from farandole.job.coordinator.job import Job, Worker
-from farandole.job.coordinator.transition import Action, Transition
 
 
 def decide(job: Job, inputs: Sequence[Input], now_s: float) -> tuple[Job, list[Action]]:

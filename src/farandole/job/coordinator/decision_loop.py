@@ -13,11 +13,10 @@ from farandole.base.events.job_events import CoordinatorStalled
 from farandole.base.wire.channel import Channel
 from farandole.base.wire.messages import AgentMessage, ToAgent
 from farandole.job.coordinator.decide import decide, next_deadline
-from farandole.job.coordinator.inputs import AgentLost, Input, StepsSeen, Tick
 from farandole.job.coordinator.job import Job
 from farandole.job.coordinator.journal import AgentSession, CoordinatorState
 from farandole.job.coordinator.rebuilding import Retelling
-from farandole.job.coordinator.transition import Action
+from farandole.job.coordinator.transition import Action, AgentLost, Input, StepsSeen, Tick
 
 _SHORTEST_WAIT_S = 0.001
 _SHORT_REST_S = 0.02

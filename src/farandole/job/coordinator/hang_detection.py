@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 from farandole.base.events.worker_events import CollectiveStalled, StallNoticed, WorkersHung
 from farandole.base.membership import LONGEST_BETWEEN_S, Phase, WorkerStatus
-from farandole.job.coordinator.inputs import StepsStalled
 from farandole.job.coordinator.job import Job, StepStall
 from farandole.job.coordinator.sentences import listed
-from farandole.job.coordinator.transition import Transition
+from farandole.job.coordinator.transition import StepsStalled, Transition
 
 NOTICE_S = 60.0
 """Seconds after which, without a step timeout, the workers that block the others are named, once in a generation."""

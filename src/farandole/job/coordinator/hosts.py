@@ -21,9 +21,8 @@ from farandole.base.events.host_events import (
 from farandole.base.events.worker_events import SlotBackoff
 from farandole.base.wire.messages import Dismissed
 from farandole.job.coordinator import capacity
-from farandole.job.coordinator.inputs import AgentConnected, HostsOffered
 from farandole.job.coordinator.job import AgentRecord, Ban, Job, Offer, Slot, Worker
-from farandole.job.coordinator.transition import Transition
+from farandole.job.coordinator.transition import AgentConnected, HostsOffered, Transition
 
 
 def agent_connected(transition: Transition, input: AgentConnected) -> None:

@@ -22,10 +22,9 @@ from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S
 from farandole.base.wire.link_messages import Leaving, Newcomer
 from farandole.base.wire.messages import AgentHello, ToldWorker, WorkersTold
 from farandole.job.coordinator import regroup, worker_failure, worker_messages
-from farandole.job.coordinator.inputs import Input, StopRequested
 from farandole.job.coordinator.job import AgentRecord, Generation, Job, Slot, SlotUse, Worker
 from farandole.job.coordinator.sentences import counted
-from farandole.job.coordinator.transition import Action, Transition
+from farandole.job.coordinator.transition import Action, Input, StopRequested, Transition
 
 TELLING_S = 2 * HANDSHAKE_DEADLINE_S
 """Seconds for which agents may tell of their workers after the journal was lost. They look for this coordinator every

@@ -33,12 +33,11 @@ from farandole.job.coordinator.agents import Agents, Watch
 from farandole.job.coordinator.command_server import Clients
 from farandole.job.coordinator.decision_loop import DecisionLoop, JobClock, Outbox, Write
 from farandole.job.coordinator.hang_detection import HangDetector
-from farandole.job.coordinator.inputs import AgentReported, StopRequested
 from farandole.job.coordinator.job import Job, new_job
 from farandole.job.coordinator.journal import CoordinatorState
 from farandole.job.coordinator.reception import DialersChannel, Hello, Reception
 from farandole.job.coordinator.store_server import Store, StoreServer
-from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
+from farandole.job.coordinator.transition import Action, AgentReported, EndJob, Log, SendAgent, StopRequested
 
 _RETURN_LOOK_S = 0.02  # at the end of a job, between two looks for agents of the former coordinator
 

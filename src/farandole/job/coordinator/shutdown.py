@@ -8,10 +8,9 @@ from farandole.base.events.job_events import ExitsAwaited, JobBecameStatic, Trai
 from farandole.base.wire.link_messages import Finished, Released
 from farandole.base.wire.messages import JobOver
 from farandole.job.coordinator import capacity
-from farandole.job.coordinator.inputs import StopRequested
 from farandole.job.coordinator.job import Generation, Job, LinkTrouble, Worker
 from farandole.job.coordinator.sentences import counted
-from farandole.job.coordinator.transition import EndJob, Transition
+from farandole.job.coordinator.transition import EndJob, StopRequested, Transition
 
 # Completion: members that send Finished are released when all have, and their exits are awaited -----------------------
 

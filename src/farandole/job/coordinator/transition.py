@@ -1,24 +1,24 @@
-"""A transition of the job: its new state, and the actions that the coordinator's shell carries out, in this order.
-Pure.
+"""What goes into a decision, and what comes out of it: the inputs of `decide`, which are all that can happen to a job;
+a transition of the job; and the actions that the coordinator's shell carries out, in this order. Pure.
 
-A decision in progress: the job so far, and the actions that it requires. A Transition exists only inside one `decide`.
-
-The job that a decision begins with, and the one that it ends with, are never changed. In between, the mappings of
-workers and slots belong to the transition: it copies each of them once, before the first change, so that a further
-change costs the same in a job of any size.
+A Transition is a decision in progress: the job so far, and the actions that it requires. The job that a decision begins
+with, and the one that it ends with, are never changed. In between, the mappings of workers and slots belong to the
+transition: it copies each of them once, before the first change, so that a further change costs the same in a job of
+any size.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from farandole.base.events.event import Event
 from farandole.base.events.job_events import JobEnds
+from farandole.base.wire.control import AskDrain, AskScale, AskUndrain
 from farandole.base.wire.link_messages import Stop, ToWorker
-from farandole.base.wire.messages import ForwardToWorkers, Kill, ToAgent
+from farandole.base.wire.messages import AgentMessage, ForwardToWorkers, Kill, ToAgent
 from farandole.job.coordinator.job import Ending, Job, Slot, SlotUse, Worker
 
 # After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.
@@ -137,3 +137,102 @@ class Log:
 
 
 Action: TypeAlias = SendAgent | EndJob | Log
+
+
+# The inputs of `decide`, which the coordinator's shell creates; those of users are the messages of commands, once
+# control_requests.py has accepted them -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentConnected:
+    """An agent proved the job token and offers `slots` slots on `host`. A lost one may come back, empty."""
+
+    agent: str
+    host: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class HostsOffered:
+    """The hosts that the job may use from now on, with their slots; the workers of all other hosts must leave.
+
+    may_change  other hosts may be offered later; else the offer is final
+
+    Without this input the job uses whatever slots its agents offer.
+    """
+
+    slots: Mapping[str, int]
+    may_change: bool
+
+
+@dataclass(frozen=True)
+class AgentLost:
+    """The agent is lost for good, with all its workers.
+
+    lease_end_s  until then, by the clock of `decide`, the workers may run unobserved; None: they are gone
+    silent_s     how long the agent had been silent before
+    """
+
+    agent: str
+    reason: str
+    lease_end_s: float | None = None
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class AgentReported:
+    """A message of a connected agent. Messages of one agent arrive in the order it sent them."""
+
+    agent: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A request to end the job: first with grace, then `now`."""
+
+    now: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepsStalled:
+    """No member has made progress for `stalled_s`; `number` was the highest announced generation all the time.
+
+    step         decided steps
+    in_own_code  members whose main thread is in the script's code; the others wait for a peer
+    """
+
+    number: int
+    stalled_s: float
+    step: int
+    in_own_code: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepsSeen:
+    """The number of steps (or commits, where steps are not counted) that were decided when the workers were last seen.
+    Sent before a loss, so that a job that has lost its state can report how far it goes back."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """No event, but `next_deadline` has passed."""
+
+
+Input: TypeAlias = (
+    HostsOffered
+    | AgentConnected
+    | AgentLost
+    | AgentReported
+    | StopRequested
+    | AskScale
+    | AskDrain
+    | AskUndrain
+    | StepsStalled
+    | StepsSeen
+    | Tick
+)

@@ -21,10 +21,9 @@ from farandole.base.events.host_events import AgentWasLost
 from farandole.base.events.worker_events import WorkerEnded, WorkerLost
 from farandole.base.wire.messages import SpawnFailed, WorkerExited
 from farandole.job.coordinator import capacity, hosts, regroup, whole_restart
-from farandole.job.coordinator.inputs import AgentLost
 from farandole.job.coordinator.job import Job, Loss, Worker
 from farandole.job.coordinator.sentences import format_exit, listed, worker_name
-from farandole.job.coordinator.transition import Transition
+from farandole.job.coordinator.transition import AgentLost, Transition
 
 Gone: TypeAlias = tuple[Worker, Loss]
 """A worker whose process is gone, and its death."""
