@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol, cast
 
@@ -48,7 +49,7 @@ class WorkerProcess:
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._kill_timer: asyncio.TimerHandle | None = None
         self._last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
-        self._stdout = _OutputPipe(child.stdout, self._on_stdout)
+        self._stdout = _OutputPipe(child.stdout, partial(on_line, "stdout"))
         self._stderr = _OutputPipe(child.stderr, self._on_stderr)
         _watch_exit(child, self._on_exit)
 
@@ -111,9 +112,6 @@ class WorkerProcess:
             self._signal_group(signal.SIGKILL)
         elif trackers := kill_but_trackers([self.pid]):
             self._loop.call_later(_TRACKER_S, self._kill_members, trackers)
-
-    def _on_stdout(self, line: bytes) -> None:
-        self._on_line("stdout", line)
 
     def _on_stderr(self, line: bytes) -> None:
         self._last_lines.append(line)
