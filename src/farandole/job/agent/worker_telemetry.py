@@ -43,13 +43,7 @@ class TelemetryMeter:
     def measure(
         self, pages: Mapping[str, StatusPage], pids: Mapping[str, int], now_s: float
     ) -> dict[str, WorkerTelemetry]:
-        """Return the measurements of the workers that have a page.
-
-        Args:
-            pages: The pages, by worker.
-            pids: The processes of the workers.
-            now_s: The time now.
-        """
+        """Return the measurements of the workers that have a page, by worker. `pids`: their processes."""
         found = {}
         for worker, page in pages.items():
             measured = page.measured()

@@ -49,7 +49,7 @@ class AgentGreeting:
             ProtocolError: It may not join, or its session is over; it was told so.
             ConnectionError: It, or the journal, took too long. It connects again.
         """
-        async with _journal_deadline():
+        async with _handshake_deadline("the state of the job was not written"):
             await self._outbox.begun()
         if hello.resumes is None:
             await self._begin(channel, hello)
@@ -94,7 +94,7 @@ class AgentGreeting:
                 former.abort()  # no more of its messages is handled
         # The agent forgets what it is told was handled, so the journal must have it.
         self._decisions.settle()
-        async with _journal_deadline():
+        async with _handshake_deadline("the state of the job was not written"):
             await self._outbox.caught_up()
         session, reason = self._agents.by_agent.get(hello.agent), ""
         if session is None or session.process != hello.process or resumes.epoch < session.epoch:
@@ -124,11 +124,8 @@ class AgentGreeting:
         """Let an agent whose workers run tell of them, and begin another session with it."""
         self._check_epoch(hello, resumes)
         channel.send(TellWorkers(self._decisions.job.coordinator_epoch))
-        try:
-            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-                told = await channel.receive()
-        except TimeoutError:
-            raise ConnectionError(f"it told nothing within {HANDSHAKE_DEADLINE_S:g} s") from None
+        async with _handshake_deadline("it told nothing"):
+            told = await channel.receive()
         if not isinstance(told, WorkersTold):
             raise ProtocolError(f"it sent {type(told).__name__} instead of WorkersTold")
         others = {name: each.hello.slots for name, each in self._decisions.retelling.told.items()}
@@ -199,23 +196,18 @@ class AgentGreeting:
 
 
 @contextlib.asynccontextmanager
-async def _journal_deadline() -> AsyncIterator[None]:
+async def _handshake_deadline(problem: str) -> AsyncIterator[None]:
     """Give the block the time of a handshake. The agent connects again."""
     try:
         async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
             yield
     except TimeoutError:
-        raise ConnectionError(f"the state of the job was not written within {HANDSHAKE_DEADLINE_S:g} s") from None
+        raise ConnectionError(f"{problem} within {HANDSHAKE_DEADLINE_S:g} s") from None
 
 
 def why_not_admitted(hello: AgentHello, others: Mapping[str, int]) -> str:
-    """Return why an agent must not join; empty if it may. Each slot and each agent costs the coordinator memory, and
-    time in each decision.
-
-    Args:
-        hello: What it offers.
-        others: The slots of the agents that are connected, by their names.
-    """
+    """Return why an agent must not join; empty if it may: each slot and each agent costs the coordinator memory, and
+    time in each decision. `others`: by name, the slots of the agents that are connected."""
     for what, name, most in (("agent", hello.agent, 2 * LONGEST_NAME), ("host", hello.host, LONGEST_NAME)):
         if not 0 < len(name) <= most:
             return f"the name of its {what} has {len(name)} characters, it needs 1 to {most}"

@@ -199,14 +199,7 @@ class Agents:
             self.decisions.report(AgentReported(agent, message))
 
     def lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
-        """Report that an agent is lost, with its workers, and forget it.
-
-        Args:
-            agent: Its name.
-            reason: Why.
-            lease_end_s: Until when its workers may run; None: they are gone.
-            silent_s: For how long nothing came from it, where that is the reason.
-        """
+        """Report that an agent is lost, as in AgentLost, and forget it."""
         self.decisions.settle_reports()  # what it reported before counts
         self.decisions.report_steps()
         self.hang_detector.forget(agent)

@@ -277,12 +277,8 @@ def _check_protocol(state: CoordinatorState) -> None:
 
 
 def run_coordinator(link: int, journal: JournalFiles) -> None:
-    """Run the coordinator of the launcher at the other end of `link`, until the job has ended.
-
-    Args:
-        link: The descriptor of a connected socket.
-        journal: As in Journal.
-    """
+    """Run the coordinator of the launcher at the other end of `link`, the descriptor of a connected socket, until the
+    job has ended."""
 
     async def run() -> None:
         await _Process(await frames.Link.over(socket.socket(fileno=link)), journal).run()

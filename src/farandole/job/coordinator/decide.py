@@ -95,7 +95,7 @@ def next_deadline(job: Job) -> float | None:
         *(() if regroup.awaits_exits(job) else of_regroup),
         hosts.quarantine_deadline(job),
         hosts.backoff_deadline(job),
-        None if job.whole_restart is None else whole_restart.deadline(job),
+        None if job.whole_restart is None or job.workers else job.lease_end_s,
         None if job.workers else capacity.last_call_deadline(job),
         job.restart_deferred_until_s,
         shutdown.exits_deadline(job),

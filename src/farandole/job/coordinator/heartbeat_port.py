@@ -32,9 +32,6 @@ class Silence:
         self._received_s: dict[str, float] = {}
         self._suspects: set[str] = set()
 
-    def __contains__(self, agent: str) -> bool:
-        return agent in self._received_s
-
     def record(self, agent: str, now_s: float) -> None:
         self._received_s[agent] = now_s
         self._suspects.discard(agent)

@@ -122,13 +122,8 @@ def is_enough(told: Mapping[str, ToldAgent], num_proc: int) -> bool:
 
 
 def rebuilt(job: Job, told: Mapping[str, ToldAgent], reason: str, now_s: float) -> tuple[Job, list[Action]]:
-    """Return the job, and the actions with which it goes on; it ends where not enough is told.
-
-    Args:
-        job: One that begins.
-        told: By the names of the agents.
-        reason: Why the journal is lost.
-    """
+    """Return a job that begins as that of which the agents have told, and the actions with which it goes on; it ends
+    where not enough is told. `reason`: why the journal is lost."""
     workers = [each for _, each in _told_workers(told)]
     newest = _newest(workers)
     members = sorted((each for each in workers if each.generation == newest is not None), key=lambda each: each.rank)

@@ -274,33 +274,23 @@ def _record_shortage(transition: Transition, change: Change) -> None:
     if present >= config.min_np:
         if change.short_since_s is not None:
             transition.change(change=replace(change, short_since_s=None))
-    elif (
-        config.on_failure == "host"
-        and capacity.worker_capacity(transition.job) < config.min_np
-        and not transition.job.may_get_slots()
-    ):
-        if capacity.free_workers(transition):
-            _try_start(transition, change)
-            return
-        transition.end(
-            1,
-            f"Training needs {counted(config.min_np, 'worker')} (--min-np) and has {present}: "
-            f"{why_not_refilled(transition.job)}.",
-        )
-    elif change.short_since_s is None:
-        transition.change(change=replace(change, short_since_s=transition.now_s))
-        transition.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
-    elif transition.now_s < change.short_since_s + config.elastic_timeout_s:
         return
-    elif capacity.free_workers(transition):
+    had = f"has {present}"
+    may_come = config.on_failure == "slot" or transition.job.may_get_slots()
+    if may_come or capacity.worker_capacity(transition.job) >= config.min_np:
+        if change.short_since_s is None:
+            transition.change(change=replace(change, short_since_s=transition.now_s))
+            transition.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
+            return
+        if transition.now_s < change.short_since_s + config.elastic_timeout_s:
+            return
+        short_s = transition.now_s - change.short_since_s
+        had = f"had {present} for {short_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g})"
+    if capacity.free_workers(transition):
         _try_start(transition, change)
-    else:
-        transition.end(
-            1,
-            f"Training needs {counted(config.min_np, 'worker')} (--min-np) and had {present} for "
-            f"{transition.now_s - change.short_since_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g}): "
-            f"{why_not_refilled(transition.job)}.",
-        )
+        return
+    needed, why = counted(config.min_np, "worker"), why_not_refilled(transition.job)
+    transition.end(1, f"Training needs {needed} (--min-np) and {had}: {why}.")
 
 
 def _is_end_of_all(job: Job) -> bool:

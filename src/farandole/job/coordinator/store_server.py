@@ -41,12 +41,8 @@ class Store(Protocol):
 
 
 class StoreServer:
-    """The server, used on one event loop: `await open()`, then `close()`.
-
-    Args:
-        on_event: Gets a ConnectionRefused for a connection that was closed for a violation: of many only some, and
-            their number.
-    """
+    """The server, used on one event loop: `await open()`, then `close()`. `on_event` gets a ConnectionRefused for a
+    connection that was closed for a violation: of many only some, and their number."""
 
     def __init__(self, on_event: Callable[[ConnectionRefused], None]) -> None:
         self._reports = RefusalReports(on_event)

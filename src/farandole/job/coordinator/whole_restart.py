@@ -84,11 +84,6 @@ def advance(transition: Transition) -> None:
     )
 
 
-def deadline(job: Job) -> float | None:
-    """Return when workers that may run unobserved are gone, in a job that is being restarted."""
-    return None if job.workers else job.lease_end_s
-
-
 def attempts_so_far(job: Job) -> str:
     """Return a clause for the failure that ends the job: how many attempts there were, or that none is left."""
     if job.config.max_restarts is None:
