@@ -24,7 +24,8 @@ from farandole.base.wire.listening import Strangers
 from farandole.base.wire.message import PROTOCOL_VERSION, Message
 from farandole.base.wire.messages import AgentHello, FromWorker, Heartbeat, JobOver, Spawn, ToAgent, WorkerExited
 from farandole.errors import ConfigError
-from farandole.job.coordinator.server import Coordinator, CoordinatorSetup, Outcome
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
+from farandole.job.coordinator.transition import Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()

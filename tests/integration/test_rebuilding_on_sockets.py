@@ -31,7 +31,8 @@ from farandole.errors import AuthenticationError
 from farandole.job.coordinator import rebuilding
 from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.journal import CoordinatorState
-from farandole.job.coordinator.server import Coordinator, CoordinatorSetup, Outcome
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
+from farandole.job.coordinator.transition import Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN, JOB_ID, EPOCH = new_token(), "job", 3_000_000

@@ -35,7 +35,8 @@ from farandole.base.wire.messages import (
 )
 from farandole.job.coordinator import agent_greeting, decision_loop
 from farandole.job.coordinator.journal import CoordinatorState
-from farandole.job.coordinator.server import Coordinator, CoordinatorSetup, Outcome
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
+from farandole.job.coordinator.transition import Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN, JOB_ID, PATIENCE_S = new_token(), "job", 100.0

@@ -43,10 +43,10 @@ from farandole.job.coordinator.transition import (
     AgentConnected,
     AgentLost,
     AgentReported,
-    EndJob,
     HostsOffered,
     Input,
     Log,
+    Outcome,
     SendAgent,
 )
 
@@ -62,7 +62,7 @@ class MembershipInvariants:
         self.number = 0
         self.announced = 0
         self.waited_for_leases = 0
-        self.ended: EndJob | None = None
+        self.ended: Outcome | None = None
         self.failed_after_release = False
         self._hosts: dict[str, str] = {}
         self._told: dict[str, int] = {}  # newest ABORT or PREPARE sent to each worker
@@ -114,7 +114,7 @@ class MembershipInvariants:
         starts: dict[str, Start] = {}
         self._is_ending |= any(isinstance(action, Log) and isinstance(action.event, JobEnds) for action in actions)
         for action in actions:
-            assert self.ended is None, f"{action} after EndJob"
+            assert self.ended is None, f"{action} after Outcome"
             if isinstance(action, SendAgent):
                 match action.message:
                     case Spawn(worker, slot, _, attempt):
@@ -145,7 +145,7 @@ class MembershipInvariants:
                 self._was_synced = False
             elif isinstance(action, Log) and isinstance(action.event, HostBlacklisted):
                 self._check_ban(action.event)
-            elif isinstance(action, EndJob):
+            elif isinstance(action, Outcome):
                 assert action.reason.strip().endswith("."), f"no whole sentence: {action.reason}"
                 self.ended = action
         if starts:

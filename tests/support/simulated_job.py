@@ -39,10 +39,10 @@ from farandole.job.coordinator.transition import (
     AgentConnected,
     AgentLost,
     AgentReported,
-    EndJob,
     HostsOffered,
     Input,
     Log,
+    Outcome,
     SendAgent,
     StepsStalled,
     StopRequested,
@@ -106,7 +106,7 @@ class SimulatedJob:
         )  # between workers, or agents: no message arrives, and no error is reported
         self.is_training_over = False
         self.spares_admitted = 0  # in the regroup that a loss began
-        self.end: EndJob | None = None
+        self.end: Outcome | None = None
         self.offered: dict[str, int] | None = None
         self._agents: set[str] = set()
         self._slots: dict[str, int] = {}
@@ -193,7 +193,7 @@ class SimulatedJob:
                 self.in_order(("down", action.agent), partial(self._obey, action.agent, action.message))
             elif isinstance(action, Log):
                 self.logged.append(action.event)
-            elif isinstance(action, EndJob):
+            elif isinstance(action, Outcome):
                 self.end = action
 
     def decide(self, job: Job, inputs: list[Input]) -> tuple[Job, list[Action], float | None]:

@@ -31,10 +31,10 @@ from farandole.job.coordinator.transition import (
     Action,
     AgentConnected,
     AgentReported,
-    EndJob,
     HostsOffered,
     Input,
     Log,
+    Outcome,
     SendAgent,
     Tick,
 )
@@ -201,5 +201,5 @@ class ToldJob:
         return self.job.ending.exit_code, self.job.ending.reason
 
     @property
-    def end(self) -> EndJob | None:
-        return next((action for action in self.actions if isinstance(action, EndJob)), None)
+    def end(self) -> Outcome | None:
+        return next((action for action in self.actions if isinstance(action, Outcome)), None)

@@ -21,7 +21,7 @@ from farandole.base.wire.frames import LENGTH
 from farandole.base.wire.message_log import MessageLog
 from farandole.base.wire.messages import OutputMessage
 from farandole.job.coordinator.journal import JournalError
-from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.transition import Outcome
 
 ALIVE_EVERY_S = 0.1
 

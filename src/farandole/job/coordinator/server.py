@@ -37,17 +37,9 @@ from farandole.job.coordinator.job import Job, new_job
 from farandole.job.coordinator.journal import CoordinatorState
 from farandole.job.coordinator.reception import DialersChannel, Hello, Reception
 from farandole.job.coordinator.store_server import Store, StoreServer
-from farandole.job.coordinator.transition import Action, AgentReported, EndJob, Log, SendAgent, StopRequested
+from farandole.job.coordinator.transition import Action, AgentReported, Log, Outcome, SendAgent, StopRequested
 
 _RETURN_LOOK_S = 0.02  # at the end of a job, between two looks for agents of the former coordinator
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a job: the exit code for the command line, and the reason."""
-
-    exit_code: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -317,8 +309,8 @@ class Coordinator:
                 self._agents.send(action.agent, action.message)
             elif isinstance(action, Log):
                 self._on_event(action.event)
-            elif isinstance(action, EndJob) and not self._outcome.done():
-                self._outcome.set_result(Outcome(action.exit_code, action.reason))
+            elif not self._outcome.done():
+                self._outcome.set_result(action)
         self.outbox.commit()
 
     def _on_rebuilt(self, job: Job) -> None:

@@ -10,7 +10,7 @@ from farandole.base.wire.messages import JobOver
 from farandole.job.coordinator import capacity
 from farandole.job.coordinator.job import Generation, Job, LinkTrouble, Worker
 from farandole.job.coordinator.sentences import counted
-from farandole.job.coordinator.transition import EndJob, StopRequested, Transition
+from farandole.job.coordinator.transition import Outcome, StopRequested, Transition
 
 # Completion: members that send Finished are released when all have, and their exits are awaited -----------------------
 
@@ -131,5 +131,5 @@ def advance(transition: Transition) -> None:
     for agent in transition.job.agents.values():
         if agent.is_connected:
             transition.send(agent.name, JobOver(ending.exit_code, ending.reason))
-    transition.actions.append(EndJob(ending.exit_code, ending.reason))
+    transition.actions.append(Outcome(ending.exit_code, ending.reason))
     transition.change(ending=replace(ending, is_done=True))

@@ -122,8 +122,8 @@ class SendAgent:
 
 
 @dataclass(frozen=True)
-class EndJob:
-    """The last action of a job. `reason` is for people; `exit_code` is the exit code of `farandole run`."""
+class Outcome:
+    """The last action of a job: its result. `reason` is for people; `exit_code` is the exit code of `farandole run`."""
 
     exit_code: int
     reason: str
@@ -136,7 +136,7 @@ class Log:
     event: Event
 
 
-Action: TypeAlias = SendAgent | EndJob | Log
+Action: TypeAlias = SendAgent | Outcome | Log
 
 
 # The inputs of `decide`, which the coordinator's shell creates; those of users are the messages of commands, once

@@ -15,7 +15,7 @@ from farandole.base.machine import now_s
 from farandole.base.wire.call_messages import ReturnPart
 from farandole.base.wire.function_call import LARGEST_BYTES, Call, Return
 from farandole.errors import FatalError
-from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.transition import Outcome
 
 
 class FunctionFailed(FatalError):

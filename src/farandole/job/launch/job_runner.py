@@ -32,7 +32,8 @@ from farandole.job.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.job.coordinator.control_requests import JobSummary
 from farandole.job.coordinator.coordinator_factory import CoordinatorFactory
 from farandole.job.coordinator.launcher_link import SUMMARY_EVERY_S
-from farandole.job.coordinator.server import Coordinator, CoordinatorSetup, Outcome
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
+from farandole.job.coordinator.transition import Outcome
 from farandole.job.engines.discovery import HostDiscovery, HostsOver, HostsSource, ScriptDiscovery
 from farandole.job.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
 from farandole.job.engines.fleet import Fleet

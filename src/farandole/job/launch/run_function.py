@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack
 
 from farandole.base.config import JobConfig
 from farandole.base.wire.function_call import FunctionJob
-from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.transition import Outcome
 from farandole.job.engines.host_list import SshSettings, chosen_hosts
 from farandole.job.launch.call_options import FunctionOptions, by_name, job_of
 from farandole.job.launch.function_results import FunctionFailed, Returns, encoded, result_of

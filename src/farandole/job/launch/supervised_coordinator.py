@@ -45,8 +45,9 @@ from farandole.job.coordinator.launcher_link import (
     StoreOpened,
 )
 from farandole.job.coordinator.sentences import format_exit
-from farandole.job.coordinator.server import CoordinatorSetup, Outcome
+from farandole.job.coordinator.server import CoordinatorSetup
 from farandole.job.coordinator.store_server import StoreServer
+from farandole.job.coordinator.transition import Outcome
 from farandole.job.launch.state_copies import CopiesFailed, StateCopies
 
 _RESTARTS = 5
