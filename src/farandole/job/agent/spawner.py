@@ -31,27 +31,6 @@ _IMPORT_S = 60.0  # on a busy machine
 _FIRST = asyncio.FIRST_COMPLETED
 
 
-T = TypeVar("T")
-
-
-async def to_its_end(awaited: Awaitable[T]) -> T:
-    """Return the result of `awaited`. A cancellation of the caller does not reach it, and is raised when it has ended.
-
-    For cleanup: a cancelled caller would otherwise leave it unfinished. asyncio.shield() protects `awaited`, too, but
-    does not wait for it.
-    """
-    task = asyncio.ensure_future(awaited)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    return task.result()
-
-
 class Spawner:
     """Starts workers, in the plain way. Create and use it on one event loop."""
 
@@ -194,3 +173,26 @@ def forkable(command: Sequence[str]) -> PythonCommand | None:
     own = Path(sys.executable)
     is_own = Path(program).parent.resolve() == own.parent.resolve() and Path(program).resolve() == own.resolve()
     return python if is_own else None
+
+
+# Operations that must complete even if the caller is cancelled --------------------------------------------------------
+
+T = TypeVar("T")
+
+
+async def to_its_end(awaited: Awaitable[T]) -> T:
+    """Return the result of `awaited`. A cancellation of the caller does not reach it, and is raised when it has ended.
+
+    For cleanup: a cancelled caller would otherwise leave it unfinished. asyncio.shield() protects `awaited`, too, but
+    does not wait for it.
+    """
+    task = asyncio.ensure_future(awaited)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
