@@ -51,6 +51,7 @@ class Agents:
         hosts: The addresses from which agents have connected.
         silence, heartbeats: Of the agents; the latter of those on other machines.
         offers: The hosts that the job may use.
+        decisions, outbox, hang_detector, welcome, function: As given.
     """
 
     def __init__(
