@@ -24,9 +24,8 @@ from farandole.base.wire.authentication import Session
 from farandole.base.wire.frames import AGENT_MESSAGES, decode, encode, frame
 from farandole.job.coordinator.control_requests import status_of
 from farandole.job.coordinator.decision_loop import rest_s
-from farandole.job.coordinator.inputs import AgentReported, Input
 from farandole.job.coordinator.job import Job
-from farandole.job.coordinator.transition import Action, Log, SendAgent
+from farandole.job.coordinator.transition import Action, AgentReported, Input, Log, SendAgent
 from tests.support.simulated_job import SimulatedJob
 
 SLOTS = 8

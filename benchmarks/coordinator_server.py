@@ -27,7 +27,7 @@ from farandole.base.events.generation_events import GenerationStarted, Recovered
 from farandole.base.events.host_events import AgentWasLost
 from farandole.base.wire.frames import encode
 from farandole.base.wire.messages import Welcome
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 
 SLOTS = 8
 """Workers on each host."""
@@ -63,7 +63,7 @@ async def measure(workers: int, idle_s: float, budget_s: float, seed: int) -> No
     watch, token, hosts = Watch(), secrets.token_bytes(32), -(-workers // SLOTS)
     config = JobConfig(hosts * SLOTS, takes_agents=True, start_timeout_s=_DEADLINE_S, detection_budget_s=budget_s)
     welcome = Welcome("job", ("true",), ".", {}, config.detection_budget_s, config.grace_s, is_elastic=True)
-    coordinator = Coordinator(config, token, job_id="job", on_event=watch.on_event, welcome=welcome)
+    coordinator = Coordinator(CoordinatorSetup(config, token, "job", welcome=welcome), on_event=watch.on_event)
     await coordinator.start()
     run = asyncio.create_task(coordinator.run())
     words = [str(coordinator.address.port), token.hex(), str(hosts), str(SLOTS), str(seed)]
@@ -90,7 +90,7 @@ async def measure(workers: int, idle_s: float, budget_s: float, seed: int) -> No
             took_s = time.monotonic() - begin_s
             _print(name, workers, (time.process_time() - begin_cpu_s) / took_s, 1.0)
         begin_cpu_s = time.process_time()
-        encode(coordinator.status())
+        encode(coordinator.clients.status())
         _print("status", workers, time.process_time() - begin_cpu_s, 0.0)
     finally:
         run.cancel()

@@ -37,7 +37,7 @@ from farandole.base.events.generation_events import GenerationStarted
 from farandole.base.events.host_events import HostUndrained
 from farandole.base.wire.authentication import new_token
 from farandole.base.wire.messages import Welcome
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 
 _DEADLINE_S = 300.0
 _EVENTS = 20
@@ -51,7 +51,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     token_file.write_bytes(token)
     config = JobConfig(hosts * SLOTS, takes_agents=True, start_timeout_s=_DEADLINE_S)
     welcome = Welcome("job", ("true",), ".", {}, config.detection_budget_s, config.grace_s, is_elastic=True)
-    coordinator = Coordinator(config, token, job_id="job", on_event=watch.on_event, welcome=welcome)
+    coordinator = Coordinator(CoordinatorSetup(config, token, "job", welcome=welcome), on_event=watch.on_event)
     await coordinator.start()
     run = asyncio.create_task(coordinator.run())
     address = str(coordinator.address)

@@ -32,11 +32,10 @@ from farandole.base.wire.messages import AgentHello, FromWorker
 from farandole.errors import AuthenticationError, ConfigError, ProtocolError
 from farandole.job.coordinator.control_requests import status_of
 from farandole.job.coordinator.decide import decide, next_deadline
-from farandole.job.coordinator.inputs import AgentConnected, AgentReported
 from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.store_connection import MAGIC, Query, StoreConnection
 from farandole.job.coordinator.store_server import StoreServer
-from farandole.job.coordinator.transition import Log, SendAgent
+from farandole.job.coordinator.transition import AgentConnected, AgentReported, Log, SendAgent
 from farandole.job.engines.host_list import parse_host
 from tests.fuzz.inputs import mutated, pieces, valid_messages
 

@@ -21,7 +21,7 @@ from farandole.base.wire.link_messages import Hello
 from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import Welcome
 from farandole.job.agent.worker_server import WorkerServer
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 from farandole.job.launch.control_client import Client
 from farandole.training.collectives.data_listener import DataListener
 from farandole.training.collectives.point_to_point import CHANNEL, Incoming
@@ -64,7 +64,9 @@ class Ports:
             tls=self._certificates.folder if self._certificates else "",
         )
         welcome = Welcome("job", ("true",), "/", {}, 0.5, 1.0, is_elastic=True)
-        self._coordinator = Coordinator(config, self._token, job_id="job", on_event=self.events.append, welcome=welcome)
+        self._coordinator = Coordinator(
+            CoordinatorSetup(config, self._token, "job", welcome=welcome), on_event=self.events.append
+        )
         await self._coordinator.start()
         self._outcome = asyncio.create_task(self._coordinator.run())
         self._heard = asyncio.Event()

@@ -38,10 +38,10 @@ from farandole.base.wire.messages import (
     Spawn,
     SpawnFailed,
     StartWorkers,
+    Welcome,
     WorkerExited,
 )
-from farandole.job.agent.agent import Agent
-from farandole.job.agent.agent_config import AgentConfig
+from farandole.job.agent.agent import Agent, AgentConfig
 from farandole.job.agent.coordinator_session import CoordinatorSession
 from farandole.job.launch.output import OutputOptions, OutputSink
 from tests.support.jobs import SCRIPTS, processes_with
@@ -93,12 +93,8 @@ def config_for(
         host="h",
         slots=4,
         coordinator=coordinator,
-        job_id=JOB_ID,
         token=TOKEN,
-        command=command,
-        environment={**os.environ, "TEST_FOLDER": str(folder)},
-        detection_budget_s=budget_s,
-        grace_s=grace_s,
+        job=Welcome(JOB_ID, tuple(command), "", {**os.environ, "TEST_FOLDER": str(folder)}, budget_s, grace_s, False),
     )
 
 

@@ -34,8 +34,8 @@ from farandole.base.wire.messages import (
     Welcome,
     WorkerPrinted,
 )
-from farandole.job.agent.heartbeat_datagrams import HeartbeatSocket
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.agent.coordinator_session import HeartbeatSocket
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 pytestmark = [pytest.mark.long, pytest.mark.alone]
@@ -92,11 +92,8 @@ async def serving(
     config = JobConfig(num_proc=1, detection_budget_s=budget_s, takes_agents=takes_agents)
     printed: list[tuple[str, OutputMessage | None]] = []
     coordinator = Coordinator(
-        config,
-        TOKEN,
-        job_id="job",
+        CoordinatorSetup(config, TOKEN, "job", welcome=welcome),
         on_event=events,
-        welcome=welcome,
         on_output=lambda agent, message: printed.append((agent, message)),
     )
     await coordinator.start()

@@ -28,7 +28,7 @@ from farandole.base.wire.message import PROTOCOL_VERSION, Message
 from farandole.base.wire.messages import AgentHello, Heartbeat
 from farandole.errors import AuthenticationError
 from farandole.job.coordinator.command_server import EVENTS_KEPT
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 from farandole.job.launch import control_client
 from farandole.job.launch.control_client import Client, NoAnswer
 from tests.support.waiting import DEADLINE_S, EventLog, run
@@ -39,7 +39,7 @@ TOKEN = new_token()
 @contextlib.asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Coordinator, EventLog]]:
     events = EventLog()
-    coordinator = Coordinator(JobConfig(num_proc=1), TOKEN, job_id="job", on_event=events)
+    coordinator = Coordinator(CoordinatorSetup(JobConfig(num_proc=1), TOKEN, "job"), on_event=events)
     await coordinator.start()
     outcome = asyncio.create_task(coordinator.run())
     try:

@@ -20,7 +20,7 @@ from farandole.base.events.event import Event
 from farandole.base.events.host_events import CoordinatorRestarted
 from farandole.job.coordinator.coordinator_process import EPOCHS_OF_A_LAUNCHER
 from farandole.job.coordinator.journal import Journal, JournalFiles, decoded, files_in_memory
-from farandole.job.coordinator.launcher_link import CoordinatorSetup
+from farandole.job.coordinator.server import CoordinatorSetup
 from farandole.job.launch.supervised_coordinator import CoordinatorFailed, SupervisedCoordinator
 from farandole.testing.lab import Lab, why_not
 from farandole.testing.proof import Proof

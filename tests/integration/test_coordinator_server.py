@@ -24,7 +24,8 @@ from farandole.base.wire.listening import Strangers
 from farandole.base.wire.message import PROTOCOL_VERSION, Message
 from farandole.base.wire.messages import AgentHello, FromWorker, Heartbeat, JobOver, Spawn, ToAgent, WorkerExited
 from farandole.errors import ConfigError
-from farandole.job.coordinator.server import Coordinator, Outcome
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
+from farandole.job.coordinator.transition import Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN = new_token()
@@ -70,9 +71,7 @@ async def serving(
     events = EventLog()
     offset_s = clock_offset_s or [0.0]
     coordinator = Coordinator(
-        config or JobConfig(num_proc=1),
-        TOKEN,
-        job_id=JOB_ID,
+        CoordinatorSetup(config or JobConfig(num_proc=1), TOKEN, JOB_ID),
         on_event=events,
         clock=lambda: now_s() + offset_s[0],
         journal=(lambda _: None) if has_journal else None,
@@ -277,7 +276,9 @@ def test_a_stop_is_told_to_the_agents_before_the_coordinator_goes() -> None:
 
 def test_a_port_in_use_is_an_error_that_says_what_to_do() -> None:
     async def test(port: int) -> None:
-        coordinator = Coordinator(JobConfig(num_proc=1), TOKEN, job_id=JOB_ID, port=port, on_event=EventLog())
+        coordinator = Coordinator(
+            CoordinatorSetup(JobConfig(num_proc=1), TOKEN, JOB_ID, port=port), on_event=EventLog()
+        )
         with pytest.raises(ConfigError, match=rf"port {port}.*choose another --port"):
             await coordinator.start()
 

@@ -23,7 +23,7 @@ from farandole.base.membership import GenerationId
 from farandole.base.wire.authentication import Role, new_token
 from farandole.base.wire.encryption import load_certificates
 from farandole.errors import AuthenticationError, CollectiveMismatch, PeerLost, ProtocolError
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 from farandole.job.launch.control_client import Client
 from farandole.testing.proof import Proof
 from farandole.testing.running_job import all_training
@@ -207,7 +207,7 @@ def test_messages_between_ranks_arrive_with_tls() -> None:
 @contextlib.asynccontextmanager
 async def serving(tls: str) -> AsyncIterator[tuple[Coordinator, EventLog, bytes]]:
     events, token = EventLog(), new_token()
-    coordinator = Coordinator(JobConfig(num_proc=1, tls=tls), token, job_id="job", on_event=events)
+    coordinator = Coordinator(CoordinatorSetup(JobConfig(num_proc=1, tls=tls), token, "job"), on_event=events)
     await coordinator.start()
     outcome = asyncio.create_task(coordinator.run())
     try:

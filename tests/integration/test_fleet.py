@@ -13,10 +13,10 @@ from farandole.base.events.event import Event
 from farandole.base.events.host_events import AgentJoined, AgentNotStarted, HostDrained, HostUndrained
 from farandole.base.membership import Address
 from farandole.base.wire.authentication import new_token
+from farandole.base.wire.messages import Welcome
 from farandole.errors import ConfigError
-from farandole.job.agent.agent import Agent
-from farandole.job.agent.agent_config import AgentConfig
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.agent.agent import Agent, AgentConfig
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 from farandole.job.engines.engine_interface import AgentExit, AgentOrder, Engine, RunningAgent, StartFailed
 from farandole.job.engines.fleet import Fleet
 from farandole.job.engines.host_list import HostSlots
@@ -136,11 +136,14 @@ def test_a_drained_host_gets_no_other_agent_before_it_has_been_gone() -> None:
                 fleet.on_decision(event)
             events(event)
 
-        coordinator = Coordinator(JobConfig(num_proc=1), token, job_id="job", on_event=on_event)
+        coordinator = Coordinator(CoordinatorSetup(JobConfig(num_proc=1), token, "job"), on_event=on_event)
         await coordinator.start()
         serving = asyncio.create_task(coordinator.run())
         sink = OutputSink(OutputOptions())
         made: list[Agent] = []
+
+        command = (sys.executable, "-c", "import time; time.sleep(60)")
+        job = Welcome("job", command, "", dict(os.environ), 3.0, 0.1, is_elastic=False)
 
         def make_agent(order: AgentOrder) -> Agent:
             config = AgentConfig(
@@ -148,12 +151,8 @@ def test_a_drained_host_gets_no_other_agent_before_it_has_been_gone() -> None:
                 host=order.host,
                 slots=order.slots,
                 coordinator=coordinator.address,
-                job_id="job",
                 token=token,
-                command=[sys.executable, "-c", "import time; time.sleep(60)"],
-                environment=dict(os.environ),
-                detection_budget_s=3.0,
-                grace_s=0.1,
+                job=job,
             )
             made.append(Agent(config, sink, events))
             return made[-1]

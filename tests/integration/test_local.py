@@ -16,7 +16,7 @@ import pytest
 from farandole.base.config import JobConfig
 from farandole.base.events.generation_events import GenerationStarted
 from farandole.errors import ConfigError
-from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.transition import Outcome
 from farandole.job.launch.job_runner import Surroundings, run_job
 from farandole.job.launch.job_spec import JobSpec
 from farandole.job.launch.output import OutputOptions

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from farandole.job.agent.guard_process import is_resource_tracker
-from farandole.job.agent.process import DRAIN_S, WorkerProcess, spawn
+from farandole.job.agent.process import DRAIN_S, WorkerProcess, start_child, worker_variables
 from tests.support.waiting import run
 
 # A worker that forks a child as a loader would; both then wait for ever.
@@ -44,7 +44,7 @@ class Printed:
 
 @contextlib.asynccontextmanager
 async def worker(argv: Sequence[str], printed: Printed, **env: str) -> AsyncIterator[WorkerProcess]:
-    process = await spawn(argv, {**os.environ, **env}, printed)
+    process = WorkerProcess(start_child(argv, worker_variables({**os.environ, **env})), printed)
     try:
         yield process
     finally:
@@ -115,7 +115,7 @@ def test_a_worker_has_a_session_of_its_own_no_stdin_and_unbuffered_output() -> N
 
 def test_a_command_that_cannot_be_started_is_an_oserror() -> None:
     with pytest.raises(FileNotFoundError):
-        run(spawn(["/no/such/command"], {}, lambda stream, line: None))
+        start_child(["/no/such/command"], {})
 
 
 def test_an_exit_is_seen_within_milliseconds_although_a_loader_holds_the_pipes() -> None:

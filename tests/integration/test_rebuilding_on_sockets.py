@@ -31,7 +31,8 @@ from farandole.errors import AuthenticationError
 from farandole.job.coordinator import rebuilding
 from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.journal import CoordinatorState
-from farandole.job.coordinator.server import Coordinator, Outcome
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
+from farandole.job.coordinator.transition import Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN, JOB_ID, EPOCH = new_token(), "job", 3_000_000
@@ -64,7 +65,10 @@ async def asking(
     job, events = new_job(CONFIG, JOB_ID, EPOCH - 1), EventLog()
     nothing = CoordinatorState(job, 0.0, 0, {}, {}, {}, frozenset(), (), lost="a test")
     coordinator = Coordinator(
-        CONFIG, TOKEN, job_id=JOB_ID, on_event=events, welcome=WELCOME, restored=nothing, journal=lambda _: None
+        CoordinatorSetup(CONFIG, TOKEN, JOB_ID, welcome=WELCOME),
+        on_event=events,
+        restored=nothing,
+        journal=lambda _: None,
     )
     await coordinator.start()
     serving = asyncio.create_task(coordinator.run())
@@ -109,7 +113,7 @@ def test_an_agent_tells_its_workers_and_its_session_begins_anew(monkeypatch: pyt
             assert isinstance(resumed, Resumed)
             assert (resumed.epoch, resumed.handled) == (EPOCH, 0)
             assert (await events.next(JobRebuilt)).missing == 0
-            assert coordinator.status().generation == 7
+            assert coordinator.clients.status().generation == 7
 
     run(body())
 

@@ -35,7 +35,8 @@ from farandole.base.wire.messages import (
 )
 from farandole.job.coordinator import agent_greeting, decision_loop
 from farandole.job.coordinator.journal import CoordinatorState
-from farandole.job.coordinator.server import Coordinator, Outcome
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
+from farandole.job.coordinator.transition import Outcome
 from tests.support.waiting import DEADLINE_S, EventLog, run
 
 TOKEN, JOB_ID, PATIENCE_S = new_token(), "job", 100.0
@@ -73,12 +74,8 @@ class Epoch:
         self.is_slow, self.writing = False, list[asyncio.Future[None]]()
         self._channels: list[Channel[ToAgent]] = []
         self.coordinator = Coordinator(
-            config,
-            TOKEN,
-            job_id=JOB_ID,
-            port=port,
+            CoordinatorSetup(config, TOKEN, JOB_ID, port=port, welcome=welcome),
             on_event=self.events,
-            welcome=welcome,
             store=SlowStore(),
             journal=self._write,
             restored=None if state is None else pickle.loads(state),
@@ -333,7 +330,7 @@ def test_a_report_that_waits_for_a_decision_is_not_lost_with_a_coordinator_that_
             async with asyncio.timeout(DEADLINE_S):
                 while not first.now.sessions["a"].log.handled:
                     await asyncio.sleep(0.001)
-            first.coordinator.commit()
+            first.coordinator.outbox.commit()
         assert first.state is not None
         state: CoordinatorState = pickle.loads(first.state)
         assert state.sessions["a"].log.handled == 1

@@ -15,6 +15,7 @@ from farandole.base.events.generation_events import LinksDistrusted
 from farandole.base.events.host_events import HostDrained, HostUndrained
 from farandole.base.events.worker_events import WorkerLost
 from farandole.base.membership import DataAddress, Origin
+from farandole.base.wire.control import AskDrain, AskScale, AskUndrain
 from farandole.base.wire.link_messages import (
     Elastic,
     Failed,
@@ -37,21 +38,18 @@ from farandole.base.wire.messages import (
     WorkerExited,
 )
 from farandole.job.coordinator.decide import decide
-from farandole.job.coordinator.inputs import (
+from farandole.job.coordinator.job import new_job
+from farandole.job.coordinator.shutdown import STOPPED_EXIT_CODE
+from farandole.job.coordinator.transition import (
     AgentConnected,
     AgentLost,
     AgentReported,
-    DrainRequested,
     HostsOffered,
     Input,
-    ScaleRequested,
     StepsStalled,
     StopRequested,
     Tick,
-    UndrainRequested,
 )
-from farandole.job.coordinator.job import new_job
-from farandole.job.coordinator.shutdown import STOPPED_EXIT_CODE
 from tests.support.membership_invariants import MembershipInvariants
 from tests.support.simulated_job import Habits, SimulatedJob
 
@@ -479,9 +477,9 @@ def random_input(dice: random.Random, offering: float = 0.0) -> Input:
     inputs += [
         AgentConnected(agent, agent, dice.randint(0, 4)),
         Tick(),
-        ScaleRequested(number),
-        DrainRequested(agent, "fuzz"),
-        UndrainRequested(agent),
+        AskScale(number),
+        AskDrain(agent),
+        AskUndrain(agent),
         random_stall(dice, number),
     ]
     inputs += [HostsOffered(random_hosts(dice), dice.random() < 0.5)] if dice.random() < offering else []

@@ -7,11 +7,10 @@ from functools import partial
 
 from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import AgentHello, AgentMessage, Spawn, SpawnFailed, ToAgent
-from farandole.job.agent.session_records import SessionRecords
-from farandole.job.coordinator.inputs import AgentLost, AgentReported, Input, Tick
+from farandole.job.agent.coordinator_session import SessionRecords
 from farandole.job.coordinator.job import Job, new_job
 from farandole.job.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed
-from farandole.job.coordinator.transition import Action
+from farandole.job.coordinator.transition import Action, AgentLost, AgentReported, Input, Tick
 from tests.support.simulated_job import SimulatedJob
 
 TELLING_S, PATIENCE_S = 10.0, 60.0

@@ -12,6 +12,7 @@ from farandole.base.config import JobConfig
 from farandole.base.events.host_events import HostBlacklisted, HostDrained, HostUndrained
 from farandole.base.events.job_events import JobBecameStatic, JobEnds, StateLost
 from farandole.base.events.worker_events import AllWorkersRestart
+from farandole.base.wire.control import AskScale, AskUndrain
 from farandole.base.wire.link_messages import (
     Abort,
     Elastic,
@@ -37,16 +38,17 @@ from farandole.base.wire.messages import (
     WorkerDying,
     WorkerExited,
 )
-from farandole.job.coordinator.inputs import (
+from farandole.job.coordinator.transition import (
+    Action,
     AgentConnected,
     AgentLost,
     AgentReported,
     HostsOffered,
     Input,
-    ScaleRequested,
-    UndrainRequested,
+    Log,
+    Outcome,
+    SendAgent,
 )
-from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 
 
 class MembershipInvariants:
@@ -60,7 +62,7 @@ class MembershipInvariants:
         self.number = 0
         self.announced = 0
         self.waited_for_leases = 0
-        self.ended: EndJob | None = None
+        self.ended: Outcome | None = None
         self.failed_after_release = False
         self._hosts: dict[str, str] = {}
         self._told: dict[str, int] = {}  # newest ABORT or PREPARE sent to each worker
@@ -112,7 +114,7 @@ class MembershipInvariants:
         starts: dict[str, Start] = {}
         self._is_ending |= any(isinstance(action, Log) and isinstance(action.event, JobEnds) for action in actions)
         for action in actions:
-            assert self.ended is None, f"{action} after EndJob"
+            assert self.ended is None, f"{action} after Outcome"
             if isinstance(action, SendAgent):
                 match action.message:
                     case Spawn(worker, slot, _, attempt):
@@ -143,7 +145,7 @@ class MembershipInvariants:
                 self._was_synced = False
             elif isinstance(action, Log) and isinstance(action.event, HostBlacklisted):
                 self._check_ban(action.event)
-            elif isinstance(action, EndJob):
+            elif isinstance(action, Outcome):
                 assert action.reason.strip().endswith("."), f"no whole sentence: {action.reason}"
                 self.ended = action
         if starts:
@@ -171,12 +173,12 @@ class MembershipInvariants:
                 self._connected.discard(agent)
                 self._forget([worker for worker, slot in self.slot_of.items() if slot[0] == agent])
                 self._reopenings += 1
-            case ScaleRequested(size):
+            case AskScale(size):
                 self._reopenings += 1
                 most = self._config.max_np
                 if self._config.min_np <= size and (most is None or size <= most) and not self._config.fills_slots:
                     self._target = (size, size)
-            case UndrainRequested(host):
+            case AskUndrain(host):
                 self._draining -= {agent for agent, of_agent in self._hosts.items() if of_agent == host}
                 self._reopenings += 1
             case AgentReported(agent, WorkerExited(worker, code)) if self._is_with(worker, agent):

@@ -15,7 +15,7 @@ from functools import partial
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
 from farandole.base.membership import Origin
-from farandole.base.wire.control import Accepted, AskDrain, AskUndrain
+from farandole.base.wire.control import Accepted, AskDrain, AskScale, AskUndrain
 from farandole.base.wire.link_messages import LinkBroken, WorkerMessage
 from farandole.base.wire.messages import (
     AgentLeaving,
@@ -33,19 +33,21 @@ from farandole.base.wire.messages import (
 )
 from farandole.job.coordinator.control_requests import judge
 from farandole.job.coordinator.decide import decide, next_deadline
-from farandole.job.coordinator.inputs import (
+from farandole.job.coordinator.job import Job, new_job
+from farandole.job.coordinator.transition import (
+    Action,
     AgentConnected,
     AgentLost,
     AgentReported,
     HostsOffered,
     Input,
-    ScaleRequested,
+    Log,
+    Outcome,
+    SendAgent,
     StepsStalled,
     StopRequested,
     Tick,
 )
-from farandole.job.coordinator.job import Job, new_job
-from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
 from tests.support.membership_invariants import MembershipInvariants
 from tests.support.simulated_generation import SimulatedGeneration, TrainingInvariants
 from tests.support.simulated_worker import SimulatedWorker
@@ -104,7 +106,7 @@ class SimulatedJob:
         )  # between workers, or agents: no message arrives, and no error is reported
         self.is_training_over = False
         self.spares_admitted = 0  # in the regroup that a loss began
-        self.end: EndJob | None = None
+        self.end: Outcome | None = None
         self.offered: dict[str, int] | None = None
         self._agents: set[str] = set()
         self._slots: dict[str, int] = {}
@@ -191,7 +193,7 @@ class SimulatedJob:
                 self.in_order(("down", action.agent), partial(self._obey, action.agent, action.message))
             elif isinstance(action, Log):
                 self.logged.append(action.event)
-            elif isinstance(action, EndJob):
+            elif isinstance(action, Outcome):
                 self.end = action
 
     def decide(self, job: Job, inputs: list[Input]) -> tuple[Job, list[Action], float | None]:
@@ -269,10 +271,10 @@ class SimulatedJob:
             self.after(self.delay_s(), partial(again, agent))
 
     def _ask(self, request: AskDrain | AskUndrain) -> bool:
-        answer, happened = judge(self.job, request)
-        if happened is not None:
-            self.feed(happened)
-        return isinstance(answer, Accepted)
+        is_accepted = isinstance(judge(self.job, request), Accepted)
+        if is_accepted:
+            self.feed(request)
+        return is_accepted
 
     def _on_dismissed(self, agent: str) -> None:
         assert all(worker.agent != agent for worker in self.alive()), f"{agent} is dismissed and has workers"
@@ -425,7 +427,7 @@ class SimulatedJob:
         self.after(for_s, heal)
 
     def scale(self, size: int) -> None:
-        self.feed(ScaleRequested(size))
+        self.feed(AskScale(size))
 
     def stop(self, now: bool = False) -> None:
         self.feed(StopRequested(now, "Stopped by Ctrl-C."))

@@ -26,9 +26,18 @@ from farandole.base.wire.link_messages import (
 from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import ForwardToWorkers, FromWorker, Spawn, StartWorkers, ToAgent, WorkerExited
 from farandole.job.coordinator.decide import decide, next_deadline
-from farandole.job.coordinator.inputs import AgentConnected, AgentReported, HostsOffered, Input, Tick
 from farandole.job.coordinator.job import new_job
-from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
+from farandole.job.coordinator.transition import (
+    Action,
+    AgentConnected,
+    AgentReported,
+    HostsOffered,
+    Input,
+    Log,
+    Outcome,
+    SendAgent,
+    Tick,
+)
 from tests.support.membership_invariants import MembershipInvariants
 
 MessageT = TypeVar("MessageT", bound=ToAgent)
@@ -192,5 +201,5 @@ class ToldJob:
         return self.job.ending.exit_code, self.job.ending.reason
 
     @property
-    def end(self) -> EndJob | None:
-        return next((action for action in self.actions if isinstance(action, EndJob)), None)
+    def end(self) -> Outcome | None:
+        return next((action for action in self.actions if isinstance(action, Outcome)), None)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from farandole.job.agent.completion import to_its_end
+from farandole.job.agent.spawner import to_its_end
 
 
 def test_cleaning_up_goes_on_when_the_caller_is_cancelled_and_then_it_is_told() -> None:

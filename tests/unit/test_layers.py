@@ -65,7 +65,7 @@ WITHOUT_TORCH = {
 IMPURE = {"threading", "socket", "time", "os", "torch", "asyncio", "random", "subprocess"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
 READERS_OF_THE_DATE = {
-    "job/agent/returns.py",  # the age of a file that a worker has just written
+    "job/agent/worker_files.py",  # the age of a file that a worker has just written
     "job/agent/preemption.py",  # cloud providers say by the date when a machine is taken away
     "training/checkpoint/checkpoint_writer.py",
     "integrations/horovod/named/timeline.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.job.agent.error_file import LONGEST_ERROR_FILE_BYTES, ErrorFiles, read_error_file
+from farandole.job.agent.worker_files import LONGEST_ERROR_FILE_BYTES, ErrorFiles, read_error_file
 
 
 def written(folder: Path, content: object) -> Path:

@@ -19,7 +19,7 @@ from tests.support.waiting import DEADLINE_S, EventLog, run
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The service is asked more often than a cloud would like."""
-    for name in ("_AwsInterruption", "_AwsRebalance", "_GcpValue", "_AzureEvents"):
+    for name in ("_AwsPage", "_GcpValue", "_AzureEvents"):
         monkeypatch.setattr(f"farandole.job.agent.preemption.{name}.every_s", 0.02)
 
 

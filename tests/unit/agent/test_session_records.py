@@ -31,7 +31,7 @@ from farandole.base.wire.messages import (
     WorkerExited,
     WorkersTold,
 )
-from farandole.job.agent.session_records import SessionRecords
+from farandole.job.agent.coordinator_session import SessionRecords
 
 HERE = DataAddress("127.0.0.1", 7)
 ID = GenerationId(1, 1, 4, "job-4")

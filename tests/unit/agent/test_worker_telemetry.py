@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def measure(meter: TelemetryMeter, page: StatusPage, now_s: float = 0.0) -> WorkerTelemetry:
-    return meter.measure(iter([("w0", page)]), {}, now_s)["w0"]
+    return meter.measure({"w0": page}, {}, now_s)["w0"]
 
 
 def train(own: OwnStatusPage, clock: Clock, steps: range, generation: int = 1) -> None:
@@ -76,20 +76,20 @@ def test_a_regroup_is_no_step(clock: Clock) -> None:
 def test_memory_and_processor_time_are_those_of_the_process() -> None:
     page, meter = StatusPage(), TelemetryMeter()
     pids = {"w0": os.getpid()}
-    first = meter.measure(iter([("w0", page)]), pids, 100.0)["w0"]
+    first = meter.measure({"w0": page}, pids, 100.0)["w0"]
     assert first.resident_bytes > 1 << 20
     assert first.cpu_s > 0
     deadline = first.cpu_s + 0.1
     while sum(os.times()[:2]) < deadline:
         sum(range(1000))
-    assert meter.measure(iter([("w0", page)]), pids, 100.1)["w0"].cores == 0.0  # not asked again so soon
-    assert meter.measure(iter([("w0", page)]), pids, 100.0 + USAGE_EVERY_S)["w0"].cores >= 0.04
+    assert meter.measure({"w0": page}, pids, 100.1)["w0"].cores == 0.0  # not asked again so soon
+    assert meter.measure({"w0": page}, pids, 100.0 + USAGE_EVERY_S)["w0"].cores >= 0.04
 
 
 def test_a_process_that_has_ended_is_no_error() -> None:
     page, meter = StatusPage(), TelemetryMeter()
-    assert meter.measure(iter([("w0", page)]), {"w0": 1 << 30}, 100.0)["w0"].resident_bytes == 0
-    assert meter.measure(iter([]), {}, 101.0) == {}
+    assert meter.measure({"w0": page}, {"w0": 1 << 30}, 100.0)["w0"].resident_bytes == 0
+    assert meter.measure({}, {}, 101.0) == {}
 
 
 def test_share_and_speed_reach_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from farandole.base.config import MOST_AGENTS, MOST_SLOTS, MOST_WORKERS, JobConf
 from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import AgentHello
 from farandole.errors import ConfigError
-from farandole.job.coordinator.admission import why_not_admitted
+from farandole.job.coordinator.agent_greeting import why_not_admitted
 
 
 def offer(slots: int = 1, agent: str = "a", host: str = "a") -> AgentHello:

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.base.membership import DataAddress, Placement
 from farandole.base.wire.messages import Spawn
-from farandole.job.coordinator.placements import placements, ring_neighbours
+from farandole.job.coordinator.capacity import placements, ring_neighbours
 from tests.support.told_job import ToldJob
 
 

@@ -84,7 +84,6 @@ def test_a_loss_before_all_have_left_is_survived() -> None:
 def test_its_size_is_fixed_from_then_on_and_its_workers_train() -> None:
     told = static(ToldJob(2).training(), "w0", "w1")
     assert {worker.state for worker in status_of(told.job, told.now_s).members} == {"trains"}
-    declined, change = judge(told.job, AskScale(1))
-    assert change is None
+    declined = judge(told.job, AskScale(1))
     assert isinstance(declined, Declined)
     assert REASON in declined.reason

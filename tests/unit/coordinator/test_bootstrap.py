@@ -6,9 +6,10 @@ import pytest
 
 from farandole.base.events.worker_events import SlotsMissing, WorkerLost
 from farandole.base.membership import DataAddress
+from farandole.base.wire.control import AskScale
 from farandole.base.wire.link_messages import Hello, Leaving, Synced
 from farandole.base.wire.messages import AgentHello, FromWorker, Heartbeat, Kill, SpawnFailed, WorkerExited
-from farandole.job.coordinator.inputs import AgentLost, AgentReported, ScaleRequested
+from farandole.job.coordinator.transition import AgentLost, AgentReported
 from tests.support.told_job import ToldJob
 
 
@@ -69,9 +70,9 @@ def test_people_are_told_once_for_how_many_slots_the_start_waits_and_how_long() 
 def test_a_job_that_is_scaled_beyond_its_slots_says_so_and_goes_on() -> None:
     told = ToldJob(2, max_np=4).training()
     assert told.logged(SlotsMissing) == []
-    told.feed(ScaleRequested(3))
+    told.feed(AskScale(3))
     assert [event.line() for event in told.logged(SlotsMissing)] == ["waiting for 1 more slot (2 of 3 are available)"]
-    assert told.feed(ScaleRequested(3)).logged(SlotsMissing) == []
+    assert told.feed(AskScale(3)).logged(SlotsMissing) == []
     assert told.job.ending is None
 
 

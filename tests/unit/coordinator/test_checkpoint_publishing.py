@@ -6,8 +6,8 @@ from farandole.base.events.job_events import CheckpointFailed, CheckpointSaved, 
 from farandole.base.membership import Origin, Progress
 from farandole.base.wire.link_messages import CheckpointEnded, MayPublish, PublishAnswer, Stop
 from farandole.base.wire.messages import ForwardToWorkers
-from farandole.job.coordinator.inputs import StopRequested
 from farandole.job.coordinator.job import new_job
+from farandole.job.coordinator.transition import StopRequested
 from tests.support.told_job import ToldJob
 
 

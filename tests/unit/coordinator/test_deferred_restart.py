@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from farandole.base.wire.link_messages import Leaving
 from farandole.base.wire.messages import WorkerDying
-from farandole.job.coordinator.inputs import AgentReported
+from farandole.job.coordinator.transition import AgentReported
 from tests.support.told_job import ToldJob
 
 

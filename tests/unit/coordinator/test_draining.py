@@ -7,8 +7,7 @@ from farandole.base.events.worker_events import WorkerEnded
 from farandole.base.wire.link_messages import Left, Prepare
 from farandole.base.wire.messages import AgentLeaving, Dismissed, ForwardToWorkers, Kill
 from farandole.job.coordinator import hosts
-from farandole.job.coordinator.inputs import AgentLost, AgentReported
-from farandole.job.coordinator.transition import Transition
+from farandole.job.coordinator.transition import AgentLost, AgentReported, Transition
 from tests.support.told_job import ToldJob
 
 
@@ -75,9 +74,10 @@ def test_being_asked_twice_changes_nothing() -> None:
 def test_all_agents_of_a_host_are_drained_by_its_name() -> None:
     told = ToldJob(2, slots=0).connect("b1", 1, "b").connect("b2", 1, "b").training()
     transition = Transition(told.job, told.now_s)
-    assert hosts.drain_host(transition, "b", "a test")
+    hosts.drain_host(transition, "c", "a test")
+    assert not any(agent.is_draining for agent in transition.job.agents.values())
+    hosts.drain_host(transition, "b", "a test")
     assert all(agent.is_draining for agent in transition.job.agents.values())
-    assert not hosts.drain_host(transition, "c", "a test")
 
 
 def test_a_job_that_fills_slots_wants_none_of_a_drained_host() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from farandole.base.events.job_events import TrainingCutShort
 from farandole.base.events.worker_events import WorkerLost
+from farandole.base.wire.control import AskScale
 from farandole.base.wire.link_messages import Failed
 from farandole.base.wire.messages import WorkerDying
-from farandole.job.coordinator.inputs import AgentReported, ScaleRequested
+from farandole.job.coordinator.transition import AgentReported
 from tests.support.told_job import ToldJob
 
 
@@ -105,7 +106,7 @@ def test_when_one_ends_well_and_another_is_killed_the_state_is_lost() -> None:
 
 def test_a_newcomer_is_not_started_without_state_while_the_last_holder_is_dying() -> None:
     told = ToldJob(1, slots=2, max_np=2).training()
-    told.feed(ScaleRequested(2)).hello("w1").elastic("w1")
+    told.feed(AskScale(2)).hello("w1").elastic("w1")
     dying(told, "w0")
     assert told.starts() == {}
     told.exited("w0", -9)

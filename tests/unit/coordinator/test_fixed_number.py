@@ -54,8 +54,7 @@ def test_after_the_elastic_timeout_the_others_go_on() -> None:
 
 def test_no_worker_joins_beyond_this_number() -> None:
     told = ToldJob(3, max_np=4).training().says("w0", FIXED)
-    declined, change = judge(told.job, AskScale(4))
-    assert change is None
+    declined = judge(told.job, AskScale(4))
     assert isinstance(declined, Declined)
     assert FIXED.because in declined.reason
 

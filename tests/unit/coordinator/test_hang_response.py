@@ -10,7 +10,7 @@ from farandole.base.membership import Phase, WorkerStatus
 from farandole.base.wire.link_messages import Stop
 from farandole.base.wire.messages import ForwardToWorkers, Kill, WorkerDying, WorkerExited
 from farandole.job.coordinator.hang_detection import HangDetector
-from farandole.job.coordinator.inputs import AgentReported, StepsStalled
+from farandole.job.coordinator.transition import AgentReported, StepsStalled
 from tests.support.told_job import ToldJob
 
 TIMEOUT_S = 5.0

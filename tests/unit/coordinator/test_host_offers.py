@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.job.coordinator.host_offers import HostOffers
-from farandole.job.coordinator.inputs import HostsOffered
+from farandole.job.coordinator.agents import HostOffers
+from farandole.job.coordinator.transition import HostsOffered
 
 
 def test_the_host_of_an_agent_counts_as_long_as_the_agent_stays() -> None:

@@ -8,12 +8,13 @@ import pytest
 
 from farandole.base.events.generation_events import RegroupBegan
 from farandole.base.events.worker_events import WorkerLost, WorkerSpawned
+from farandole.base.wire.control import AskScale
 from farandole.base.wire.link_messages import Failed, Ready
 from farandole.base.wire.messages import FromWorker, WorkerDying, WorkerExited
 from farandole.job.coordinator.decide import decide
 from farandole.job.coordinator.decision_loop import rest_s
-from farandole.job.coordinator.inputs import AgentConnected, AgentReported, ScaleRequested
 from farandole.job.coordinator.sentences import listed
+from farandole.job.coordinator.transition import AgentConnected, AgentReported
 from tests.support.told_job import ToldJob
 
 
@@ -67,10 +68,10 @@ def test_a_worker_that_raised_is_dying_and_is_gone_within_one_decision() -> None
 def test_a_decision_does_not_change_the_job_that_it_was_given() -> None:
     told = ToldJob(4, min_np=1, max_np=6, slots=6).training()
     inputs = [
-        ScaleRequested(3),
+        AskScale(3),
         AgentReported("a", WorkerExited("w1", -9)),
         AgentConnected("b", "b", 2),
-        ScaleRequested(6),
+        AskScale(6),
     ]
     before = copy.deepcopy(told.job)
     after, actions = decide(told.job, inputs, told.now_s)
@@ -82,7 +83,7 @@ def test_a_decision_does_not_change_the_job_that_it_was_given() -> None:
 def test_a_leaving_worker_with_the_newest_state_stays_until_another_one_has_it() -> None:
     """The last sync of w0 was in generation 1: it may lack a step that the others have decided since then."""
     told = ToldJob(4, min_np=1).training().exited("w3").ready(2, "w0", "w1", "w2").synced("w1", "w2")
-    told.feed(ScaleRequested(1)).exited("w2").ready(4, "w0", "w1")
+    told.feed(AskScale(1)).exited("w2").ready(4, "w0", "w1")
     assert told.members == ("w0", "w1")
     told.synced("w0")
     assert told.told() == {"w0": ["Prepare"], "w1": ["Prepare"]}

@@ -6,9 +6,9 @@ import pytest
 
 from farandole.base.events.job_events import ScaleRefused
 from farandole.base.events.worker_events import WorkerEnded
+from farandole.base.wire.control import AskScale
 from farandole.base.wire.link_messages import Leaving
 from farandole.base.wire.messages import Kill
-from farandole.job.coordinator.inputs import ScaleRequested
 from tests.support.told_job import ToldJob
 
 
@@ -97,23 +97,23 @@ def test_leavers_go_even_if_too_few_stay() -> None:
 
 
 def test_scaling_up_fills_free_slots_and_scaling_down_lets_the_newest_member_go() -> None:
-    told = ToldJob(2, slots=4).training().feed(ScaleRequested(3))
+    told = ToldJob(2, slots=4).training().feed(AskScale(3))
     assert told.spawned() == {"w2": 2}
     told.hello("w2").elastic("w2").ready(2, "w0", "w1").synced("w0", "w1", "w2")
     assert told.members == ("w0", "w1", "w2")
-    assert told.feed(ScaleRequested(2)).told() == {f"w{i}": ["Prepare"] for i in range(3)}
+    assert told.feed(AskScale(2)).told() == {f"w{i}": ["Prepare"] for i in range(3)}
     assert told.ready(3, "w0", "w1", "w2").members == ("w0", "w1")
 
 
 def test_scaling_down_stops_workers_that_are_no_members_first() -> None:
-    told = ToldJob(2, slots=4).training().feed(ScaleRequested(3)).feed(ScaleRequested(2))
+    told = ToldJob(2, slots=4).training().feed(AskScale(3)).feed(AskScale(2))
     assert [kill.worker for kill in told.sent(Kill)] == ["w2"]
     assert told.exited("w2", -15).spawned() == {}
 
 
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_size_beyond_the_limits_is_refused(size: int) -> None:
-    told = ToldJob(3, slots=8, min_np=2, max_np=4).training().feed(ScaleRequested(size))
+    told = ToldJob(3, slots=8, min_np=2, max_np=4).training().feed(AskScale(size))
     (refused,) = told.logged(ScaleRefused)
     assert "at least 2 (--min-np) and at most 4 (--max-np)" in refused.line()
     assert told.job.target == 3
@@ -129,7 +129,7 @@ def test_the_exit_of_a_worker_that_was_let_go_is_no_loss_and_what_it_says_does_n
 
 
 def test_a_holder_that_stays_to_hand_over_does_not_make_the_job_larger_than_max_np() -> None:
-    told = joined(ToldJob(2, slots=3, max_np=2).training()).says("w0", Leaving()).feed(ScaleRequested(2))
+    told = joined(ToldJob(2, slots=3, max_np=2).training()).says("w0", Leaving()).feed(AskScale(2))
     assert told.spawned() == {"w3": 2}
     told.elastic("w2").hello("w3").elastic("w3").ready(3, "w0")
     assert told.members == ("w0", "w2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from farandole.base.events.job_events import StateLost
 from farandole.base.membership import Origin
 from farandole.base.wire.messages import StartWorkers
-from farandole.job.coordinator.inputs import AgentLost
+from farandole.job.coordinator.transition import AgentLost
 from tests.support.told_job import ToldJob
 
 

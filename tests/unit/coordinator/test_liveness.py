@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from farandole.job.coordinator.silence import JobClock, Silence
+from farandole.job.coordinator.decision_loop import JobClock
+from farandole.job.coordinator.heartbeat_port import Silence
 
 
 class HandClock:
@@ -35,7 +36,6 @@ def test_a_forgotten_agent_is_never_lost() -> None:
     silence = Silence(budget_s=2.0)
     silence.record("a", 0.0)
     silence.forget("a")
-    assert "a" not in silence
     assert [silence.look(5.0), silence.look(6.0)] == [{}, {}]
 
 

@@ -12,9 +12,9 @@ from farandole.base.config import JobConfig
 from farandole.base.wire.channel import Channel
 from farandole.base.wire.message_log import MessageLog
 from farandole.base.wire.messages import AgentMessage, Kill, ToAgent
+from farandole.job.coordinator.decision_loop import Outbox
 from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.journal import AgentSession, CoordinatorState
-from farandole.job.coordinator.outbox import Outbox
 from tests.support.waiting import run
 
 

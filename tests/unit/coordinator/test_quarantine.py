@@ -8,7 +8,7 @@ from farandole.base.events.host_events import HostBlacklisted, HostCooledDown
 from farandole.base.events.worker_events import WorkerLost
 from farandole.base.wire.link_messages import Abort
 from farandole.base.wire.messages import ForwardToWorkers, Kill
-from farandole.job.coordinator.inputs import AgentLost
+from farandole.job.coordinator.transition import AgentLost
 from tests.support.told_job import ToldJob
 
 

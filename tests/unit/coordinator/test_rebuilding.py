@@ -23,10 +23,9 @@ from farandole.base.wire.messages import (
     WorkersTold,
 )
 from farandole.job.coordinator.decide import decide
-from farandole.job.coordinator.inputs import AgentReported, Tick
 from farandole.job.coordinator.job import Job, new_job
 from farandole.job.coordinator.rebuilding import ToldAgent, is_enough, rebuilt, why_not_believed
-from farandole.job.coordinator.transition import Action, Log, SendAgent
+from farandole.job.coordinator.transition import Action, AgentReported, Log, SendAgent, Tick
 
 CONFIG = JobConfig(3, deferred_restart_s=0.0)
 FIRST, SECOND = (GenerationId(1, 1, number, f"job-{number}") for number in (4, 5))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from farandole.base.events.generation_events import Recovered
 from farandole.base.membership import Origin
 from farandole.base.wire.messages import WorkerDying, WorkerExited
-from farandole.job.coordinator.inputs import AgentLost, AgentReported, StepsSeen
+from farandole.job.coordinator.transition import AgentLost, AgentReported, StepsSeen
 from tests.support.told_job import ToldJob
 
 

@@ -8,7 +8,7 @@ from farandole.base.events.job_events import ExitsAwaited, TrainingCutShort
 from farandole.base.membership import Shortfall
 from farandole.base.wire.link_messages import Leaving
 from farandole.base.wire.messages import JobOver, Kill
-from farandole.job.coordinator.inputs import StopRequested
+from farandole.job.coordinator.transition import StopRequested
 from tests.support.told_job import ToldJob
 
 

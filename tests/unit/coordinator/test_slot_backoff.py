@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from farandole.base.events.worker_events import SlotBackoff, WorkerSpawned
-from farandole.job.coordinator.backoff import HEALTHY_S, backoff_s
+from farandole.job.coordinator.hosts import HEALTHY_S, backoff_s
 from tests.support.told_job import ToldJob
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from farandole.base.config import JobConfig
 from farandole.base.events.worker_events import SparesMissing, SpareWaits
+from farandole.base.wire.control import AskScale
 from farandole.base.wire.link_messages import Leaving
 from farandole.base.wire.messages import Kill
 from farandole.errors import ConfigError
-from farandole.job.coordinator.inputs import AgentLost, ScaleRequested
+from farandole.job.coordinator.transition import AgentLost
 from tests.support.told_job import ToldJob
 
 
@@ -92,14 +93,14 @@ def test_a_lost_host_costs_no_size_when_another_one_has_spares() -> None:
 
 
 def test_a_job_that_grows_takes_its_spare_and_starts_another_one() -> None:
-    told = job_with_spares(slots=4).feed(ScaleRequested(3))
+    told = job_with_spares(slots=4).feed(AskScale(3))
     assert told.told() == {"w0": ["Prepare"], "w1": ["Prepare"]}
     assert told.spawned() == {"w3": 3}
     assert told.ready(2, "w0", "w1").members == ("w0", "w1", "w2")
 
 
 def test_a_job_that_shrinks_lets_members_go_and_keeps_its_spare() -> None:
-    told = job_with_spares(3).feed(ScaleRequested(2))
+    told = job_with_spares(3).feed(AskScale(2))
     assert told.told() == {"w0": ["Prepare"], "w1": ["Prepare"], "w2": ["Prepare"]}
     told.ready(2, "w0", "w1", "w2")
     assert told.members == ("w0", "w1")

@@ -9,7 +9,7 @@ from farandole.base.wire.channel import Channel
 from farandole.base.wire.control import ClientMessage, StacksOfWorker
 from farandole.base.wire.message import Message
 from farandole.base.wire.messages import StacksWritten
-from farandole.job.coordinator.stack_requests import StackRequests
+from farandole.job.coordinator.command_server import StackRequests
 from tests.support.waiting import run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from farandole.base.events.job_events import WorkerMetOthers, WorkersNeverMet, WorkerTrainsAlone
 from farandole.base.wire.link_messages import LinkBroken
 from farandole.base.wire.messages import Kill, Spawn, WorkerMet
-from farandole.job.coordinator.inputs import AgentReported
+from farandole.job.coordinator.transition import AgentReported
 from tests.support.told_job import ToldJob
 
 

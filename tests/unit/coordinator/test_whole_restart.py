@@ -9,7 +9,7 @@ from farandole.base.events.worker_events import AllWorkersRestart, WorkerFailed
 from farandole.base.wire.link_messages import Elastic
 from farandole.base.wire.messages import Kill, RecordedError, Spawn, SpawnFailed, WorkerExited
 from farandole.errors import ConfigError
-from farandole.job.coordinator.inputs import AgentLost, AgentReported, StopRequested
+from farandole.job.coordinator.transition import AgentLost, AgentReported, StopRequested
 from tests.support.told_job import ToldJob
 
 

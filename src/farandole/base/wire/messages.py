@@ -288,19 +288,19 @@ AgentMessage: TypeAlias = (
 class Welcome(Message, frozen=True):
     """Answer to the AgentHello of a separate agent: the facts of the job that it needs.
 
-    The other fields are as in AgentConfig.
-
     Attributes:
+        detection_budget_s, grace_s: As in JobConfig. The agent sends ten heartbeats in the budget.
+        is_elastic: Workers may come and go without ending the job, and are told so as in Horovod.
+        fork_server: Whether workers may be forked by a process that has imported torch.
+        max_restarts: How often all workers may be started again, for scripts that read it.
         command: The command of each worker, run in `folder`. An empty first word stands for the agent's own Python.
         environment: The variables of each worker in addition to the environment of the agent's machine.
-        heartbeat_id: Names this connection in datagrams with heartbeats, which go to `heartbeat_port`; 0: there are
-            none.
+        heartbeat_id: Names this connection in heartbeats as datagrams, to `heartbeat_port`; 0: there are none.
         store_port: The port of the job's store, at the address of the coordinator; 0: there is none.
         needs_folder: The agent cannot serve without `folder`; otherwise its own working directory takes its place.
         epoch: Of the coordinator: higher for each one that takes over.
         patience_s: How long workers continue when the connection to the coordinator has ended, until there is another.
-        outlives_silence: So they do when the coordinator is silent for longer than the budget: another one may take
-            over on another machine.
+        outlives_silence: So they do when it is silent for the budget: another one may take over on another machine.
     """
 
     job_id: str

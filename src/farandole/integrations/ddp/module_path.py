@@ -18,8 +18,8 @@ from farandole.training.collectives import world
 from farandole.training.collectives.background import of_gradients
 from farandole.training.optim.bucketed_gradients import BucketedGradients
 from farandole.training.optim.buckets import Buckets, is_same_memory
-from farandole.training.optim.optimizer_mixin import at_end_of_pass
 from farandole.training.optim.loader_path import GradientStatus, LoaderPath
+from farandole.training.optim.optimizer_mixin import at_end_of_pass
 from farandole.training.optim.options import Options
 from farandole.training.optim.passes import Passes
 from farandole.training.optim.step_reduction import StepReduction

@@ -50,7 +50,6 @@ class ForkServer:
 
     @property
     def is_started(self) -> bool:
-        """True when there is a process to stop."""
         return self._process is not None
 
     @property

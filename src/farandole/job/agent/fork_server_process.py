@@ -75,16 +75,11 @@ def main() -> None:
 def _stand_in_place_of(target: Sequence[str]) -> None:
     """Set sys.argv and sys.path as in the workers: modules beside the script are found, ours are not."""
     is_module = target[0] == "-m"
-    sys.orig_argv = [sys.orig_argv[0], *_options_of(sys.orig_argv), *target]
+    ours = sys.orig_argv.index(__file__) if __file__ in sys.orig_argv else 1  # before it: options of the interpreter
+    sys.orig_argv = [sys.orig_argv[0], *sys.orig_argv[1:ours], *target]
     sys.argv = ["-m", *target[2:]] if is_module else list(target)
     if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target[0]))
-
-
-def _options_of(arguments: Sequence[str]) -> list[str]:
-    """Return the options of the interpreter, which stand before this file's name."""
-    ours = arguments.index(__file__) if __file__ in arguments else 1
-    return list(arguments[1:ours])
 
 
 def _import_all(nice: int, channel: socket.socket) -> str:

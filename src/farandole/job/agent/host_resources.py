@@ -18,13 +18,7 @@ _OF_THE_USER = (_THREADS, "MKL_NUM_THREADS")  # read by torch's thread pool: ATe
 
 def share_cores(environment: Mapping[str, str], workers: int, on_event: Callable[[Event], None]) -> dict[str, str]:
     """Return the environment for `workers` workers of this host: `environment`, and OMP_NUM_THREADS unless the user has
-    set the number of threads.
-
-    Args:
-        environment: the workers' environment, including the user's part of it.
-        workers: the most workers that train on this host at once.
-        on_event: gets CoresShared if OMP_NUM_THREADS was added.
-    """
+    set the number of threads; `on_event` gets CoresShared if it was added."""
     usable = usable_cores()
     threads = threads_of_each(workers, usable, affinity_cores())
     if threads is None or any(name in environment for name in _OF_THE_USER):

@@ -106,22 +106,24 @@ async def watch_for_notices(
             on_event(PreemptionUnwatched("this machine is of no known cloud (--preemption auto)", is_tried_again=False))
         await asyncio.Event().wait()
     on_event(PreemptionWatched(cloud))
-    failures = _Failures(on_event, cloud)
+    failures = 0  # in a row, of all sources
 
     async def follow(source: NoticeSource) -> None:
+        nonlocal failures
         seen: set[str] = set()
         pause_s, longest_s = after_failure_s
         while True:
             try:
                 notice = await source.look()
             except Exception as error:  # noqa: BLE001 - whatever the service sends, training goes on
-                is_expected = isinstance(error, MetadataUnavailable)
-                failures.failed(str(error) if is_expected else f"{type(error).__name__}: {error}")
+                failures += 1
+                if failures == _FAILURES_REPORTED:
+                    why = str(error) if isinstance(error, MetadataUnavailable) else f"{type(error).__name__}: {error}"
+                    on_event(PreemptionUnwatched(f"{cloud}: {why}", is_tried_again=True))
                 await asyncio.sleep(pause_s)
                 pause_s = min(longest_s, 2 * pause_s)
                 continue
-            failures.answered()
-            pause_s = after_failure_s[0]
+            failures, pause_s = 0, after_failure_s[0]
             if notice is not None and notice.reason not in seen:
                 seen.add(notice.reason)
                 on_event(PreemptionAnnounced(notice.reason, notice.must_leave))
@@ -131,22 +133,6 @@ async def watch_for_notices(
     async with asyncio.TaskGroup() as group:
         for source in _SOURCES[cloud](Metadata(setting.endpoint)):
             group.create_task(follow(source))
-
-
-class _Failures:
-    """Reports a service that does not answer, once until it answers again."""
-
-    def __init__(self, on_event: Callable[[Event], None], cloud: str) -> None:
-        self._on_event, self._cloud = on_event, cloud
-        self._count = 0
-
-    def failed(self, why: str) -> None:
-        self._count += 1
-        if self._count == _FAILURES_REPORTED:
-            self._on_event(PreemptionUnwatched(f"{self._cloud}: {why}", is_tried_again=True))
-
-    def answered(self) -> None:
-        self._count = 0
 
 
 # Requests -------------------------------------------------------------------------------------------------------------
@@ -273,44 +259,38 @@ class _AwsSession:
         return answer
 
 
-class _AwsInterruption:
+class _AwsPage:
+    """A page that is there once there is a notice, which `judge` returns."""
+
     every_s = 5.0
 
-    def __init__(self, session: _AwsSession) -> None:
-        self._session = session
+    def __init__(self, session: _AwsSession, path: str, judge: Callable[[str, dict[str, Any]], Notice]) -> None:
+        self._session, self._path, self._judge = session, path, judge
 
     async def look(self) -> Notice | None:
-        path = "/latest/meta-data/spot/instance-action"
-        answer = await self._session.get(path)
-        _check(answer, path, (200, 404))
-        if answer.status == 404:
-            return None
-        action = _parse_json(answer.text, path)  # {"action": "terminate", "time": "2017-09-18T08:22:00Z"}
-        verb, at = action.get("action"), action.get("time")
-        if verb not in ("terminate", "stop", "hibernate"):
-            raise MetadataUnavailable(f"{path}: the action {verb!r} is unknown")
-        return Notice(f"AWS: the spot instance will {verb} at {at}", left_s=_seconds_until(at, "%Y-%m-%dT%H:%M:%SZ"))
+        answer = await self._session.get(self._path)
+        _check(answer, self._path, (200, 404))
+        return None if answer.status == 404 else self._judge(self._path, _parse_json(answer.text, self._path))
 
 
-class _AwsRebalance:
-    every_s = 5.0
+def _judge_interruption(path: str, action: dict[str, Any]) -> Notice:
+    verb, at = action.get("action"), action.get("time")  # "terminate", "2017-09-18T08:22:00Z"
+    if verb not in ("terminate", "stop", "hibernate"):
+        raise MetadataUnavailable(f"{path}: the action {verb!r} is unknown")
+    return Notice(f"AWS: the spot instance will {verb} at {at}", left_s=_seconds_until(at, "%Y-%m-%dT%H:%M:%SZ"))
 
-    def __init__(self, session: _AwsSession) -> None:
-        self._session = session
 
-    async def look(self) -> Notice | None:
-        path = "/latest/meta-data/events/recommendations/rebalance"
-        answer = await self._session.get(path)
-        _check(answer, path, (200, 404))
-        if answer.status == 404:
-            return None
-        at = _parse_json(answer.text, path).get("noticeTime")  # {"noticeTime": "2020-10-27T08:22:00Z"}
-        return Notice(f"AWS: the spot instance has an elevated risk of interruption since {at}", must_leave=False)
+def _judge_rebalance(_path: str, recommendation: dict[str, Any]) -> Notice:
+    at = recommendation.get("noticeTime")  # "2020-10-27T08:22:00Z"
+    return Notice(f"AWS: the spot instance has an elevated risk of interruption since {at}", must_leave=False)
 
 
 def _aws(metadata: Metadata) -> list[NoticeSource]:
     session = _AwsSession(metadata)
-    return [_AwsInterruption(session), _AwsRebalance(session)]
+    return [
+        _AwsPage(session, "/latest/meta-data/spot/instance-action", _judge_interruption),
+        _AwsPage(session, "/latest/meta-data/events/recommendations/rebalance", _judge_rebalance),
+    ]
 
 
 # Google Cloud ---------------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 from farandole.base.env import is_under_slurm
 from farandole.job.agent.guard_process import is_resource_tracker, kill_but_trackers
@@ -34,18 +35,11 @@ _READ_BYTES = 1 << 16
 _READS_AT_EXIT = 16  # a pipe holds 64 KiB; the bound is for an escaped process that never stops writing
 
 
-async def spawn(argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[str, bytes], None]) -> WorkerProcess:
-    """Start a worker with this environment, in the plain way.
+class WorkerProcess:
+    """A worker's process. Create it on a running event loop, right after the child was started.
 
     `on_line(stream, line)` gets each line of "stdout" and "stderr", without its end, on the event loop.
-    Raises OSError when the process cannot be started.
     """
-    return WorkerProcess(start_child(argv, worker_variables(env)), on_line)
-
-
-class WorkerProcess:
-    """A worker's process. Create it on a running event loop, right after the child was started. `on_line` as in
-    `spawn`."""
 
     def __init__(self, child: Child, on_line: Callable[[str, bytes], None]) -> None:
         self.pid = child.pid  # of the group's leader, and so also the group's number
@@ -55,7 +49,7 @@ class WorkerProcess:
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._kill_timer: asyncio.TimerHandle | None = None
         self._last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
-        self._stdout = _OutputPipe(child.stdout, self._on_stdout)
+        self._stdout = _OutputPipe(child.stdout, partial(on_line, "stdout"))
         self._stderr = _OutputPipe(child.stderr, self._on_stderr)
         _watch_exit(child, self._on_exit)
 
@@ -118,9 +112,6 @@ class WorkerProcess:
             self._signal_group(signal.SIGKILL)
         elif trackers := kill_but_trackers([self.pid]):
             self._loop.call_later(_TRACKER_S, self._kill_members, trackers)
-
-    def _on_stdout(self, line: bytes) -> None:
-        self._on_line("stdout", line)
 
     def _on_stderr(self, line: bytes) -> None:
         self._last_lines.append(line)
@@ -355,18 +346,17 @@ def worker_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 def start_child(argv: Sequence[str], env: Mapping[str, str]) -> Child:
     """Start a program with exactly this environment. Raises OSError when that is impossible."""
-    return _PlainChild(
-        subprocess.Popen(
-            list(argv),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=ignore_announcements if is_under_slurm() else None,
-        )
+    started = subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        preexec_fn=ignore_announcements if is_under_slurm() else None,
     )
+    return cast(Child, started)  # it has both pipes
 
 
 def ignore_announcements() -> None:
@@ -374,17 +364,6 @@ def ignore_announcements() -> None:
     it sends them to all processes of a step, and the agent handles them."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-
-
-class _PlainChild:
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        assert popen.stdout is not None
-        assert popen.stderr is not None
-        self.pid, self.stdout, self.stderr = popen.pid, popen.stdout, popen.stderr
-        self._popen = popen
-
-    def wait(self) -> int:
-        return self._popen.wait()
 
 
 # Temporary adoption of orphans: for a moment, orphans of this process's children become its own children.
@@ -401,7 +380,6 @@ _LOOK_S = 0.01
 
 
 def can_adopt_orphans() -> bool:
-    """Return whether the system supports it."""
     return _is_on() is not None
 
 

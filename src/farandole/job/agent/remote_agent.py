@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol, cast
 
+import msgspec
+
 from farandole.base.env import inherited_environment
 from farandole.base.events.event import Event
 from farandole.base.events.host_events import AgentRejoins, AgentServes, AgentWaits
@@ -23,7 +25,7 @@ from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel, TokenRefu
 from farandole.base.wire.encryption import Certificates
 from farandole.base.wire.frames import TO_AGENT
 from farandole.base.wire.function_call import CallComes, receive_call
-from farandole.base.wire.message import PROTOCOL_VERSION, Message
+from farandole.base.wire.message import PROTOCOL_VERSION
 from farandole.base.wire.messages import (
     AgentHello,
     OutputMessage,
@@ -35,8 +37,7 @@ from farandole.base.wire.messages import (
     WorkerSilent,
 )
 from farandole.errors import AuthenticationError, ConfigError, FarandoleError, ProtocolError
-from farandole.job.agent.agent import Agent, EndOfService, Service
-from farandole.job.agent.agent_config import AgentConfig
+from farandole.job.agent.agent import Agent, AgentConfig, EndOfService, Service
 from farandole.job.agent.coordinator_session import CoordinatorSession, Reconnecting
 from farandole.job.agent.host_resources import share_cores
 from farandole.job.agent.network_addresses import own_addresses
@@ -78,7 +79,6 @@ class JoinOptions:
 
     @property
     def name(self) -> str:
-        """The name of the agent in the job."""
         return f"{self.host}/{self.id}" if self.id else self.host
 
 
@@ -272,27 +272,22 @@ class JoiningAgent:
         except OSError:
             if options.folder or welcome.needs_folder:
                 raise
+        variables = {**inherited_environment(), **welcome.environment}
         return AgentConfig(
             name=options.name,
             host=options.host,
             slots=options.slots,
             coordinator=self._coordinator,
-            job_id=welcome.job_id,
             token=options.token,
-            command=with_own_python(welcome.command),
-            environment=share_cores({**inherited_environment(), **welcome.environment}, options.slots, self._on_event),
-            detection_budget_s=welcome.detection_budget_s,
-            grace_s=welcome.grace_s if options.grace_s is None else options.grace_s,
-            is_elastic=welcome.is_elastic,
+            job=msgspec.structs.replace(
+                welcome,
+                command=with_own_python(welcome.command),
+                environment=share_cores(variables, options.slots, self._on_event),
+                grace_s=welcome.grace_s if options.grace_s is None else options.grace_s,
+            ),
             is_apart=True,
-            heartbeat_id=welcome.heartbeat_id,
-            heartbeat_port=welcome.heartbeat_port,
-            fork_server=welcome.fork_server,
-            store_port=welcome.store_port,
-            max_restarts=welcome.max_restarts,
             data_hosts=tuple(own_addresses(options.interfaces)) if options.interfaces else (),
             process=self._process,
-            outlives_silence=welcome.outlives_silence,
             tls=options.tls,
         )
 
@@ -351,35 +346,26 @@ _MESSAGE_BYTES = 1 << 16
 OutputStream = Literal["stdout", "stderr"]
 
 
-class MessageSender(Protocol):
-    """The part of a Channel that is needed here."""
-
-    @property
-    def unsent_bytes(self) -> int: ...
-
-    def send(self, message: Message) -> None: ...
-
-
 class ForwardedOutput:
     """A Sink, used on one event loop."""
 
-    def __init__(self, channel: MessageSender) -> None:
-        self._channel = channel
+    def __init__(self, session: CoordinatorSession) -> None:
+        self._session = session
         self._lines: dict[tuple[str, OutputStream], list[bytes]] = {}
         self._bytes = 0
         self._dropped: dict[tuple[str, OutputStream], int] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def expected(self, worker: str, rank: int) -> None:
-        self._channel.send(WorkerRanked(worker, rank, is_expected=True))
+        self._session.send(WorkerRanked(worker, rank, is_expected=True))
 
     def placed(self, worker: str, rank: int) -> None:
         self.flush()  # earlier lines keep their label
-        self._channel.send(WorkerRanked(worker, rank, is_expected=False))
+        self._session.send(WorkerRanked(worker, rank, is_expected=False))
 
     def line(self, worker: str, stream: str, data: bytes) -> None:
         key = (worker, cast(OutputStream, stream))
-        if self._bytes + self._channel.unsent_bytes > UNSENT_LIMIT:
+        if self._bytes + self._session.unsent_bytes > UNSENT_LIMIT:
             self._dropped[key] = self._dropped.get(key, 0) + len(data) + 1
             return
         self._lines.setdefault(key, []).append(data)
@@ -391,7 +377,7 @@ class ForwardedOutput:
 
     def closed(self, worker: str) -> None:
         self.flush()
-        self._channel.send(WorkerSilent(worker))
+        self._session.send(WorkerSilent(worker))
 
     def stop(self) -> None:
         """Stop sending. Lines that were not sent are lost with the connection. Idempotent."""
@@ -399,14 +385,13 @@ class ForwardedOutput:
             self._timer.cancel()
 
     def flush(self) -> None:
-        """Send the collected lines."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         collected, self._lines, self._bytes = self._lines, {}, 0
         for (worker, stream), lines in collected.items():
             dropped_bytes = self._dropped.pop((worker, stream), 0)
-            self._channel.send(WorkerPrinted(worker, stream, tuple(lines), dropped_bytes))
+            self._session.send(WorkerPrinted(worker, stream, tuple(lines), dropped_bytes))
 
 
 # In the coordinator's process: shown like the output of workers on its own machine ------------------------------------

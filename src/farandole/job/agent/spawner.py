@@ -1,5 +1,5 @@
-"""The start of an agent's workers: in the plain way, or by a fork server that has imported torch already. Both have one
-interface; agent.py does not know which one it has.
+"""The start of an agent's workers: in the plain way, or by a fork server that has imported torch already. agent.py does
+not know which.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 from farandole.base.config import ForkServerUse
 from farandole.base.env import differs_for_all
 from farandole.base.events.event import Event
 from farandole.base.events.worker_events import ForkServerLost, ForkServerReady
-from farandole.job.agent.completion import to_its_end
 from farandole.job.agent.fork_server import ForkServer, PythonCommand, python_command
 from farandole.job.agent.guard import Guard
 from farandole.job.agent.process import Child, can_adopt_orphans, start_child, worker_variables
@@ -32,33 +31,14 @@ _IMPORT_S = 60.0  # on a busy machine
 _FIRST = asyncio.FIRST_COMPLETED
 
 
-class Spawner(Protocol):
-    """Starts workers. Create and use it on one event loop."""
-
-    async def spawn(self, environment: Mapping[str, str]) -> Child:
-        """Start a new worker. Raises OSError when that fails."""
-        ...
-
-    def training_begins(self) -> None:
-        """Note that a generation has been started."""
-        ...
-
-    def wait_no_longer(self) -> None:
-        """Start all requested workers now, in any way: a worker that is being started has to end."""
-        ...
-
-    async def close(self) -> None:
-        """Close the spawner; workers live on, and no further workers are started."""
-        ...
-
-
-class PlainSpawner:
-    """Starts the command in the plain way."""
+class Spawner:
+    """Starts workers, in the plain way. Create and use it on one event loop."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
 
     async def spawn(self, environment: Mapping[str, str]) -> Child:
+        """Start a new worker. Raises OSError when that fails."""
         # Not on the loop's thread, which has heartbeats to send: where cores are scarce, a program takes long to start.
         starting = asyncio.ensure_future(asyncio.to_thread(start_child, self._command, worker_variables(environment)))
         try:
@@ -74,16 +54,16 @@ class PlainSpawner:
             raise
 
     def training_begins(self) -> None:
-        pass
+        """Note that a generation has been started: from now on workers may have to be replaced."""
 
     def wait_no_longer(self) -> None:
-        pass
+        """Start all requested workers now, in any way: a worker that is being started has to end."""
 
     async def close(self) -> None:
-        pass
+        """Close the spawner; workers live on, and no further workers are started."""
 
 
-class ForkingSpawner:
+class ForkingSpawner(Spawner):
     """Forks workers with a fork server. It starts a worker in the plain way while no server is ready, and when the
     worker's environment differs from the server's in a variable that a library may have read when it was loaded.
 
@@ -99,7 +79,7 @@ class ForkingSpawner:
         on_event: Callable[[Event], None],
         at_once: bool,
     ) -> None:
-        self._plain = PlainSpawner(command)
+        super().__init__(command)
         self._python, self._environment = python, worker_variables(environment)
         self._guard, self._on_event, self._at_once = guard, on_event, at_once
         self._loop = asyncio.get_running_loop()
@@ -122,7 +102,7 @@ class ForkingSpawner:
                 return child
         if self._is_closed:
             raise OSError("the agent is ending its workers")  # while this one waited for the server
-        return await self._plain.spawn(environment)
+        return await super().spawn(environment)
 
     def training_begins(self) -> None:
         has_one = bool(self._servers) and (self._servers[-1].is_ready or not self._servers[-1].settled.done())
@@ -180,7 +160,7 @@ def make_spawner(
     """Return the spawner of one agent, for workers whose environments begin with this one."""
     python = forkable(command) if use != "off" else None
     if python is None or not can_adopt_orphans():
-        return PlainSpawner(command)
+        return Spawner(command)
     return ForkingSpawner(command, python, environment, guard, on_event, at_once=use == "on")
 
 
@@ -193,3 +173,26 @@ def forkable(command: Sequence[str]) -> PythonCommand | None:
     own = Path(sys.executable)
     is_own = Path(program).parent.resolve() == own.parent.resolve() and Path(program).resolve() == own.resolve()
     return python if is_own else None
+
+
+# Operations that must complete even if the caller is cancelled --------------------------------------------------------
+
+T = TypeVar("T")
+
+
+async def to_its_end(awaited: Awaitable[T]) -> T:
+    """Return the result of `awaited`. A cancellation of the caller does not reach it, and is raised when it has ended.
+
+    For cleanup: a cancelled caller would otherwise leave it unfinished. asyncio.shield() protects `awaited`, too, but
+    does not wait for it.
+    """
+    task = asyncio.ensure_future(awaited)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()

@@ -69,7 +69,6 @@ class StackDumps:
 
 
 async def _written(page: StatusPage, within_s: float) -> str:
-    """Return the text that the worker writes; empty if it does not begin to."""
     before, quiet_looks, deadline_s = "", 0, now_s() + within_s
     while now_s() < deadline_s:
         await asyncio.sleep(_LOOK_S)

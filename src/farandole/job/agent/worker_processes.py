@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,7 +28,7 @@ class WorkerProcesses:
     are under the guard. `on_exit(worker, exit_code, last_lines, pid)` is called once a process is reaped and its
     process group was killed, `on_spawn_failed(worker, error)` when it could not be started at all.
 
-    silence_limit_s  the workers are killed when `heartbeat` was not called for this time; None: it need not be called
+    silence_limit_s  the workers are killed when `guard.heartbeat` was not called for this time; None: it need not be
     """
 
     def __init__(
@@ -55,26 +54,13 @@ class WorkerProcesses:
         created."""
         self.scratch = Path(tempfile.mkdtemp(prefix="farandole-"))
         """Folder for the files that killed workers would otherwise leave in the temp folder; removed with the job."""
-        self._guard = Guard(self.scratch, self._silence_limit_s, last_message)
+        self.guard = Guard(self.scratch, self._silence_limit_s, last_message)
         try:
-            self._guard.start()
+            self.guard.start()
         except OSError:
             self.scratch.rmdir()
             raise
-        self._spawner = self._make_spawner(self._guard)
-
-    def training_begins(self) -> None:
-        """Note that a generation has been started: from now on workers may have to be replaced."""
-        self._spawner.training_begins()
-
-    def heartbeat(self) -> None:
-        """Note that the agent is not stopped."""
-        self._guard.heartbeat()
-
-    def renew_guard(self, last_message: tuple[int, bytes]) -> None:
-        """Give the guard another last message."""
-        with contextlib.suppress(OSError):  # the one that runs watches, and can only not report
-            self._guard.renew(last_message)
+        self.spawner = self._make_spawner(self.guard)
 
     def pids(self) -> dict[str, int]:
         """Return the processes that run and have not been asked to end, by worker."""
@@ -110,7 +96,7 @@ class WorkerProcesses:
             return  # Outdated: it has ended already.
         self._grace_s[worker] = grace_s
         if (process := self._running.get(worker)) is None:
-            self._spawner.wait_no_longer()
+            self.spawner.wait_no_longer()
             return  # It is being spawned; _live kills it.
         process.terminate(grace_s, self._callers.get(worker))
 
@@ -130,33 +116,32 @@ class WorkerProcesses:
         return pid if process is not None and pid is not None and process.has_member(pid) else None
 
     def kill_all(self, grace_s: float) -> None:
-        """Call `kill` for each worker."""
         for worker in list(self._lives):
             self.kill(worker, grace_s)
 
     async def end(self, grace_s: float) -> None:
         """End all running workers; none is left then."""
         self.kill_all(grace_s)
-        await self._spawner.close()
+        await self.spawner.close()
         if self._lives:
             await asyncio.wait(self._lives.values(), timeout=grace_s + _REAP_DEADLINE_S)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        self._guard.stop()  # last: it removes the folder if this process is killed meanwhile
+        self.guard.stop()  # last: it removes the folder if this process is killed meanwhile
 
     async def _live(self, worker: str, environment: dict[str, str]) -> None:
         try:
-            child = await self._spawner.spawn(environment)
+            child = await self.spawner.spawn(environment)
         except OSError as error:
             self._on_spawn_failed(worker, str(error))
             return
         process = WorkerProcess(child, partial(self._sink.line, worker))
-        self._guard.watch(process.pid)
+        self.guard.watch(process.pid)
         self._running[worker] = process
         if (grace_s := self._grace_s.get(worker)) is not None:
             self.kill(worker, grace_s)
         exit_code = await process.wait()
         del self._running[worker]
-        self._guard.release(process.pid)
+        self.guard.release(process.pid)
         await self._on_exit(worker, exit_code, process.last_lines, process.pid)
         await process.wait_for_output()
         self._sink.closed(worker)

@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -284,7 +284,7 @@ class StatusPages:
 
     def __init__(self, on_exit_notice: Callable[[str], None]) -> None:
         self._on_exit_notice = on_exit_notice
-        self._pages: dict[str, StatusPage] = {}
+        self.by_worker: dict[str, StatusPage] = {}
         self._meetings: dict[str, Meeting] = {}
         self._deaths: ExitWatcher | None = None
 
@@ -305,47 +305,39 @@ class StatusPages:
             page = StatusPage()
         except OSError:
             return ""
-        self._pages[worker] = page
+        self.by_worker[worker] = page
         if self._deaths is not None:
             self._deaths.watch(worker, page.memory, MUTEX_AT)
         return page.path
 
-    def get(self, worker: str) -> StatusPage | None:
-        return self._pages.get(worker)
-
-    def each(self) -> Iterator[tuple[str, StatusPage]]:
-        """Yield the pages with their workers."""
-        yield from self._pages.items()
-
     def look(self) -> dict[str, WorkerStatus]:
         """Return the statuses of the workers that have reported one."""
-        looks = ((worker, page.look()) for worker, page in self._pages.items())
+        looks = ((worker, page.look()) for worker, page in self.by_worker.items())
         return {worker: seen for worker, seen in looks if seen is not None}
 
     def new_meetings(self) -> dict[str, Meeting]:
         """Return, by worker, what has become known since the last call of whether it has met the others."""
-        looks = {worker: page.meeting() for worker, page in self._pages.items()}
+        looks = {worker: page.meeting() for worker, page in self.by_worker.items()}
         new = {worker: look for worker, look in looks.items() if look != self._meetings.get(worker, Meeting.UNKNOWN)}
         self._meetings |= new
         return new
 
     def remove(self, worker: str) -> None:
-        """Remove the page of a worker whose process is gone."""
         self._meetings.pop(worker, None)
         if self._deaths is not None:
             self._deaths.forget(worker)
-        if (page := self._pages.pop(worker, None)) is not None:
+        if (page := self.by_worker.pop(worker, None)) is not None:
             page.close()
 
     def stop(self) -> None:
         """Remove all pages. Idempotent."""
-        for worker in list(self._pages):
+        for worker in list(self.by_worker):
             self.remove(worker)
         if self._deaths is not None:
             self._deaths.stop()
 
     def _hint(self, worker: str) -> None:
-        if worker in self._pages:
+        if worker in self.by_worker:
             self._on_exit_notice(worker)
 
 

@@ -4,7 +4,7 @@ agent.py sends them with a heartbeat.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,17 +41,11 @@ class TelemetryMeter:
         self._usage: dict[str, _Usage] = {}
 
     def measure(
-        self, pages: Iterator[tuple[str, StatusPage]], pids: Mapping[str, int], now_s: float
+        self, pages: Mapping[str, StatusPage], pids: Mapping[str, int], now_s: float
     ) -> dict[str, WorkerTelemetry]:
-        """Return the measurements of the workers that have a page.
-
-        Args:
-            pages: The pages, with the names of their workers.
-            pids: The processes of the workers.
-            now_s: The time now.
-        """
+        """Return the measurements of the workers that have a page, by worker. `pids`: their processes."""
         found = {}
-        for worker, page in pages:
+        for worker, page in pages.items():
             measured = page.measured()
             step_s, waiting_s = self._step_times(worker, measured)
             usage = self._usage_of(worker, pids[worker], now_s) if worker in pids else _Usage(0, None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 
+from farandole.base.config import LONGEST_NAME, MOST_AGENTS, MOST_SLOTS, MOST_WORKERS
 from farandole.base.machine import different_software, installed_software
 from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S, Channel
 from farandole.base.wire.frames import CALL_RECEIVED
-from farandole.base.wire.function_call import FunctionJob, send_call
+from farandole.base.wire.function_call import send_call
 from farandole.base.wire.message_log import MessageLog
 from farandole.base.wire.messages import (
     AgentHello,
@@ -22,38 +23,24 @@ from farandole.base.wire.messages import (
     Resumption,
     SessionOver,
     TellWorkers,
-    Welcome,
     WorkersTold,
 )
 from farandole.errors import ProtocolError
-from farandole.job.coordinator.admission import why_not_admitted
 from farandole.job.coordinator.agents import Agents
-from farandole.job.coordinator.decision_loop import DecisionLoop
-from farandole.job.coordinator.inputs import AgentReported
 from farandole.job.coordinator.journal import AgentSession
-from farandole.job.coordinator.outbox import Outbox
 from farandole.job.coordinator.rebuilding import ToldAgent, why_not_believed
 from farandole.job.coordinator.reception import Reception
 from farandole.job.coordinator.store_server import Store
+from farandole.job.coordinator.transition import AgentReported
 
 
 class AgentGreeting:
-    """`welcome` and `function` are as in Coordinator."""
+    """Greets the agents of a job that `reception` has let in; `store` is the job's."""
 
-    def __init__(
-        self,
-        job_id: str,
-        reception: Reception,
-        agents: Agents,
-        decisions: DecisionLoop,
-        outbox: Outbox,
-        store: Store,
-        welcome: Welcome | None,
-        function: FunctionJob | None,
-    ) -> None:
-        self._job_id, self._reception, self._agents = job_id, reception, agents
-        self._decisions, self._outbox, self._store = decisions, outbox, store
-        self._welcome, self._function = welcome, function
+    def __init__(self, agents: Agents, reception: Reception, store: Store) -> None:
+        self._agents, self._decisions, self._outbox = agents, agents.decisions, agents.outbox
+        self._welcome, self._function = agents.welcome, agents.function
+        self._reception, self._store = reception, store
 
     async def greet(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
         """Let the agent into its session on this connection.
@@ -62,7 +49,7 @@ class AgentGreeting:
             ProtocolError: It may not join, or its session is over; it was told so.
             ConnectionError: It, or the journal, took too long. It connects again.
         """
-        async with _journal_deadline():
+        async with _handshake_deadline("the state of the job was not written"):
             await self._outbox.begun()
         if hello.resumes is None:
             await self._begin(channel, hello)
@@ -107,7 +94,7 @@ class AgentGreeting:
                 former.abort()  # no more of its messages is handled
         # The agent forgets what it is told was handled, so the journal must have it.
         self._decisions.settle()
-        async with _journal_deadline():
+        async with _handshake_deadline("the state of the job was not written"):
             await self._outbox.caught_up()
         session, reason = self._agents.by_agent.get(hello.agent), ""
         if session is None or session.process != hello.process or resumes.epoch < session.epoch:
@@ -137,16 +124,13 @@ class AgentGreeting:
         """Let an agent whose workers run tell of them, and begin another session with it."""
         self._check_epoch(hello, resumes)
         channel.send(TellWorkers(self._decisions.job.coordinator_epoch))
-        try:
-            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-                told = await channel.receive()
-        except TimeoutError:
-            raise ConnectionError(f"it told nothing within {HANDSHAKE_DEADLINE_S:g} s") from None
+        async with _handshake_deadline("it told nothing"):
+            told = await channel.receive()
         if not isinstance(told, WorkersTold):
             raise ProtocolError(f"it sent {type(told).__name__} instead of WorkersTold")
         others = {name: each.hello.slots for name, each in self._decisions.retelling.told.items()}
         reason = why_not_admitted(hello, others) or why_not_believed(
-            self._job_id, hello, told, self._decisions.retelling.told
+            self._decisions.job.job_id, hello, told, self._decisions.retelling.told
         )
         if not self._decisions.retelling.reason:
             reason = "the job was rebuilt without it, and continues without its workers"
@@ -169,7 +153,6 @@ class AgentGreeting:
             )
 
     def _continue_on(self, channel: Channel[AgentMessage], agent: str, session: AgentSession) -> None:
-        """Continue a session on this connection."""
         self._reception.introduced(is_awaited=True)
         self._admit(channel.peer_host)
         self._agents.connect(agent, session, channel)
@@ -196,7 +179,6 @@ class AgentGreeting:
             raise ProtocolError(refused.reason)
 
     def _why_refused(self, hello: AgentHello) -> Refused | None:
-        """Return the refusal for a remote agent that may not join, or None."""
         if self._welcome is None:
             return Refused(
                 "this job does not accept agents of other machines (farandole run --token-file)", is_final=True
@@ -214,10 +196,29 @@ class AgentGreeting:
 
 
 @contextlib.asynccontextmanager
-async def _journal_deadline() -> AsyncIterator[None]:
+async def _handshake_deadline(problem: str) -> AsyncIterator[None]:
     """Give the block the time of a handshake. The agent connects again."""
     try:
         async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
             yield
     except TimeoutError:
-        raise ConnectionError(f"the state of the job was not written within {HANDSHAKE_DEADLINE_S:g} s") from None
+        raise ConnectionError(f"{problem} within {HANDSHAKE_DEADLINE_S:g} s") from None
+
+
+def why_not_admitted(hello: AgentHello, others: Mapping[str, int]) -> str:
+    """Return why an agent must not join; empty if it may: each slot and each agent costs the coordinator memory, and
+    time in each decision. `others`: by name, the slots of the agents that are connected."""
+    for what, name, most in (("agent", hello.agent, 2 * LONGEST_NAME), ("host", hello.host, LONGEST_NAME)):
+        if not 0 < len(name) <= most:
+            return f"the name of its {what} has {len(name)} characters, it needs 1 to {most}"
+    if not 1 <= hello.slots <= MOST_SLOTS:
+        return f"it offers {hello.slots} slots, an agent may offer 1 to {MOST_SLOTS}"
+    before = {name: slots for name, slots in others.items() if name != hello.agent}
+    if len(before) >= MOST_AGENTS:
+        return f"{len(before)} agents have joined, and a job may have {MOST_AGENTS}"
+    if sum(before.values()) + hello.slots > MOST_WORKERS:
+        return (
+            f"it offers {hello.slots} slots beside {sum(before.values())} of other agents, and a job may have "
+            f"{MOST_WORKERS}"
+        )
+    return ""

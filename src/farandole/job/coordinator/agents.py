@@ -1,13 +1,18 @@
-"""The agents of a job: their sessions over one connection after the other, what they report, and their silence."""
+"""The agents of a job: their sessions over one connection after the other, what they report and offer, and their
+silence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
 
 from farandole.base.config import JobConfig
+from farandole.base.liveness.heartbeats import heartbeat_period_s
 from farandole.base.membership import Address
 from farandole.base.wire.channel import Channel
 from farandole.base.wire.function_call import FunctionJob, PartReceived, ReturnPart
+from farandole.base.wire.listening import RefusalReports
 from farandole.base.wire.message_log import is_counted
 from farandole.base.wire.messages import (
     AgentHello,
@@ -27,14 +32,11 @@ from farandole.base.wire.messages import (
 )
 from farandole.errors import ProtocolError
 from farandole.job.coordinator.command_server import Clients
-from farandole.job.coordinator.decision_loop import DecisionLoop
+from farandole.job.coordinator.decision_loop import DecisionLoop, Outbox
 from farandole.job.coordinator.hang_detection import HangDetector
-from farandole.job.coordinator.heartbeat_port import AgentHeartbeats
-from farandole.job.coordinator.host_offers import HostOffers
-from farandole.job.coordinator.inputs import AgentConnected, AgentLost, AgentReported
+from farandole.job.coordinator.heartbeat_port import AgentHeartbeats, Silence
 from farandole.job.coordinator.journal import AgentSession, CoordinatorState
-from farandole.job.coordinator.outbox import Outbox
-from farandole.job.coordinator.silence import Silence
+from farandole.job.coordinator.transition import AgentConnected, AgentLost, AgentReported, HostsOffered, Tick
 
 
 class Agents:
@@ -46,7 +48,9 @@ class Agents:
         channels: The connections of those that are connected.
         returning: Agents of the former coordinator that have not come yet.
         hosts: The addresses from which agents have connected.
-        heartbeats: Of the agents on other machines.
+        silence, heartbeats: Of the agents; the latter of those on other machines.
+        offers: The hosts that the job may use.
+        decisions, outbox, hang_detector, welcome, function: As given.
     """
 
     def __init__(
@@ -56,30 +60,29 @@ class Agents:
         *,
         decisions: DecisionLoop,
         outbox: Outbox,
-        offers: HostOffers,
         hang_detector: HangDetector,
         clients: Clients,
         welcome: Welcome | None,
         function: FunctionJob | None,
         on_output: Callable[[str, OutputMessage | None], None],
+        offers_joined: bool,
         returning_s: float,
     ) -> None:
-        self._decisions, self._outbox, self._offers = decisions, outbox, offers
-        self._hang_detector, self._clients = hang_detector, clients
-        self._welcome, self._function, self._on_output = welcome, function, on_output
-        self._returning_s = returning_s
+        self.decisions, self.outbox, self.hang_detector = decisions, outbox, hang_detector
+        self.welcome, self.function, self.offers = welcome, function, HostOffers(offers_joined)
+        self._clients, self._on_output, self._returning_s = clients, on_output, returning_s
         self.by_agent: dict[str, AgentSession] = {}
         self.channels: dict[str, Channel[AgentMessage]] = {}
         self.returning: set[str] = set()
         self.hosts: set[str] = set()
-        self._silence = Silence(config.detection_budget_s)
-        self.look_every_s = self._silence.look_every_s
+        self.silence = Silence(config.detection_budget_s)
+        self.look_every_s = self.silence.look_every_s
         now_s = self._now_s = decisions.clock.now_s
-        self.heartbeats = AgentHeartbeats(token, config.detection_budget_s, now_s, self._silence.record)
+        self.heartbeats = AgentHeartbeats(token, config.detection_budget_s, now_s, self.silence.record)
 
     async def open(self, address: Address) -> None:
         """Receive heartbeats as datagrams at this address, too, if agents of other machines may join."""
-        if self._welcome is not None:
+        if self.welcome is not None:
             await self.heartbeats.open(address)
 
     def restore(self, state: CoordinatorState) -> None:
@@ -107,9 +110,9 @@ class Agents:
     def join(self, hello: AgentHello, session: AgentSession, channel: Channel[AgentMessage]) -> None:
         """Begin the session of an agent that has no workers yet."""
         self.connect(hello.agent, session, channel)
-        if (offered := self._offers.join(hello.agent, hello.host, hello.slots)) is not None:
-            self._decisions.decide(offered)
-        self._decisions.report(AgentConnected(hello.agent, hello.host, hello.slots))
+        if (offered := self.offers.join(hello.agent, hello.host, hello.slots)) is not None:
+            self.decisions.decide(offered)
+        self.decisions.report(AgentConnected(hello.agent, hello.host, hello.slots))
 
     def disconnected(self, agent: str, channel: Channel[AgentMessage]) -> None:
         """Forget a connection that has ended, unless another one has replaced it."""
@@ -121,15 +124,11 @@ class Agents:
         coordinator on the same machine, and are silent while the launcher is stopped, as in a debugger; their silence
         counts only where workers of other hosts could go on without them."""
         sessions = self.by_agent
-        is_own = not sessions[agent].is_apart and self._outbox.has_journal
+        is_own = not sessions[agent].is_apart and self.outbox.has_journal
         if not is_own or any(each.is_apart for each in sessions.values()):
-            self._silence.record(agent, self._now_s() + after_s)
+            self.silence.record(agent, self._now_s() + after_s)
         else:
-            self._silence.forget(agent)
-
-    def silent(self) -> dict[str, float]:
-        """Return the agents whose silence has lasted for the budget, and for how many seconds: as Silence.look."""
-        return self._silence.look(self._now_s())
+            self.silence.forget(agent)
 
     def lease_end_s(self, agent: str) -> float | None:
         """Return until when the workers of an agent that is lost now may run; None: it is not on another machine. An
@@ -137,10 +136,10 @@ class Agents:
         Where another one may take over from this one, so does an agent that hears nothing any more.
         """
         end_s = self.heartbeats.lease_end_s(agent)
-        if end_s is None or self._welcome is None:
+        if end_s is None or self.welcome is None:
             return end_s
-        waits = agent not in self.channels or self._welcome.outlives_silence
-        return end_s + (self._welcome.patience_s if waits else 0.0)
+        waits = agent not in self.channels or self.welcome.outlives_silence
+        return end_s + (self.welcome.patience_s if waits else 0.0)
 
     def send(self, agent: str, message: ToAgent) -> None:
         """Send a message; one that must not be lost is kept until the agent has confirmed it, and waits for the
@@ -153,7 +152,7 @@ class Agents:
         if (session := self.by_agent.get(agent)) is not None:
             session.log.keep(message)
         if channel is not None:
-            self._outbox.add(channel, message)
+            self.outbox.add(channel, message)
 
     def send_heartbeats(self, every_s: float) -> None:
         """Send heartbeats, and tell the agents how many of their messages were handled. They are to send theirs
@@ -161,7 +160,7 @@ class Agents:
         self.heartbeats.heartbeat(self.send, every_s)
         for agent, channel in self.channels.items():
             session = self.by_agent[agent]
-            handled = session.journaled if self._outbox.has_journal else session.log.handled
+            handled = session.journaled if self.outbox.has_journal else session.log.handled
             if handled > session.confirmed:
                 session.confirmed = handled
                 channel.send(Handled(handled))
@@ -188,36 +187,29 @@ class Agents:
         if isinstance(message, WorkerPrinted | WorkerRanked | WorkerSilent):
             self._on_output(agent, message)
         elif isinstance(message, ReturnPart):
-            if self._function is not None:
-                self._function.on_return(message)
+            if self.function is not None:
+                self.function.on_return(message)
             self.send(agent, PartReceived(message.worker))
-            self._outbox.commit()
+            self.outbox.commit()
         elif isinstance(message, StacksWritten):
             self._clients.stacks.on_written(message)
         else:
             if isinstance(message, WorkerExited | WorkerDying):
-                self._decisions.report_steps()
-            self._decisions.report(AgentReported(agent, message))
+                self.decisions.report_steps()
+            self.decisions.report(AgentReported(agent, message))
 
     def lose(self, agent: str, reason: str, lease_end_s: float | None = None, silent_s: float = 0.0) -> None:
-        """Report that an agent is lost, with its workers, and forget it.
-
-        Args:
-            agent: Its name.
-            reason: Why.
-            lease_end_s: Until when its workers may run; None: they are gone.
-            silent_s: For how long nothing came from it, where that is the reason.
-        """
-        self._decisions.settle_reports()  # what it reported before counts
-        self._decisions.report_steps()
-        self._hang_detector.forget(agent)
+        """Report that an agent is lost, as in AgentLost, and forget it."""
+        self.decisions.settle_reports()  # what it reported before counts
+        self.decisions.report_steps()
+        self.hang_detector.forget(agent)
         self._clients.telemetry.pop(agent, None)
         self._forget(agent)
         self._on_output(agent, None)
-        if self._decisions.retelling.told.pop(agent, None) is None:  # else it counts as one that has told nothing
-            self._decisions.report(AgentLost(agent, reason, lease_end_s, silent_s))
-        if (offered := self._offers.leave(agent)) is not None:
-            self._decisions.decide(offered)
+        if self.decisions.retelling.told.pop(agent, None) is None:  # else it counts as one that has told nothing
+            self.decisions.report(AgentLost(agent, reason, lease_end_s, silent_s))
+        if (offered := self.offers.leave(agent)) is not None:
+            self.decisions.decide(offered)
 
     def _on_heartbeat(self, agent: str, message: Heartbeat) -> None:
         if agent in self.heartbeats:
@@ -225,15 +217,88 @@ class Agents:
         else:
             self.record_life(agent)
         if message.workers is not None:
-            self._hang_detector.record(agent, message.workers, self._now_s())
+            self.hang_detector.record(agent, message.workers, self._now_s())
         if message.telemetry is not None:
             self._clients.telemetry[agent] = message.telemetry
 
     def _forget(self, agent: str) -> None:
-        """End the session of an agent that is lost, and its connection."""
-        self._silence.forget(agent)
+        self.silence.forget(agent)
         self.heartbeats.forget(agent)
         self.by_agent.pop(agent, None)
         self.returning.discard(agent)
         if (channel := self.channels.pop(agent, None)) is not None:
             channel.abort()
+
+
+class HostOffers:
+    """`counts_joined`: whether the host of an agent that has joined by itself counts as long as the agent stays.
+
+    Attributes:
+        offered: Slots by host.
+        joined: Slots of the agents that have joined beside those: an agent on another machine has the name of its host.
+    """
+
+    def __init__(self, counts_joined: bool) -> None:
+        self._counts_joined = counts_joined
+        self.offered: dict[str, int] = {}
+        self.joined: dict[str, int] = {}
+
+    def offer(self, slots: Mapping[str, int], may_change: bool) -> HostsOffered:
+        """Replace what is offered. Return all hosts."""
+        self.offered = dict(slots)
+        return self._all(may_change)
+
+    def join(self, agent: str, host: str, slots: int) -> HostsOffered | None:
+        """Count the host of an agent that has joined. Return all hosts if there is one more."""
+        if not self._counts_joined or host in self.offered:
+            return None
+        self.joined[agent] = slots
+        return self._all(may_change=True)
+
+    def leave(self, agent: str) -> HostsOffered | None:
+        """Count the host of this agent no more. Return all hosts if there is one less."""
+        return None if self.joined.pop(agent, None) is None else self._all(may_change=True)
+
+    def _all(self, may_change: bool) -> HostsOffered:
+        return HostsOffered({**self.offered, **self.joined}, may_change)
+
+
+class Watch:
+    """The regular look at what nobody reports: agents that have become silent, steps that have stalled. It also sends
+    the heartbeats. Used on one event loop: `start`, then `close`."""
+
+    def __init__(self, budget_s: float, agents: Agents, refused: RefusalReports) -> None:
+        self._budget_s, self._agents, self._refused = budget_s, agents, refused
+        self._next_heartbeat_s = self._next_hang_look_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Look now, and from now on."""
+        self._look()
+        self._agents.decisions.clock.expect_look(self._agents.look_every_s)
+        self._timer = asyncio.get_running_loop().call_later(self._agents.look_every_s, self.start)
+
+    def close(self) -> None:
+        """Look no more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        agents, decisions, hang_detector = self._agents, self._agents.decisions, self._agents.hang_detector
+        self._refused.flush()
+        decisions.notice_stall()
+        for agent, silent_s in agents.silence.look(decisions.clock.now_s()).items():
+            reason = f"nothing was received from it for {silent_s:.2f} s (--detection-budget {self._budget_s:g})"
+            agents.lose(agent, reason, agents.lease_end_s(agent), silent_s)
+        if decisions.retelling.reason and decisions.may_rebuild():
+            decisions.decide(Tick())
+        now_s = decisions.clock.now_s()
+        if now_s >= self._next_hang_look_s:
+            self._next_hang_look_s = now_s + hang_detector.look_every_s
+            if (stalled := hang_detector.look(decisions.job, now_s)) is not None:
+                decisions.decide(stalled)
+        if now_s >= self._next_heartbeat_s:
+            every_s = heartbeat_period_s(self._budget_s, len(agents.channels))
+            hang_detector.heartbeat_s = every_s
+            self._next_heartbeat_s = now_s + every_s - agents.look_every_s / 2
+            agents.send_heartbeats(every_s)

@@ -16,11 +16,15 @@ def advance_bootstrap(transition: Transition) -> None:
     waiting = [worker for worker in job.newcomers() if worker.address is not None]
     _report_never_met(transition)
     if job.plain_exits and not job.workers and not _awaits_hosts(job):
-        transition.end(0, f"All workers exited with code 0{_how_they_met(job)}.")
+        how = ""
+        if not job.has_met:  # else in a process group of torch.distributed
+            how = f"; none of them called init(){' or torch.distributed.init_process_group()' if job.alone else ''}"
+        transition.end(0, f"All workers exited with code 0{how}.")
     elif job.plain_exits and waiting:
+        who = f"{listed(worker.name for worker in waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
         transition.end(
             1,
-            f"{_are_waiting(waiting)} in init(), but {listed(job.plain_exits)} exited with code 0 "
+            f"{who} in init(), but {listed(job.plain_exits)} exited with code 0 "
             "without calling it: either all workers of a job call init(), or none.",
         )
     elif job.target == 0 and not job.config.fills_slots:
@@ -50,13 +54,6 @@ def _awaits_hosts(job: Job) -> bool:
     return not _has_slots(job) and any(each.slot is None for each in capacity.slot_candidates(job))
 
 
-def _how_they_met(job: Job) -> str:
-    """Return the end of the sentence about workers that have all ended without init()."""
-    if job.has_met:  # in a process group of torch.distributed
-        return ""
-    return f"; none of them called init(){' or torch.distributed.init_process_group()' if job.alone else ''}"
-
-
 def _watch_the_clock(transition: Transition, waiting: list[Worker]) -> None:
     """Keep the deadline for the start. A plain script may run for hours without init(); but once one worker waits, the
     others must come in time."""
@@ -77,8 +74,7 @@ def _watch_the_clock(transition: Transition, waiting: list[Worker]) -> None:
 
 def _has_slots(job: Job) -> bool:
     """Return whether there are slots for all workers with which training begins."""
-    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
-    return sum(use.is_open for use in job.slots.values()) >= needed
+    return capacity.open_slots(job) >= job.needed_at_start
 
 
 def _can_never_start(job: Job) -> bool:
@@ -94,12 +90,7 @@ def _too_late(job: Job, waiting: list[Worker]) -> str:
         reasons.append(f"{listed(silent)} did not call init()")
     if not _has_slots(job):
         reasons.append(why_not_refilled(job))
-    needed = max(job.target, job.config.num_proc) if job.config.fills_slots else job.target
     return (
-        f"{len(waiting)} of {counted(needed, 'worker')} waited in init() for "
+        f"{len(waiting)} of {counted(job.needed_at_start, 'worker')} waited in init() for "
         f"{job.config.start_timeout_s:g} s (--start-timeout): {'; '.join(reasons)}."
     )
-
-
-def _are_waiting(waiting: list[Worker]) -> str:
-    return f"{listed(worker.name for worker in waiting)} {'waits' if len(waiting) == 1 else 'wait'}"

@@ -26,8 +26,7 @@ def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> N
     A static script cannot regroup: there the failed collective raises, which ends the reporter soon enough.
     """
     job = transition.job
-    is_running = job.is_elastic and not job.is_released and (job.change is None or job.change.is_planned)
-    if job.generation is None or hint.number != job.generation.number or not is_running:
+    if not _is_about_now(job, hint.number):
         return
     if hint.peer == reporter.name or not (job.is_survivor(hint.peer) and job.is_survivor(reporter.name)):
         return
@@ -36,6 +35,11 @@ def link_broken(transition: Transition, reporter: Worker, hint: LinkBroken) -> N
     link = (min(reporter.name, hint.peer), max(reporter.name, hint.peer))
     left = {**trouble.left, reporter.name: hint.detail} if hint.direction == "left" else trouble.left
     transition.change(links=replace(trouble, hints=trouble.hints | {link}, left=left, deadline_s=deadline_s))
+
+
+def _is_about_now(job: Job, number: int) -> bool:
+    """Return whether generation `number` is the one that trains now."""
+    return job.is_elastic and not (job.is_released or job.is_regrouping) and number == job.generation_number > 0
 
 
 def judge_links(transition: Transition) -> None:
@@ -48,7 +52,6 @@ def judge_links(transition: Transition) -> None:
 
 
 def next_judgement(job: Job) -> float | None:
-    """Return when `judge` has to run next."""
     trouble = job.links
     return trouble.deadline_s if trouble.verdict_s is None else trouble.verdict_s
 
@@ -69,7 +72,7 @@ def _stop_for_broken(transition: Transition) -> None:
 
 def _stop(transition: Transition, links: Collection[tuple[str, str]], cover: Sequence[str], is_proved: bool) -> None:
     named = tuple(f"{one}-{other}" for one, other in sorted(links))
-    number = transition.job.generation.number if transition.job.generation else 0
+    number = transition.job.generation_number
     between = tuple(where for link in sorted(links) if (where := _between_hosts(transition.job, *link)))
     transition.log(LinksDistrusted(number, named, tuple(cover), is_proved, between))
     how = "were broken" if is_proved else "kept failing"
@@ -98,9 +101,8 @@ def _judge_hints(transition: Transition) -> None:
         return
     proof_s = suspected_until(job, transition.now_s)
     if proof_s is not None and transition.now_s < proof_s:
-        transition.change(
-            links=replace(job.links, deadline_s=proof_s)
-        )  # the report of the other end is better than a new trial
+        # The report of the other end is better than a new trial.
+        transition.change(links=replace(job.links, deadline_s=proof_s))
         return
     if _ending(job):  # its exit leads to a regroup, and makes all others fail, one after the other
         transition.change(links=replace(job.links, deadline_s=transition.now_s + EXIT_EXPLAINS_S))
@@ -163,7 +165,6 @@ def smallest_cover(links: Collection[tuple[str, str]], by_worth: Sequence[str]) 
 # worker proves nothing: the peer, or its host, may have died just now, which its agent handles. A link is broken when
 # the workers at both its ends live and neither can reach the other.
 
-LinkEnds = tuple[str, str]
 
 _VERDICT_PARTS = 8
 """The part of the detection budget (1 / 8) for which the reports of the other members are awaited after a link is
@@ -174,10 +175,7 @@ def note_probe_result(transition: Transition, reporter: Worker, message: Probed)
     """Remember the probe results of a member of the running generation, and ask the other ends of links that seem
     broken."""
     job = transition.job
-    is_running = job.is_elastic and not job.is_released and (job.change is None or job.change.is_planned)
-    if job.generation is None or message.number != job.generation.number or not is_running:
-        return
-    if not job.is_survivor(reporter.name):
+    if not (_is_about_now(job, message.number) and job.is_survivor(reporter.name)):
         return
 
     def living(names: Iterable[str]) -> frozenset[str]:
@@ -192,7 +190,7 @@ def note_probe_result(transition: Transition, reporter: Worker, message: Probed)
         _set_verdict(transition)
 
 
-def broken_links(job: Job, now_s: float) -> list[LinkEnds]:
+def broken_links(job: Job, now_s: float) -> list[tuple[str, str]]:
     """Return the links whose ends both live and cannot reach each other, by the ranks of their workers."""
     fresh = _fresh(job, now_s)
     ranks = job.generation.ranks if job.generation is not None else {}
@@ -200,7 +198,8 @@ def broken_links(job: Job, now_s: float) -> list[LinkEnds]:
         (one, other)
         for one, finding in fresh.items()
         for other in finding.unreachable
-        if job.is_survivor(one) and job.is_survivor(other) and ranks[one] < ranks[other] and _denies(fresh, other, one)
+        if job.is_survivor(one) and job.is_survivor(other) and ranks[one] < ranks[other]
+        if other in fresh and one in fresh[other].unreachable
     ]
     return sorted(found, key=lambda link: (ranks[link[0]], ranks[link[1]]))
 
@@ -212,7 +211,7 @@ def suspected_until(job: Job, now_s: float) -> float | None:
     return max(times) + job.config.detection_budget_s / 2 if times else None
 
 
-def spread_to_hosts(job: Job, broken: Iterable[LinkEnds], now_s: float) -> set[LinkEnds]:
+def spread_to_hosts(job: Job, broken: Iterable[tuple[str, str]], now_s: float) -> set[tuple[str, str]]:
     """Return the broken links, and the untried links between the same pairs of hosts: without them the next generation
     would have the same trouble with other workers."""
     members = job.survivors()
@@ -260,7 +259,3 @@ def _fresh(job: Job, now_s: float) -> dict[str, Finding]:
     broken."""
     budget_s = job.config.detection_budget_s
     return {name: found for name, found in job.links.findings.items() if now_s - found.at_s <= budget_s}
-
-
-def _denies(found: dict[str, Finding], one: str, other: str) -> bool:
-    return one in found and other in found[one].unreachable

@@ -1,8 +1,8 @@
-"""The hosts of a job and their slots: starting workers in them, backing off after failures, keeping spares. Pure."""
+"""The slots of a job: starting workers in them, keeping spares, the places of workers and of members. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,10 +10,10 @@ import msgspec
 
 from farandole.base.events.job_events import NumberOfWorkersFixed, NumberOfWorkersFreed, ScaleChanged, ScaleRefused
 from farandole.base.events.worker_events import SlotsMissing, SparesMissing, SpareWaits, WorkerSpawned
+from farandole.base.membership import DataAddress, Peer, Placement
 from farandole.base.wire.link_messages import Left
 from farandole.base.wire.messages import Spawn
 from farandole.job.coordinator.job import Job, Offer, Slot, Worker
-from farandole.job.coordinator.placements import number_on_host, placements
 from farandole.job.coordinator.transition import Transition
 
 
@@ -68,8 +68,7 @@ def follow_hosts(transition: Transition) -> None:
 
 def wants_more(job: Job) -> bool:
     """Return whether the job wants more members than it has, and has not opened slots for all of them."""
-    staying = [worker for worker in job.survivors() if not worker.is_leaving]
-    return len(staying) < job.target and open_slots(job) < slots_wanted(job)
+    return len(job.staying()) < job.target and open_slots(job) < slots_wanted(job)
 
 
 def close_slot(transition: Transition, slot: Slot) -> None:
@@ -114,7 +113,7 @@ def warn_of_missing(transition: Transition) -> None:
     if job.is_finishing or job.is_released or job.static_because or not (job.agents or job.offers):
         return
     is_start = job.generation is None
-    wanted = max(job.target, job.config.num_proc) if job.config.fills_slots and is_start else job.target
+    wanted = job.needed_at_start if is_start else job.target
     missing = max(0, wanted - worker_capacity(job))
     if missing > job.missing_slots:
         ends_in_s = job.start_deadline_s - transition.now_s if is_start and job.start_deadline_s is not None else None
@@ -123,7 +122,6 @@ def warn_of_missing(transition: Transition) -> None:
 
 
 def restarts_left(job: Job, slot: Slot) -> int:
-    """Return how often the worker in this slot may still be replaced."""
     use = job.slots[slot]
     return max(0, job.config.restarts - use.restarts) if use.is_open else 0
 
@@ -159,7 +157,7 @@ def count_slots_for_all(transition: Transition) -> None:
     job = transition.job
     waits = job.config.max_restarts is not None and job.config.fills_slots and job.config.last_call_s > 0
     may_start = job.generation is None and job.whole_restart is None and not (job.workers or job.plain_exits)
-    if not (waits and may_start and usable_slots(job) >= max(job.target, job.config.num_proc)):
+    if not (waits and may_start and usable_slots(job) >= job.needed_at_start):
         transition.change(enough_since_s=None)
     elif job.enough_since_s is None:
         transition.change(enough_since_s=transition.now_s)
@@ -175,7 +173,7 @@ def _may_not_start_together(transition: Transition) -> bool:
     if job.workers or job.plain_exits:
         return True
     usable = usable_slots(job)
-    if usable < (max(job.target, job.config.num_proc) if job.config.fills_slots else job.target):
+    if usable < job.needed_at_start:
         return True
     until_s = last_call_deadline(job)
     return until_s is not None and transition.now_s < until_s and (job.most is None or usable < job.most)
@@ -184,22 +182,15 @@ def _may_not_start_together(transition: Transition) -> bool:
 def _refill(transition: Transition) -> list[str]:
     """Replace lost workers within their slots' budgets."""
     new, occupied = list[str](), workers_by_slot(transition.job)
-    if _defers_restarts(transition.job):
-        return new
+    staying = len(transition.job.staying())
+    if transition.job.restart_deferred_until_s is not None and staying >= max(1, transition.job.config.min_np):
+        return new  # They train first (regroup.py).
     for slot, use in transition.job.slots.items():
         vacant = use.is_open and not use.is_held_back and use.backoff_until_s is None and slot not in occupied
         if vacant and use.restarts < transition.job.config.restarts and _admits(transition.job):
             transition.change_slot(slot, restarts=use.restarts + 1)
             new.append(_add_worker(transition, slot, is_awaited=False))
     return new
-
-
-def _defers_restarts(job: Job) -> bool:
-    """Return whether lost workers are not replaced yet (regroup.py)."""
-    if job.restart_deferred_until_s is None:
-        return False
-    staying = sum(not worker.is_leaving for worker in job.each_survivor())
-    return staying >= max(1, job.config.min_np)
 
 
 def _open_more(transition: Transition) -> list[str]:
@@ -266,8 +257,7 @@ def _aim_at(transition: Transition, size: int) -> None:
     """Set the size of the job to `size` workers: members beyond that leave, the most dispensable ones first."""
     transition.change(target=size)
     reason = f"the target size of the job is {size} workers"
-    staying = [worker for worker in transition.job.survivors() if not worker.is_leaving]
-    for worker in staying[size:]:
+    for worker in transition.job.staying()[size:]:
         vacate_slot(transition, worker.slot, worker, reason)
     occupants = workers_by_slot(transition.job)
     for slot in _dispensable(transition.job)[: max(0, open_slots(transition.job) - slots_wanted(transition.job))]:
@@ -281,8 +271,7 @@ def _admits(job: Job) -> bool:
         return False
     if not job.is_finishing:
         return True
-    staying = [worker for worker in job.survivors() if not worker.is_leaving]
-    return len(staying) + len(job.newcomers()) < job.config.min_np
+    return len(job.staying()) + len(job.newcomers()) < job.config.min_np
 
 
 def workers_by_slot(job: Job) -> dict[Slot, Worker]:
@@ -290,7 +279,6 @@ def workers_by_slot(job: Job) -> dict[Slot, Worker]:
 
 
 def open_slots(job: Job) -> int:
-    """Return in how many slots the job wants a worker."""
     return sum(use.is_open for use in job.slots.values())
 
 
@@ -350,13 +338,11 @@ def report_spare(transition: Transition, worker: Worker) -> None:
     job = transition.job
     if not job.spares or job.change is not None or job.is_member(worker.name):
         return
-    staying = sum(not member.is_leaving for member in job.each_survivor())
-    if staying >= job.target:
+    if len(job.staying()) >= job.target:
         transition.log(SpareWaits(worker.name, worker.slot.index, job.host_of(worker)))
 
 
 def warn_of_missing_spares(transition: Transition) -> None:
-    """Warn, once, that there is no slot for some of the spares."""
     job = transition.job
     if not (job.is_elastic and job.spares) or job.is_released:
         return
@@ -396,9 +382,8 @@ def slot_candidates(job: Job) -> list[SlotCandidate]:
         for host, offer in _reserved(job).items()
         for index in range(offer.slots)
     ]
-    return sorted(
-        (each for each in candidates if not _is_given_up(job, each)), key=lambda each: (each.order, each.index)
-    )
+    given_up = {slot for slot, use in job.slots.items() if use.is_given_up}
+    return sorted((each for each in candidates if each.slot not in given_up), key=lambda each: (each.order, each.index))
 
 
 def _reserved(job: Job) -> Mapping[str, Offer]:
@@ -436,11 +421,67 @@ def expected_slots(job: Job) -> tuple[list[tuple[str, int]], dict[Slot, int]]:
         ranks = {each.slot: rank for rank, each in enumerate(expected) if each.slot is not None}
         numbers = [each.index if each.slot is None else number_on_host(job, each.slot) for each in expected]
         return list(zip([each.host for each in expected], numbers, strict=True)), ranks
-    staying = [member for member in job.each_survivor() if not member.is_leaving]
+    staying = job.staying()
     coming = sorted(job.newcomers(), key=job.slot_order)
     slots = [(job.host_of(each), number_on_host(job, each.slot)) for each in (*staying, *coming)]
     return slots, {worker.slot: rank for rank, worker in enumerate(coming, len(staying))}
 
 
-def _is_given_up(job: Job, candidate: SlotCandidate) -> bool:
-    return candidate.slot is not None and candidate.slot in job.slots and job.slots[candidate.slot].is_given_up
+# Placements and neighbours of the members of a generation -------------------------------------------------------------
+
+
+def number_on_host(job: Job, slot: Slot) -> int:
+    """Return the number of a slot among all slots of its host, from 0: its index, where the host has one agent."""
+    mine = job.agents[slot.agent]
+    return slot.index + sum(
+        agent.slots
+        for agent in job.agents.values()
+        if agent.host == mine.host and agent.is_connected and (agent.order, agent.name) < (mine.order, mine.name)
+    )
+
+
+def placements(slots: Sequence[tuple[str, int]]) -> list[Placement]:
+    """Return the placements of the members whose hosts, and numbers of slots on their hosts, are given by rank.
+
+    As in Horovod, local_rank is a number from 0 to local_size - 1. It is the number of the slot: so the local ranks of
+    the other members stay as they are when a worker is replaced. Only while a host has empty slots, a member whose slot
+    has a number of local_size or more takes that of an empty one. cross_rank counts the hosts that have a member with
+    the same local_rank, in the order of those members' ranks.
+    """
+    by_host: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, (host, _) in enumerate(slots):
+        by_host[host].append(rank)
+    local_ranks: dict[int, int] = {}
+    for ranks in by_host.values():
+        free = set(range(len(ranks)))
+        without: list[int] = []
+        for rank in sorted(ranks, key=lambda each: slots[each][1]):
+            if (number := slots[rank][1]) in free:
+                free.remove(number)
+                local_ranks[rank] = number
+            else:
+                without.append(rank)
+        local_ranks.update(zip(without, sorted(free), strict=True))
+    peers_across: Counter[int] = Counter()
+    cross_ranks: list[int] = []
+    for rank in range(len(slots)):
+        cross_ranks.append(peers_across[local_ranks[rank]])
+        peers_across[local_ranks[rank]] += 1
+    return [
+        Placement(
+            rank=rank,
+            size=len(slots),
+            local_rank=local_ranks[rank],
+            local_size=len(by_host[host]),
+            cross_rank=cross_ranks[rank],
+            cross_size=peers_across[local_ranks[rank]],
+        )
+        for rank, (host, _) in enumerate(slots)
+    ]
+
+
+def ring_neighbours(members: Sequence[tuple[str, DataAddress]]) -> list[tuple[Peer, Peer]]:
+    """Return the previous and the next neighbour of each rank. A single member is its own neighbour."""
+    peers = [Peer(worker, rank, address) for rank, (worker, address) in enumerate(members)]
+    size = len(peers)
+    return [(peers[rank - 1], peers[(rank + 1) % size]) for rank in range(size)]

@@ -20,23 +20,26 @@ from farandole.base.wire.control import (
     WorkerSummary,
 )
 from farandole.job.coordinator import capacity
-from farandole.job.coordinator.inputs import DrainRequested, Input, ScaleRequested, UndrainRequested
 from farandole.job.coordinator.job import AgentRecord, Job, Worker
 from farandole.job.coordinator.sentences import counted, listed
 
 
-def judge(job: Job, asked: AskScale | AskDrain | AskUndrain) -> tuple[Accepted | Declined, Input | None]:
-    """Return the answer, and the input to decide: None if the request is refused, or fulfilled already."""
+def judge(job: Job, asked: AskScale | AskDrain | AskUndrain) -> Accepted | Declined:
+    """Return the answer. A request that is accepted is to be decided; where it is fulfilled already, without effect."""
     reason = _why_not_now(job)
     if reason is not None:
-        return Declined(reason), None
+        return Declined(reason)
     match asked:
         case AskScale(size):
             return _scale(job, size)
+        case AskDrain(host) | AskUndrain(host) if host not in (known := _slots_by_host(job)):
+            return Declined(f"the job has no host {host!r}; its hosts: {listed(known)}")
         case AskDrain(host):
             return _drain(job, host)
+        case AskUndrain(host) if _is_drained(job, host):
+            return Accepted(f"host {host} may be used again")
         case AskUndrain(host):
-            return _undrain(job, host)
+            return Declined(f"host {host} is not drained")
 
 
 def _why_not_now(job: Job) -> str | None:
@@ -53,56 +56,39 @@ def _why_not_now(job: Job) -> str | None:
     return None
 
 
-def _scale(job: Job, size: int) -> tuple[Accepted | Declined, Input | None]:
+def _scale(job: Job, size: int) -> Accepted | Declined:
     low, high = job.config.min_np, job.config.max_np
     if job.free_config is not None and size != low:
-        return Declined(f"each step of the job needs {counted(low, 'worker')}: {job.fixed_because}"), None
+        return Declined(f"each step of the job needs {counted(low, 'worker')}: {job.fixed_because}")
     if size < low:
-        return Declined(f"{counted(size, 'worker')} {_is(size)} fewer than --min-np {low}"), None
+        return Declined(f"{counted(size, 'worker')} {_is(size)} fewer than --min-np {low}")
     if high is not None and size > high:
-        return Declined(f"{counted(size, 'worker')} {_is(size)} more than --max-np {high}"), None
+        return Declined(f"{counted(size, 'worker')} {_is(size)} more than --max-np {high}")
     room = capacity.worker_capacity(job)
     if size > max(room, job.target) and not job.may_get_hosts:
         offered = ", ".join(f"{host}:{count}" for host, count in _slots_by_host(job).items())
         return Declined(
             f"there is room for {counted(room, 'worker')} ({offered or 'no hosts'}), not for {size}; "
             "a job that is to grow needs --max-np, or hosts with more slots, at its start"
-        ), None
+        )
     if size == (job.most if job.config.fills_slots else job.target):
-        return Accepted(f"the job already has a target of {counted(size, 'worker')}"), None
-    return Accepted(f"the job will have {size} workers instead of {job.target}"), ScaleRequested(size)
+        return Accepted(f"the job already has a target of {counted(size, 'worker')}")
+    return Accepted(f"the job will have {size} workers instead of {job.target}")
 
 
-def _drain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:
-    if refused := _unknown(job, host):
-        return refused, None
+def _drain(job: Job, host: str) -> Accepted | Declined:
     if _is_drained(job, host):
-        return Accepted(f"host {host} is already drained"), None
+        return Accepted(f"host {host} is already drained")
     elsewhere = sum(each.host != host for each in capacity.slot_candidates(job))
     left = min(job.target, elsewhere)
     if left < job.config.min_np:
         return Declined(
             f"without host {host} there is room for {counted(left, 'worker')}, and the job needs "
             f"{job.config.min_np} (--min-np)"
-        ), None
+        )
     going = [worker.name for worker in job.workers.values() if job.host_of(worker) == host]
     who = f"{listed(going)} will leave" if going else "no worker runs there"
-    return Accepted(f"host {host} is being drained: {who}"), DrainRequested(host, "requested by a user")
-
-
-def _undrain(job: Job, host: str) -> tuple[Accepted | Declined, Input | None]:
-    if refused := _unknown(job, host):
-        return refused, None
-    if not _is_drained(job, host):
-        return Declined(f"host {host} is not drained"), None
-    return Accepted(f"host {host} may be used again"), UndrainRequested(host)
-
-
-def _unknown(job: Job, host: str) -> Declined | None:
-    known = list(_slots_by_host(job))
-    if host in known:
-        return None
-    return Declined(f"the job has no host {host!r}; its hosts: {listed(known)}")
+    return Accepted(f"host {host} is being drained: {who}")
 
 
 def _is_drained(job: Job, host: str) -> bool:
@@ -111,18 +97,9 @@ def _is_drained(job: Job, host: str) -> bool:
 
 def _slots_by_host(job: Job) -> dict[str, int]:
     """Return the slots of the hosts that were offered or have an agent, in the order of their ranks."""
-    order = _order_of_hosts(job)
-    slots = {agent.host: agent.slots for agent in job.agents.values()}
-    slots |= {host: offer.slots for host, offer in (job.offers or {}).items()}
-    return {host: slots[host] for host in sorted(slots, key=lambda host: order[host])}
-
-
-def _order_of_hosts(job: Job) -> dict[str, int]:
-    """Return the places of the same hosts in the order of their ranks."""
-    offers = job.offers or {}
-    return {agent.host: agent.order for agent in job.agents.values()} | {
-        host: offer.order for host, offer in offers.items()
-    }
+    found = {agent.host: (agent.order, agent.slots) for agent in job.agents.values()}
+    found |= {host: (offer.order, offer.slots) for host, offer in (job.offers or {}).items()}
+    return {host: found[host][1] for host in sorted(found, key=lambda host: found[host][0])}
 
 
 def _is(number: int) -> str:
@@ -151,12 +128,11 @@ def status_of(
     ranks = {name: rank for rank, name in enumerate(generation.members if generation else ())}
     named = {worker.name for worker in members}
     others = [worker for worker in job.workers.values() if worker.name not in named]
-    is_planned = job.change is not None and job.change.is_planned
     return Status(
         job=job.job_id,
         state=_state(job),
-        generation=generation.number if generation else 0,
-        change=job.change.number if job.change is not None and is_planned else 0,
+        generation=job.generation_number,
+        change=job.change.number if job.change is not None and job.change.is_planned else 0,
         step=_step(job, [steps[name] for name in named if name in steps]),
         wanted=job.target,
         spares=job.spares,
@@ -224,7 +200,7 @@ def _state(job: Job) -> str:
         return "starting"
     if not job.is_elastic and not job.static_because:
         return "setup"
-    return "training" if job.change is None or job.change.is_planned else "regrouping"
+    return "regrouping" if job.is_regrouping else "training"
 
 
 def _step(job: Job, of_members: list[int]) -> int | None:
@@ -258,13 +234,12 @@ def _newcomer_state(worker: Worker) -> str:
 def _hosts(job: Job, now_s: float) -> list[HostStatus]:
     """Return the offered hosts, and the hosts that have an agent, in the order of their ranks."""
     offers = job.offers or {}
-    order = _order_of_hosts(job)
     workers = Counter(job.host_of(worker) for worker in job.workers.values())
     agents_on: defaultdict[str, list[AgentRecord]] = defaultdict(list)
     for agent in job.agents.values():
         agents_on[agent.host].append(agent)
     found = []
-    for host in sorted(order, key=lambda host: order[host]):
+    for host in _slots_by_host(job):
         agents = agents_on[host]
         count = offers[host].slots if host in offers else sum(each.slots for each in agents if each.is_connected)
         ban = job.bans.get(host)

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -21,6 +22,7 @@ from farandole.base.wire.message import OLDEST_PROTOCOL_VERSION
 from farandole.base.wire.message_log import MessageLog
 from farandole.base.wire.sockets import listening_sockets
 from farandole.errors import ConfigError
+from farandole.job.coordinator import launcher_link as frames
 from farandole.job.coordinator.job import new_job
 from farandole.job.coordinator.journal import (
     SOFTWARE,
@@ -31,28 +33,7 @@ from farandole.job.coordinator.journal import (
     StateEncoder,
     decoded,
 )
-from farandole.job.coordinator.launcher_link import (
-    ALIVE_EVERY_S,
-    SUMMARY_EVERY_S,
-    AdmitToStore,
-    Alive,
-    Call,
-    ClearStore,
-    CoordinatorSetup,
-    Copied,
-    Copy,
-    Ended,
-    FramesHandled,
-    KeptFrames,
-    Link,
-    Listen,
-    Listening,
-    OpenStore,
-    Output,
-    Over,
-    StoreOpened,
-)
-from farandole.job.coordinator.server import Coordinator
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
 
 _READ_S = 1.0  # for the launcher to read the last frame; it may be stopped
 
@@ -64,20 +45,20 @@ that an older launcher may still start, behind a broken network, never reach it,
 class _RemoteStore:
     """The store, which is in the launcher's process, so that it outlives this one."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: frames.Link) -> None:
         self._link = link
-        self._opened: asyncio.Future[StoreOpened] | None = None
+        self._opened: asyncio.Future[frames.StoreOpened] | None = None
         self._address = Address("127.0.0.1", 0)
 
     async def open(self, *hosts: str) -> None:
         self._opened = asyncio.get_running_loop().create_future()
-        self._link.send(OpenStore(hosts))
+        self._link.send(frames.OpenStore(hosts))
         opened = await self._opened
         if opened.problem:
             raise ConfigError(opened.problem)
         self._address = Address(hosts[0], opened.port)
 
-    def on_opened(self, opened: StoreOpened) -> None:
+    def on_opened(self, opened: frames.StoreOpened) -> None:
         if self._opened is not None and not self._opened.done():
             self._opened.set_result(opened)
 
@@ -86,10 +67,10 @@ class _RemoteStore:
         return self._address
 
     def admit(self, host: str) -> None:
-        self._link.send(AdmitToStore(host))
+        self._link.send(frames.Call("admit", (host,)))
 
     def clear(self) -> None:
-        self._link.send(ClearStore())
+        self._link.send(frames.Call("clear", ()))
 
     def close(self) -> None:
         """Leave it to the launcher."""
@@ -98,7 +79,7 @@ class _RemoteStore:
 class _Process:
     """This process: `await run()`."""
 
-    def __init__(self, link: Link, journal: JournalFiles) -> None:
+    def __init__(self, link: frames.Link, journal: JournalFiles) -> None:
         self._link, self._journal_files = link, journal
         self._frames: MessageLog[object] = MessageLog()
         self._unsent: list[object] = []
@@ -115,25 +96,15 @@ class _Process:
         try:
             restored, is_moved = self._restore()
         except JournalError as damage:
-            self._link.send(Listening((), 0, str(damage)))
+            self._link.send(frames.Listening((), 0, str(damage)))
             await self._link.drain()
             return
-        hosts: Sequence[str] = setup.hosts
-        port = setup.port
         if restored is not None:
-            hosts, port = self._addresses(restored, is_moved)
+            setup = replace(setup, **self._addresses(restored, is_moved))
         self._coordinator = Coordinator(
-            setup.config,
-            setup.token,
-            job_id=setup.job_id,
-            hosts=hosts,
-            port=port,
+            setup,
             on_event=self._on_event,
-            origin=setup.origin,
-            welcome=setup.welcome,
-            on_output=lambda agent, message: self._link.send(Output(agent, message)),
-            offers_joined=setup.offers_joined,
-            first_hosts=setup.first_hosts,
+            on_output=lambda agent, message: self._link.send(frames.Output(agent, message)),
             store=self._store,
             journal=self._write,
             restored=restored,
@@ -156,8 +127,8 @@ class _Process:
             error = "".join(traceback.format_exception(raised))
         with contextlib.suppress(OSError):  # it would be the error already
             self._commit_events()
-        await self._coordinator.caught_up()
-        self._link.send(Ended(outcome, error))
+        await self._coordinator.outbox.caught_up()
+        self._link.send(frames.Ended(outcome, error))
         await self._link.drain()
         for task in (obedience, beating, serving):
             task.cancel()
@@ -167,11 +138,11 @@ class _Process:
 
     async def _show_life(self) -> None:
         while True:
-            for _ in range(round(SUMMARY_EVERY_S / ALIVE_EVERY_S)):
-                self._link.send(Alive())
-                await asyncio.sleep(ALIVE_EVERY_S)
+            for _ in range(round(frames.SUMMARY_EVERY_S / frames.ALIVE_EVERY_S)):
+                self._link.send(frames.Alive())
+                await asyncio.sleep(frames.ALIVE_EVERY_S)
             if self._setup.wants_summaries and self._is_listening:
-                self._link.send(self._coordinator.summary())
+                self._link.send(self._coordinator.clients.summary())
 
     def _restore(self) -> tuple[CoordinatorState | None, bool]:
         """Return the state from which to continue, and whether it is that of another launcher's coordinator. The frames
@@ -181,7 +152,7 @@ class _Process:
             return (None, False) if not self._setup.lost else (self._unknown_state(), True)
         state, beside = decoded(data)
         _check_protocol(state)
-        kept = msgspec.msgpack.decode(beside, type=KeptFrames)
+        kept = msgspec.msgpack.decode(beside, type=frames.KeptFrames)
         if kept.launcher != self._setup.launcher:
             epoch = (state.job.coordinator_epoch // EPOCHS_OF_A_LAUNCHER + 1) * EPOCHS_OF_A_LAUNCHER
             return replace(state, job=replace(state.job, coordinator_epoch=epoch - 1)), True
@@ -198,21 +169,20 @@ class _Process:
         job = new_job(setup.config, setup.job_id, epoch, setup.origin, setup.first_hosts)
         return CoordinatorState(job, 0.0, 0, {}, {}, {}, frozenset(), (), lost=setup.lost)
 
-    def _addresses(self, restored: CoordinatorState, is_moved: bool) -> tuple[Sequence[str], int]:
-        """Return the hosts and the port at which to listen: those of the former coordinator, or after a move those of
-        this machine, if possible with the same port."""
+    def _addresses(self, restored: CoordinatorState, is_moved: bool) -> dict[str, Any]:
+        """Return `hosts` and `port` at which to listen: those of the former coordinator, or after a move those of this
+        machine, if possible with the same port."""
         port = restored.addresses[0].port if restored.addresses else self._setup.port
         if not is_moved:
-            return [each.host for each in restored.addresses], port
-        hosts = self._setup.hosts
+            return {"hosts": tuple(each.host for each in restored.addresses), "port": port}
         if self._setup.port:
-            return hosts, self._setup.port
+            return {}
         try:
-            for each in listening_sockets(hosts, port):
+            for each in listening_sockets(self._setup.hosts, port):
                 each.close()
         except OSError:  # used by another program
             port = 0
-        return hosts, port
+        return {"port": port}
 
     async def _start(self, is_moved: bool) -> None:
         await self._coordinator.start()
@@ -222,8 +192,8 @@ class _Process:
     def _write(self, state: CoordinatorState) -> asyncio.Future[None] | None:
         if state.job.ending is not None and state.job.ending.is_done and not self._is_over:
             self._is_over = True
-            self._keep(Over())
-        self._journal.write(self._encoder.encode(state, KeptFrames.of(self._setup.launcher, self._frames)))
+            self._keep(frames.Over())
+        self._journal.write(self._encoder.encode(state, frames.KeptFrames.of(self._setup.launcher, self._frames)))
         unsent, self._unsent = self._unsent, []
         handled = self._frames.handled
         if not self._setup.is_copied:
@@ -231,14 +201,13 @@ class _Process:
             return None
         self._copied = asyncio.get_running_loop().create_future()
         self._copied.add_done_callback(lambda _: self._tell(unsent, handled))
-        self._link.send(Copy())
+        self._link.send(frames.Copy())
         return self._copied
 
     def _tell(self, unsent: Sequence[object], handled: int) -> None:
-        """Tell the launcher of what the journal holds now."""
         for frame in unsent:
             self._link.send(frame)
-        self._link.send(FramesHandled(handled))
+        self._link.send(frames.FramesHandled(handled))
 
     def _on_event(self, event: Event) -> None:
         """Keep an event for the launcher. Those of a decision are sent with it, others soon."""
@@ -247,7 +216,7 @@ class _Process:
 
     def _commit_events(self) -> None:
         if self._unsent:
-            self._coordinator.commit()
+            self._coordinator.outbox.commit()
 
     def _keep(self, frame: object) -> None:
         self._frames.keep(frame)
@@ -268,20 +237,20 @@ class _Process:
 
     def _do(self, frame: object) -> None:
         match frame:
-            case Call(method, arguments):
+            case frames.Call(method, arguments):
                 self._frames.handled += 1
                 self._is_stopping |= method == "request_stop"
                 getattr(self._coordinator, method)(*arguments)
-            case Listen(hosts):
+            case frames.Listen(hosts):
                 task = asyncio.create_task(self._listen(self._coordinator.listen(hosts)))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case StoreOpened():
+            case frames.StoreOpened():
                 self._store.on_opened(frame)
-            case Copied():
+            case frames.Copied():
                 if self._copied is not None and not self._copied.done():
                     self._copied.set_result(None)
-            case FramesHandled(count):
+            case frames.FramesHandled(count):
                 self._frames.confirm(count)
 
     async def _listen(self, opening: Awaitable[None]) -> bool:
@@ -289,10 +258,10 @@ class _Process:
             await opening
         except ConfigError as error:
             number = (error.__cause__.errno or 0) if isinstance(error.__cause__, OSError) else 0
-            self._link.send(Listening((), self._frames.handled, str(error), number))
+            self._link.send(frames.Listening((), self._frames.handled, str(error), number))
             await self._link.drain()
             return False
-        self._link.send(Listening(self._coordinator.addresses, self._frames.handled))
+        self._link.send(frames.Listening(self._coordinator.addresses, self._frames.handled))
         self._is_listening = True
         return True
 
@@ -308,14 +277,10 @@ def _check_protocol(state: CoordinatorState) -> None:
 
 
 def run_coordinator(link: int, journal: JournalFiles) -> None:
-    """Run the coordinator of the launcher at the other end of `link`, until the job has ended.
-
-    Args:
-        link: The descriptor of a connected socket.
-        journal: As in Journal.
-    """
+    """Run the coordinator of the launcher at the other end of `link`, the descriptor of a connected socket, until the
+    job has ended."""
 
     async def run() -> None:
-        await _Process(await Link.over(socket.socket(fileno=link)), journal).run()
+        await _Process(await frames.Link.over(socket.socket(fileno=link)), journal).run()
 
     asyncio.run(run())

@@ -2,13 +2,13 @@
 
 Each theme has a file. The death of a worker is handled by worker_failure.py, then regroup.py.
 
-    worker_messages.py        messages of workers
-    published_checkpoints.py  which checkpoints may be published
+    worker_messages.py        messages of workers; which checkpoints may be published
     worker_failure.py         a worker, or an agent with all its workers, is lost
     regroup.py                the bootstrap; the change from one generation to the next, its durations and costs; no
                               replacement starts before its first step
-    capacity.py               hosts are added, drained, removed, and quarantined after failures; which slots get a
-                              worker; spares; backoff after repeated failures
+    hosts.py                  hosts are added, drained, removed, and quarantined after failures; backoff of slots
+                              after repeated failures
+    capacity.py               which slots get a worker; spares
     whole_restart.py          all workers are stopped and started again, where none had entered an elastic function
     hang_detection.py         no worker makes progress
     broken_links.py           connections fail: probes prove which links are broken
@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farandole.base.events.worker_events import WorkerStacks
+from farandole.base.wire.control import AskDrain, AskScale, AskUndrain
 from farandole.base.wire.messages import (
     AgentLeaving,
     AgentMessage,
@@ -35,7 +36,6 @@ from farandole.base.wire.messages import (
     WorkerMet,
 )
 from farandole.job.coordinator import (
-    backoff,
     bootstrap,
     broken_links,
     capacity,
@@ -47,22 +47,20 @@ from farandole.job.coordinator import (
     worker_failure,
     worker_messages,
 )
-from farandole.job.coordinator.inputs import (
+from farandole.job.coordinator.job import Job, Worker
+from farandole.job.coordinator.transition import (
+    Action,
     AgentConnected,
     AgentLost,
     AgentReported,
-    DrainRequested,
     HostsOffered,
     Input,
-    ScaleRequested,
     StepsSeen,
     StepsStalled,
     StopRequested,
     Tick,
-    UndrainRequested,
+    Transition,
 )
-from farandole.job.coordinator.job import Job
-from farandole.job.coordinator.transition import Action, Transition
 
 
 def decide(job: Job, inputs: Sequence[Input], now_s: float) -> tuple[Job, list[Action]]:
@@ -76,10 +74,8 @@ def decide(job: Job, inputs: Sequence[Input], now_s: float) -> tuple[Job, list[A
         return job, []
     transition = Transition(job, now_s)
     for input in inputs:
-        if transition.job.ending is None:
+        if transition.job.ending is None or isinstance(input, AgentLost | AgentReported | StopRequested):
             _apply_input(transition, input)
-        else:
-            shutdown.record(transition, input)
     _settle(transition)
     return transition.job, transition.actions
 
@@ -98,8 +94,8 @@ def next_deadline(job: Job) -> float | None:
         job.start_deadline_s,
         *(() if regroup.awaits_exits(job) else of_regroup),
         hosts.quarantine_deadline(job),
-        backoff.backoff_deadline(job),
-        None if job.whole_restart is None else whole_restart.deadline(job),
+        hosts.backoff_deadline(job),
+        None if job.whole_restart is None or job.workers else job.lease_end_s,
         None if job.workers else capacity.last_call_deadline(job),
         job.restart_deferred_until_s,
         shutdown.exits_deadline(job),
@@ -120,11 +116,11 @@ def _apply_input(transition: Transition, input: Input) -> None:
             _agent_reported(transition, agent, message)
         case StopRequested():
             shutdown.stop_requested(transition, input)
-        case ScaleRequested(size):
+        case AskScale(size):
             capacity.scale_requested(transition, size)
-        case DrainRequested(host, reason):
-            hosts.drain_host(transition, host, reason)
-        case UndrainRequested(host):
+        case AskDrain(host):
+            hosts.drain_host(transition, host, "requested by a user")
+        case AskUndrain(host):
             hosts.undrain_host(transition, host)
         case StepsStalled():
             hang_detection.steps_stalled(transition, input)
@@ -135,29 +131,31 @@ def _apply_input(transition: Transition, input: Input) -> None:
 
 
 def _agent_reported(transition: Transition, agent: str, message: AgentMessage) -> None:
+    if isinstance(message, WorkerExited) and message.stacks:
+        transition.log(WorkerStacks(message.worker, message.stacks))
+    if isinstance(message, FromWorker | SpawnFailed | WorkerDying | WorkerExited | WorkerMet):
+        worker = transition.job.workers.get(message.worker)
+        if worker is not None and worker.slot.agent == agent:
+            _worker_reported(transition, worker, message)
+    elif isinstance(message, AgentLeaving) and transition.job.ending is None:
+        hosts.agent_leaves(transition, agent, message.reason)
+    # An AgentHello comes as AgentConnected, and the shell handles heartbeats.
+
+
+def _worker_reported(
+    transition: Transition,
+    worker: Worker,
+    message: FromWorker | SpawnFailed | WorkerDying | WorkerExited | WorkerMet,
+) -> None:
     match message:
-        case FromWorker(name, payload):
-            worker = transition.job.workers.get(name)
-            if worker is not None and worker.slot.agent == agent:
-                worker_messages.handle(transition, worker, payload)
-        case WorkerDying(name):
-            worker = transition.job.workers.get(name)
-            if worker is not None and worker.slot.agent == agent:
-                worker_failure.worker_dying(transition, worker)
+        case FromWorker():
+            worker_messages.handle(transition, worker, message.message)
         case WorkerExited() | SpawnFailed():
-            if isinstance(message, WorkerExited) and message.stacks:
-                transition.log(WorkerStacks(message.worker, message.stacks))
-            worker = transition.job.workers.get(message.worker)
-            if worker is not None and worker.slot.agent == agent:
-                worker_failure.worker_gone(transition, worker, message)
-        case WorkerMet(name, has_met):
-            worker = transition.job.workers.get(name)
-            if worker is not None and worker.slot.agent == agent:
-                worker_messages.worker_met(transition, worker, has_met)
-        case AgentLeaving(reason):
-            hosts.agent_leaves(transition, agent, reason)
-        case _:
-            pass  # An AgentHello comes as AgentConnected, and the shell handles heartbeats.
+            worker_failure.worker_gone(transition, worker, message)
+        case WorkerDying() if transition.job.ending is None:
+            worker_failure.worker_dying(transition, worker)
+        case WorkerMet() if transition.job.ending is None:
+            worker_messages.worker_met(transition, worker, message.has_met)
 
 
 def _settle(transition: Transition) -> None:
@@ -165,7 +163,7 @@ def _settle(transition: Transition) -> None:
         regroup.abort_for_faults(transition)
         worker_messages.kill_overdue(transition)
         hosts.end_quarantines(transition)
-        backoff.end_backoffs(transition)
+        hosts.end_backoffs(transition)
         regroup.end_deferral_in_time(transition)
         hosts.dismiss_idle(transition)
         regroup.conclude_recovery(transition)  # before capacity.fill, which starts the replacement

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 from farandole.base.events.worker_events import CollectiveStalled, StallNoticed, WorkersHung
 from farandole.base.membership import LONGEST_BETWEEN_S, Phase, WorkerStatus
-from farandole.job.coordinator.inputs import StepsStalled
 from farandole.job.coordinator.job import Job, StepStall
 from farandole.job.coordinator.sentences import listed
-from farandole.job.coordinator.transition import Transition
+from farandole.job.coordinator.transition import StepsStalled, Transition
 
 NOTICE_S = 60.0
 """Seconds after which, without a step timeout, the workers that block the others are named, once in a generation."""
@@ -33,22 +32,20 @@ class HangDetector:
         self.look_every_s = self._limit_s / 20
         self.heartbeat_s = 0.0
         self._noticed: object = None  # the generation in which a stall was reported
-        self._seen: dict[str, Mapping[str, WorkerStatus]] = {}  # by agent
-        self._received_s: dict[str, float] = {}
+        self._seen: dict[str, tuple[float, Mapping[str, WorkerStatus]]] = {}  # by agent, and when
         self._state: object = None
         self._since_s = 0.0
 
     def record(self, agent: str, workers: Mapping[str, WorkerStatus], now_s: float) -> None:
         """Record the statuses that an agent reports of all its workers."""
-        self._seen[agent], self._received_s[agent] = workers, now_s
+        self._seen[agent] = now_s, workers
 
     def forget(self, agent: str) -> None:
         self._seen.pop(agent, None)
-        self._received_s.pop(agent, None)
 
     def steps(self) -> dict[str, int]:
         """Return, by worker, how many steps it had decided when it was last seen."""
-        return {name: each.step for workers in self._seen.values() for name, each in workers.items()}
+        return {name: each.step for _, workers in self._seen.values() for name, each in workers.items()}
 
     def look(self, job: Job, now_s: float) -> StepsStalled | None:
         """Return a StepsStalled input if no member has made progress for too long, and again after the same time. Call
@@ -64,9 +61,9 @@ class HangDetector:
         statuses: dict[str, WorkerStatus] = {}
         fresh_s = 1.25 * LONGEST_BETWEEN_S + self.heartbeat_s
         for member in members:
-            agent = member.slot.agent
-            status = self._seen.get(agent, {}).get(member.name)
-            if status is None or not member.is_elastic or now_s - self._received_s[agent] > fresh_s:
+            seen_s, workers = self._seen.get(member.slot.agent, (now_s, {}))
+            status = workers.get(member.name)
+            if status is None or not member.is_elastic or now_s - seen_s > fresh_s:
                 self._state = None
                 return None
             statuses[member.name] = status
@@ -129,7 +126,7 @@ def steps_stalled(transition: Transition, input: StepsStalled) -> None:
             f"{listed(hung)} are in their own code. If a step may take that long, increase --step-timeout.",
             dumps_stacks=True,
         )
-    elif job.change is None or job.change.is_planned:
+    elif not job.is_regrouping:
         _all_wait(transition, input, how_long)
 
 

@@ -1,5 +1,5 @@
-"""The heartbeats of agents on other machines: over their connections, and as datagrams beside them, for which there is
-a UDP port at each address at which reception.py listens.
+"""The signs of life of agents: how long each has been silent; and the heartbeats of those on other machines, over their
+connections, and as datagrams beside them, for which there is a UDP port at each address at which reception.py listens.
 """
 
 from __future__ import annotations
@@ -22,88 +22,48 @@ from farandole.base.wire.authentication import Role
 from farandole.base.wire.messages import CoordinatorHeartbeat
 
 
-class _Ends:
-    """The two ends of one agent's connection. Address translation may change the agent's address; the newest heartbeat
-    tells it, and to which of our addresses it was sent."""
+class Silence:
+    """The time of the last message of each agent. A verdict takes two looks: in between, the event loop has read every
+    socket, so a message that had arrived but was not read yet still counts."""
 
-    def __init__(self, agent: str, seal: HeartbeatSeal) -> None:
-        self.agent, self.seal = agent, seal
+    def __init__(self, budget_s: float) -> None:
+        self.look_every_s = budget_s / 20
+        self._limit_s = budget_s - 2 * self.look_every_s
+        self._received_s: dict[str, float] = {}
+        self._suspects: set[str] = set()
+
+    def record(self, agent: str, now_s: float) -> None:
+        self._received_s[agent] = now_s
+        self._suspects.discard(agent)
+
+    def forget(self, agent: str) -> None:
+        self._received_s.pop(agent, None)
+        self._suspects.discard(agent)
+
+    def look(self, now_s: float) -> dict[str, float]:
+        """Return the agents whose silence has lasted for about the budget (never more, if called as often as
+        `look_every_s` says), and for how many seconds."""
+        silent = {agent: now_s - received_s for agent, received_s in self._received_s.items()}
+        silent = {agent: silent_s for agent, silent_s in silent.items() if silent_s >= self._limit_s}
+        lost = {agent: silent_s for agent, silent_s in silent.items() if agent in self._suspects}
+        self._suspects.update(silent)
+        return lost
+
+
+# The heartbeats of agents on other machines ---------------------------------------------------------------------------
+
+
+class _Exchange:
+    """The heartbeats of one agent. Address translation may change the agent's address: the newest datagram, of this
+    `sequence`, tells it, and to which of our addresses it was sent."""
+
+    def __init__(self, agent: str, now_s: float, token: bytes) -> None:
+        self.agent, self.received_s, self.heartbeats = agent, now_s, Heartbeats(now_s)
+        self.id = secrets.token_bytes(HEARTBEAT_ID_BYTES)
+        self.seal = HeartbeatSeal(token, self.id, Role.LISTENER)
         self.address: Any = None
         self.transport: asyncio.DatagramTransport | None = None
         self.sequence = 0
-
-
-class HeartbeatPort:
-    """Calls `on_heartbeat(agent, sequence, received)` for each valid heartbeat. Open from the first `open` to
-    `close`."""
-
-    def __init__(self, token: bytes, on_heartbeat: Callable[[str, int, int], None]) -> None:
-        self._token, self._on_heartbeat = token, on_heartbeat
-        self._transports: list[asyncio.DatagramTransport] = []
-        self._by_id: dict[bytes, _Ends] = {}
-        self._by_agent: dict[str, bytes] = {}
-
-    async def open(self, host: str, port: int) -> None:
-        """Open the port at one more address. Raises OSError when another process has this UDP port."""
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_datagram_endpoint(lambda: _HeartbeatEndpoint(self), local_addr=(host, port))
-        self._transports.append(transport)
-
-    def expect(self, agent: str) -> bytes:
-        """Return a new id for the connection of `agent`."""
-        self.forget(agent)
-        heartbeat_id = secrets.token_bytes(HEARTBEAT_ID_BYTES)
-        self._by_id[heartbeat_id] = _Ends(agent, HeartbeatSeal(self._token, heartbeat_id, Role.LISTENER))
-        self._by_agent[agent] = heartbeat_id
-        return heartbeat_id
-
-    def forget(self, agent: str) -> None:
-        """Ignore all further datagrams of the agent."""
-        if (heartbeat_id := self._by_agent.pop(agent, None)) is not None:
-            del self._by_id[heartbeat_id]
-
-    def send(self, agent: str, sequence: int, received: int) -> None:
-        """Send a heartbeat to the agent if its address is known. The datagram may be lost."""
-        ends = self._by_id.get(self._by_agent.get(agent, b""))
-        if ends is not None and ends.transport is not None:
-            with contextlib.suppress(OSError):
-                ends.transport.sendto(ends.seal.seal(sequence, received), ends.address)
-
-    def close(self) -> None:
-        """Close the port. Idempotent."""
-        for transport in self._transports:
-            transport.close()
-
-    def received(self, data: bytes, sender: Any, transport: asyncio.DatagramTransport) -> None:
-        """Handle a datagram that has arrived at one of the addresses."""
-        ends = self._by_id.get(heartbeat_id_of(data) or b"")
-        heartbeat = None if ends is None else ends.seal.open(data)
-        if ends is None or heartbeat is None:
-            return
-        sequence, received = heartbeat
-        if sequence > ends.sequence:
-            ends.sequence, ends.address, ends.transport = sequence, sender, transport
-            self._on_heartbeat(ends.agent, sequence, received)
-
-
-class _HeartbeatEndpoint(asyncio.DatagramProtocol):
-    """The port at one address."""
-
-    def __init__(self, port: HeartbeatPort) -> None:
-        self._port = port
-        self._transport: asyncio.DatagramTransport
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def datagram_received(self, data: bytes, addr: Any) -> None:
-        self._port.received(data, addr, self._transport)
-
-    def error_received(self, exc: Exception) -> None:
-        """Ignore the error: an unreachable agent is silent, and silence is judged elsewhere."""
-
-
-# The heartbeats of agents on other machines: over their connections, and as datagrams beside them ---------------------
 
 
 class AgentHeartbeats:
@@ -113,65 +73,98 @@ class AgentHeartbeats:
     def __init__(
         self, token: bytes, budget_s: float, now_s: Callable[[], float], on_reached: Callable[[str, float], None]
     ) -> None:
+        self._token, self._budget_s = token, budget_s
         self._now_s, self._on_reached = now_s, on_reached
-        self._budget_s = budget_s
-        self._heartbeats: dict[str, Heartbeats] = {}
-        self._received_s: dict[str, float] = {}
-        self._port = HeartbeatPort(token, self.record) if budget_s < SLOW_BUDGET_S else None
+        self._by_agent: dict[str, _Exchange] = {}
+        self._by_id: dict[bytes, _Exchange] = {}
+        self._transports: list[asyncio.DatagramTransport] = []
+        self._has_datagrams = budget_s < SLOW_BUDGET_S
         self.udp_port = 0
         """UDP port on which datagrams are received; 0: none."""
 
     async def open(self, address: Address) -> None:
         """Also receive datagrams if the budget requires it and the port is free. On a good network TCP alone
         suffices."""
-        if self._port is None:
+        if not self._has_datagrams:
             return
+        loop = asyncio.get_running_loop()
         try:
-            await self._port.open(address.host, address.port)
-            self.udp_port = address.port
+            transport, _ = await loop.create_datagram_endpoint(
+                lambda: _Endpoint(self._on_datagram), local_addr=(address.host, address.port)
+            )
         except OSError:
-            if not self.udp_port:
-                self._port = None
+            self._has_datagrams = bool(self._transports)
+        else:
+            self._transports.append(transport)
+            self.udp_port = address.port
 
     def __contains__(self, agent: str) -> bool:
-        return agent in self._heartbeats
+        return agent in self._by_agent
 
     def begin(self, agent: str) -> bytes:
         """Register an agent that has joined and return the id of its datagrams, which is empty if there are none."""
-        self._heartbeats[agent] = Heartbeats(self._now_s())
-        self._received_s[agent] = self._now_s()
-        return self._port.expect(agent) if self._port is not None else b""
+        self.forget(agent)
+        exchange = self._by_agent[agent] = _Exchange(agent, self._now_s(), self._token)
+        self._by_id[exchange.id] = exchange
+        return exchange.id if self._has_datagrams else b""
 
     def lease_end_s(self, agent: str) -> float | None:
         """Return when the lease of an agent that is lost now ends, as far as is known: until then the agent or its
         guard may let its workers run. The lease counts from the last heartbeat that the agent answered. None: the agent
         never joined."""
-        received_s = self._received_s.get(agent)
-        return None if received_s is None else received_s + self._budget_s
+        exchange = self._by_agent.get(agent)
+        return None if exchange is None else exchange.received_s + self._budget_s
 
     def forget(self, agent: str) -> None:
-        self._heartbeats.pop(agent, None)
-        self._received_s.pop(agent, None)
-        if self._port is not None:
-            self._port.forget(agent)
+        if (exchange := self._by_agent.pop(agent, None)) is not None:
+            del self._by_id[exchange.id]
 
     def heartbeat(self, send: Callable[[str, CoordinatorHeartbeat], None], every_s: float) -> None:
-        """Send a heartbeat to each agent, with `send` and by datagram. Agents are to send theirs `every_s`."""
-        for agent, heartbeats in self._heartbeats.items():
-            sequence = heartbeats.next(self._now_s())
-            send(agent, CoordinatorHeartbeat(sequence, heartbeats.received, every_s))
-            if self._port is not None:
-                self._port.send(agent, sequence, heartbeats.received)
+        """Send a heartbeat to each agent, with `send` and, if its address is known, as a datagram, which may be lost.
+        Agents are to send theirs `every_s`."""
+        for agent, exchange in self._by_agent.items():
+            sequence, received = exchange.heartbeats.next(self._now_s()), exchange.heartbeats.received
+            send(agent, CoordinatorHeartbeat(sequence, received, every_s))
+            if exchange.transport is not None:
+                with contextlib.suppress(OSError):
+                    exchange.transport.sendto(exchange.seal.seal(sequence, received), exchange.address)
 
     def record(self, agent: str, sequence: int, received: int) -> None:
         """Record a heartbeat that came over TCP or as a datagram."""
-        heartbeats = self._heartbeats.get(agent)
-        if heartbeats is None:
+        exchange = self._by_agent.get(agent)
+        if exchange is None:
             return
-        self._received_s[agent] = self._now_s()
-        if heartbeats.record(sequence, received):
-            self._on_reached(agent, heartbeats.reached_s)
+        exchange.received_s = self._now_s()
+        if exchange.heartbeats.record(sequence, received):
+            self._on_reached(agent, exchange.heartbeats.reached_s)
 
     def close(self) -> None:
-        if self._port is not None:
-            self._port.close()
+        """Close the port. Idempotent."""
+        for transport in self._transports:
+            transport.close()
+
+    def _on_datagram(self, data: bytes, sender: Any, transport: asyncio.DatagramTransport) -> None:
+        exchange = self._by_id.get(heartbeat_id_of(data) or b"")
+        if exchange is None or (heartbeat := exchange.seal.open(data)) is None:
+            return
+        sequence, received = heartbeat
+        if sequence > exchange.sequence:
+            exchange.sequence, exchange.address, exchange.transport = sequence, sender, transport
+            self.record(exchange.agent, sequence, received)
+
+
+class _Endpoint(asyncio.DatagramProtocol):
+    """The port at one address."""
+
+    def __init__(self, on_datagram: Callable[[bytes, Any, asyncio.DatagramTransport], None]) -> None:
+        self._on_datagram = on_datagram
+        self._transport: asyncio.DatagramTransport
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def datagram_received(self, data: bytes, addr: Any) -> None:
+        self._on_datagram(data, addr, self._transport)
+
+    def error_received(self, exc: Exception) -> None:
+        """Ignore the error: an unreachable agent is silent, and silence is judged elsewhere."""

@@ -1,7 +1,10 @@
-"""The hosts of a job, and those that are banned since workers were lost on them. Pure."""
+"""The hosts of a job, and what is not used for a while since workers were lost there: hosts that are banned, slots in
+backoff. Pure.
+"""
 
 from __future__ import annotations
 
+import signal
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,11 +18,11 @@ from farandole.base.events.host_events import (
     HostRemoved,
     HostUndrained,
 )
+from farandole.base.events.worker_events import SlotBackoff
 from farandole.base.wire.messages import Dismissed
 from farandole.job.coordinator import capacity
-from farandole.job.coordinator.inputs import AgentConnected, HostsOffered
-from farandole.job.coordinator.job import AgentRecord, Ban, Job, Offer
-from farandole.job.coordinator.transition import Transition
+from farandole.job.coordinator.job import AgentRecord, Ban, Job, Offer, Slot, Worker
+from farandole.job.coordinator.transition import AgentConnected, HostsOffered, Transition
 
 
 def agent_connected(transition: Transition, input: AgentConnected) -> None:
@@ -51,9 +54,7 @@ def hosts_offered(transition: Transition, input: HostsOffered) -> None:
     transition.change(offers=new, may_get_hosts=input.may_change, offered=job.offered + len(new.keys() - old.keys()))
     for agent in job.agents.values():
         offer = new.get(agent.host, Offer(0, agent.order))
-        transition.change(
-            agents={**transition.job.agents, agent.name: replace(agent, slots=offer.slots, order=offer.order)}
-        )
+        transition.change_agent(agent.name, slots=offer.slots, order=offer.order)
     for host in dict.fromkeys((*before, *new)):
         count = new[host].slots if host in new else 0
         if count > before.get(host, 0) and job.offers is not None:
@@ -64,15 +65,14 @@ def hosts_offered(transition: Transition, input: HostsOffered) -> None:
     _take_back(transition)
 
 
-def drain_host(transition: Transition, host: str, reason: str) -> bool:
+def drain_host(transition: Transition, host: str, reason: str) -> None:
     """Drain a host: its members leave at the next boundary, without loss of work, and no further workers are started
     there. The job still wants as many workers: other hosts with free slots get them. The host's agents are dismissed
-    when they are idle; an agent that joins again later counts as new. Return False when no agent of the host is
-    connected.
+    when they are idle; an agent that joins again later counts as new.
 
     reason  what happened, as in "host b is drained: `reason`"
     """
-    return _drain(transition, [agent for agent in transition.job.agents.values() if agent.host == host], reason)
+    _drain(transition, [agent for agent in transition.job.agents.values() if agent.host == host], reason)
 
 
 def undrain_host(transition: Transition, host: str) -> None:
@@ -80,7 +80,7 @@ def undrain_host(transition: Transition, host: str) -> None:
     gone, the launcher of a job on this machine starts others when it receives this order."""
     drained = [agent for agent in transition.job.agents.values() if agent.host == host and agent.is_draining]
     for agent in drained:
-        transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_draining=False)})
+        transition.change_agent(agent.name, is_draining=False)
     if drained:
         transition.log(HostUndrained(host))
         capacity.follow_hosts(transition)
@@ -101,22 +101,27 @@ def dismiss_idle(transition: Transition) -> None:
         if agent.is_connected and (agent.is_draining or not is_offered) and agent.name not in busy:
             why = "is drained" if agent.is_draining else "is no longer offered"
             transition.send(agent.name, Dismissed(f"host {agent.host} {why}", is_drained=agent.is_draining))
-            transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_connected=False)})
+            transition.change_agent(agent.name, is_connected=False)
 
 
-def _drain(transition: Transition, agents: Iterable[AgentRecord], reason: str) -> bool:
-    leaving = [agent for agent in agents if agent.is_connected]
-    for agent in leaving:
-        if agent.is_draining or transition.job.is_released:
+def _drain(transition: Transition, agents: Iterable[AgentRecord], reason: str) -> None:
+    for agent in agents:
+        if not agent.is_connected or agent.is_draining or transition.job.is_released:
             continue
-        transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_draining=True)})
-        going, occupants = [], capacity.workers_by_slot(transition.job)
-        for slot in [slot for slot in transition.job.slots if slot.agent == agent.name]:
-            worker = capacity.vacate_slot(transition, slot, occupants.get(slot), f"host {agent.host} is drained")
-            transition.change_slot(slot, is_given_up=False)
-            going += [worker] if worker is not None else []
-        transition.log(HostDrained(agent.host, reason, tuple(going)))
-    return bool(leaving)
+        transition.change_agent(agent.name, is_draining=True)
+        slots = [slot for slot in transition.job.slots if slot.agent == agent.name]
+        going = _vacate(transition, slots, f"host {agent.host} is drained")
+        transition.log(HostDrained(agent.host, reason, going))
+
+
+def _vacate(transition: Transition, slots: Iterable[Slot], reason: str) -> tuple[str, ...]:
+    """Let the workers of these slots, which may not be used any more, leave. Return their names."""
+    going, occupants = [], capacity.workers_by_slot(transition.job)
+    for slot in slots:
+        worker = capacity.vacate_slot(transition, slot, occupants.get(slot), reason)
+        transition.change_slot(slot, is_given_up=False)
+        going += [worker] if worker is not None else []
+    return tuple(going)
 
 
 def _slots_by_host(job: Job) -> dict[str, int]:
@@ -139,13 +144,9 @@ def _in_order(old: Mapping[str, Offer], slots_of: Mapping[str, int], offered: in
 
 def _withdraw(transition: Transition, host: str, left: int) -> None:
     """Keep only the first `left` slots of each agent of the host."""
-    job, going = transition.job, list[str]()
-    occupants = capacity.workers_by_slot(job)
-    for slot in [slot for slot in job.slots if job.host(slot) == host and slot.index >= left]:
-        worker = capacity.vacate_slot(transition, slot, occupants.get(slot), f"host {host} is no longer offered")
-        transition.change_slot(slot, is_given_up=False)
-        going += [worker] if worker is not None else []
-    transition.log(HostRemoved(host, left, tuple(going)))
+    job = transition.job
+    slots = [slot for slot in job.slots if job.host(slot) == host and slot.index >= left]
+    transition.log(HostRemoved(host, left, _vacate(transition, slots, f"host {host} is no longer offered")))
 
 
 def _take_back(transition: Transition) -> None:
@@ -197,7 +198,6 @@ def cooldown(job: Job, host: str, failures: int) -> float | None:
 
 
 def end_quarantines(transition: Transition) -> None:
-    """Let the job use hosts again whose ban is over."""
     for host, ban in transition.job.bans.items():
         if not ban.is_over and ban.until_s is not None and transition.now_s >= ban.until_s:
             transition.change(bans={**transition.job.bans, host: Ban(ban.failures, ban.until_s, is_over=True)})
@@ -205,5 +205,55 @@ def end_quarantines(transition: Transition) -> None:
 
 
 def quarantine_deadline(job: Job) -> float | None:
-    """Return when the next ban ends."""
     return min((ban.until_s for ban in job.bans.values() if ban.until_s is not None and not ban.is_over), default=None)
+
+
+# Backoff: a broken device must not cost the others a regroup every few seconds ----------------------------------------
+#
+# A healthy worker is always replaced at once: a worker that lived for HEALTHY_S inside its elastic function, or that
+# held the state and was killed by SIGKILL, which its own code never does. The first unhealthy worker is replaced at
+# once, too. From the second in a row on the slot stays empty for FIRST_BACKOFF_S, then for twice as long with each
+# further one, up to LONGEST_BACKOFF_S.
+
+HEALTHY_S = 1.0
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 60.0
+
+
+def backoff_s(failures: int) -> float:
+    """Return how long, in seconds, a slot stays empty after this many failures in a row."""
+    return 0.0 if failures < 2 else min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 2, 30))
+
+
+def count_failure(transition: Transition, worker: Worker, exit_code: int | None) -> None:
+    """Count the loss of a slot's worker that was not asked to leave. A failure of the host does not count against the
+    slot."""
+    job, slot = transition.job, worker.slot
+    use = job.slots.get(slot)
+    if use is None or not use.is_open or not job.agents[slot.agent].is_connected:
+        return
+    if _was_healthy(worker, exit_code, transition.now_s):
+        transition.change_slot(slot, failures=0)
+        return
+    failures = use.failures + 1
+    transition.change_slot(slot, failures=failures)
+    if (pause := backoff_s(failures)) and use.restarts < job.config.restarts:
+        transition.change_slot(slot, backoff_until_s=transition.now_s + pause)
+        transition.log(SlotBackoff(slot.index, job.host(slot), failures, pause))
+
+
+def _was_healthy(worker: Worker, exit_code: int | None, now_s: float) -> bool:
+    if worker.elastic_s is None:
+        return False
+    was_killed = exit_code == -signal.SIGKILL and not worker.killed_for
+    return now_s - worker.elastic_s >= HEALTHY_S or (was_killed and worker.synced > 0)
+
+
+def end_backoffs(transition: Transition) -> None:
+    for slot, use in transition.job.slots.items():
+        if use.backoff_until_s is not None and transition.now_s >= use.backoff_until_s:
+            transition.change_slot(slot, backoff_until_s=None)
+
+
+def backoff_deadline(job: Job) -> float | None:
+    return min((use.backoff_until_s for use in job.slots.values() if use.backoff_until_s is not None), default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
@@ -138,7 +138,6 @@ class Generation:
 
     @cached_property
     def ranks(self) -> Mapping[str, int]:
-        """The rank of each member."""
         return {name: rank for rank, name in enumerate(self.members)}
 
 
@@ -387,15 +386,27 @@ class Job:
         worker = self.workers.get(name)
         return worker is not None and self.is_member(name) and not (worker.has_left or worker.is_dying)
 
+    def staying(self) -> list[Worker]:
+        """Return the survivors that are not to leave, by rank."""
+        return [worker for worker in self.each_survivor() if not worker.is_leaving]
+
+    @property
+    def generation_number(self) -> int:
+        """The number of the generation that was started last; 0: none was."""
+        return 0 if self.generation is None else self.generation.number
+
+    @property
+    def is_regrouping(self) -> bool:
+        """Whether the last generation was ended by a fault, and the next one has not started."""
+        return self.change is not None and not self.change.is_planned
+
+    @property
+    def needed_at_start(self) -> int:
+        return max(self.target, self.config.num_proc) if self.config.fills_slots else self.target
+
     def losses_now(self) -> list[Loss]:
         """Return the losses since the last START; after the release the members that failed."""
-        return [loss for loss in self.losses if self.generation is not None and loss.number == self.generation.number]
-
-    def emergency_writer(self) -> str | None:
-        """Return the worker that writes the emergency checkpoint when the job ends: the survivor of the lowest rank
-        that holds the state and was not itself asked to end."""
-        fit = (w.name for w in self.each_survivor() if w.synced and w.raised is None and not w.killed_for)
-        return next(fit, None)
+        return [loss for loss in self.losses if loss.number == self.generation_number > 0]
 
     def candidates(self) -> list[Worker]:
         """Return the workers that wait to be admitted, READY for any generation, in the order of their slots."""
@@ -415,7 +426,7 @@ class Job:
 
     def may_have(self) -> int:
         """Return how many members there may be, when all workers that can be started have come."""
-        staying = {worker.slot for worker in self.each_survivor() if not worker.is_leaving}
+        staying = {worker.slot for worker in self.staying()}
         startable = {
             slot
             for slot, use in self.slots.items()
@@ -446,7 +457,7 @@ class Job:
     def has_finished(self, worker: Worker) -> bool:
         """Return whether a member has returned from its elastic function and waits for the others. READY for a later
         generation revokes it."""
-        number = self.generation.number if self.generation else 0
+        number = self.generation_number
         return worker.finished == number > 0 and worker.ready <= number
 
     def slot_order(self, worker: Worker) -> tuple[int, int]:
@@ -467,29 +478,20 @@ def new_job(
     origin: Origin | None = None,
     first_hosts: Mapping[str, int] = MappingProxyType({}),
 ) -> Job:
-    """Return a job that waits for its first agent.
-
-    Args:
-        origin: Where its numbers begin, when it writes checkpoints.
-        first_hosts: The hosts of the launcher's own agents, with their slots, in the order of their ranks.
-    """
-    target = 0 if config.fills_slots else config.num_proc
-    job = Job(
+    """Return a job that waits for its first agent. `origin`: where its numbers begin, when it writes checkpoints;
+    `first_hosts`: those of the launcher's own agents, with their slots, in the order of their ranks."""
+    begins = Origin(1, 0, has_checkpoint=False) if origin is None else origin
+    return Job(
         config=config,
         job_id=job_id,
         coordinator_epoch=coordinator_epoch,
-        target=target,
+        target=0 if config.fills_slots else config.num_proc,
         most=config.max_np,
         spares=config.spares,
         may_get_hosts=config.takes_agents,
         first_hosts={host: Offer(slots, order) for order, (host, slots) in enumerate(first_hosts.items())},
-    )
-    if origin is None:
-        return job
-    return replace(
-        job,
-        run_id=origin.run_id,
-        number=origin.generation,
-        saves=True,
-        has_checkpoint=origin.has_checkpoint,
+        run_id=begins.run_id,
+        number=begins.generation,
+        saves=origin is not None,
+        has_checkpoint=begins.has_checkpoint,
     )

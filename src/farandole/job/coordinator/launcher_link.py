@@ -10,20 +10,18 @@ import asyncio
 import contextlib
 import pickle
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from farandole.base.config import JobConfig
 from farandole.base.events.kinds import KINDS
-from farandole.base.membership import Address, Origin
+from farandole.base.membership import Address
 from farandole.base.wire.frames import LENGTH
 from farandole.base.wire.message_log import MessageLog
-from farandole.base.wire.messages import OutputMessage, Welcome
+from farandole.base.wire.messages import OutputMessage
 from farandole.job.coordinator.journal import JournalError
-from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.transition import Outcome
 
 ALIVE_EVERY_S = 0.1
 
@@ -31,43 +29,12 @@ SUMMARY_EVERY_S = 1.0
 """Seconds between two JobSummary; the measurements in them are as old."""
 
 
-@dataclass(frozen=True)
-class CoordinatorSetup:
-    """The first frame to a coordinator: the arguments of Coordinator.
-
-    handled    the number of counted frames of former ones that the launcher has handled
-    launcher   identifies this launcher, where another one may take over after it (launch/job_state.py); the journal
-               lies in a folder then. Empty: its death is the end of the job
-    wants_summaries  whether the launcher wants a JobSummary every SUMMARY_EVERY_S seconds
-    number     how many launchers the job has had, with this one; its coordinators' epochs are above those of the former
-               ones, whatever these were. 0: it is the only one
-    lost       why the journal of the former launcher is lost: the agents are to tell what the job is; empty: it is not
-    is_copied  whether the launcher writes a copy of each state to where the next launcher finds it: Copy, then Copied
-    """
-
-    config: JobConfig
-    token: bytes = field(repr=False)
-    job_id: str
-    hosts: tuple[str, ...]
-    port: int
-    origin: Origin | None
-    welcome: Welcome | None
-    offers_joined: bool
-    first_hosts: Mapping[str, int] = field(default_factory=dict)
-    handled: int = 0
-    launcher: str = ""
-    wants_summaries: bool = False
-    number: int = 0
-    lost: str = ""
-    is_copied: bool = False
-
-
-# Frames to the coordinator: a Call, which is counted, or one of the others.
+# Frames to the coordinator: first its CoordinatorSetup; then a Call, which is counted, or one of the others.
 
 
 @dataclass(frozen=True)
 class Call:
-    """Call a method of the coordinator."""
+    """Call a method of the coordinator. In the other direction, where it is not counted: of the store."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -155,18 +122,6 @@ class Copy:
     """Write a copy of the newest state in the journal. Answer: Copied; until then the journal does not change."""
 
 
-@dataclass(frozen=True)
-class AdmitToStore:
-    """An agent has connected from this address."""
-
-    host: str
-
-
-@dataclass(frozen=True)
-class ClearStore:
-    """All workers are started anew."""
-
-
 class KeptFrames(msgspec.Struct, frozen=True):
     """The log of a coordinator's counted frames, with its launcher, as its journal has it: each frame by the name of
     its class. Only the coordinators of the same launcher, so of the same release, read the frames."""
@@ -201,7 +156,6 @@ class Link:
 
     @classmethod
     async def over(cls, connected: socket.socket) -> Link:
-        """Return the end of a connected socket."""
         return cls(*await asyncio.open_unix_connection(sock=connected))
 
     def send(self, frame: object) -> None:

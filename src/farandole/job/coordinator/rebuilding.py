@@ -22,10 +22,9 @@ from farandole.base.wire.channel import HANDSHAKE_DEADLINE_S
 from farandole.base.wire.link_messages import Leaving, Newcomer
 from farandole.base.wire.messages import AgentHello, ToldWorker, WorkersTold
 from farandole.job.coordinator import regroup, worker_failure, worker_messages
-from farandole.job.coordinator.inputs import Input, StopRequested
 from farandole.job.coordinator.job import AgentRecord, Generation, Job, Slot, SlotUse, Worker
 from farandole.job.coordinator.sentences import counted
-from farandole.job.coordinator.transition import Action, Transition
+from farandole.job.coordinator.transition import Action, Input, StopRequested, Transition
 
 TELLING_S = 2 * HANDSHAKE_DEADLINE_S
 """Seconds for which agents may tell of their workers after the journal was lost. They look for this coordinator every
@@ -66,7 +65,6 @@ class Retelling:
         self._since_s = 0.0
 
     def begin(self, reason: str, now_s: float) -> None:
-        """Wait for agents."""
         self.reason, self._since_s = reason, now_s
 
     def may_end(self, now_s: float, inputs: Sequence[Input]) -> bool:
@@ -124,13 +122,8 @@ def is_enough(told: Mapping[str, ToldAgent], num_proc: int) -> bool:
 
 
 def rebuilt(job: Job, told: Mapping[str, ToldAgent], reason: str, now_s: float) -> tuple[Job, list[Action]]:
-    """Return the job, and the actions with which it goes on; it ends where not enough is told.
-
-    Args:
-        job: One that begins.
-        told: By the names of the agents.
-        reason: Why the journal is lost.
-    """
+    """Return a job that begins as that of which the agents have told, and the actions with which it goes on; it ends
+    where not enough is told. `reason`: why the journal is lost."""
     workers = [each for _, each in _told_workers(told)]
     newest = _newest(workers)
     members = sorted((each for each in workers if each.generation == newest is not None), key=lambda each: each.rank)
@@ -142,7 +135,9 @@ def rebuilt(job: Job, told: Mapping[str, ToldAgent], reason: str, now_s: float) 
     is_over = was_released and not static_because
     # Workers of older generations have been excluded, unless the newest one was not announced to all of its members.
     former = _former(workers, newest) if missing and not was_released else []
-    in_order = sorted((*members, *former), key=lambda each: (each.rank, _generation_number(each)))
+    in_order = sorted(
+        (*members, *former), key=lambda each: (each.rank, each.generation.number if each.generation else 0)
+    )
     transition = Transition(
         replace(
             job,
@@ -178,7 +173,7 @@ def _go_on(
     """Bring the workers to where the messages that were lost would have brought them."""
     job, workers = transition.job, [each for _, each in _told_workers(told)]
     if not is_enough(told, job.config.num_proc):
-        number = 0 if job.generation is None else job.generation.number
+        number = job.generation_number
         found = f"{len(members)} of {counted(len(members) + missing, 'worker')} of generation {number}"
         transition.end(1, f"The job cannot be rebuilt: its agents have told of {found if members else 'no member'}.")
         return
@@ -206,7 +201,6 @@ def _go_on(
 
 
 def _told_workers(told: Mapping[str, ToldAgent]) -> list[tuple[str, ToldWorker]]:
-    """Return the workers with their agents, in the order in which they were started."""
     found = [(agent, worker) for agent, each in told.items() for worker in each.told.workers]
     return sorted(found, key=lambda each: int(each[1].worker[1:]))
 
@@ -262,10 +256,6 @@ def _worker(job: Job, agent: str, told: ToldWorker, newest: GenerationId | None,
         kill_at_s=now_s + job.config.grace_s if told.raised else None,
         has_met=told.has_met,
     )
-
-
-def _generation_number(told: ToldWorker) -> int:
-    return 0 if told.generation is None else told.generation.number
 
 
 def _far_above(number: int) -> int:

@@ -25,7 +25,7 @@ from farandole.base.events.job_events import StateLost, TrainingCutShort
 from farandole.base.membership import GenerationId
 from farandole.base.wire.link_messages import Abort, FirstStep, Left, Prepare, Start
 from farandole.base.wire.messages import StartWorkers
-from farandole.job.coordinator import capacity, placements
+from farandole.job.coordinator import capacity
 from farandole.job.coordinator.job import Change, Generation, Job, LinkTrouble, Loss, Recovery, Worker
 from farandole.job.coordinator.sentences import counted, listed, why_not_refilled
 from farandole.job.coordinator.transition import Transition
@@ -62,7 +62,8 @@ def abort_for_faults(transition: Transition) -> None:
 
 def end_if_hopeless(transition: Transition) -> None:
     """End a job in which no further generation can ever start."""
-    if _have_all_left(transition.job):
+    losses, has_survivor = transition.job.losses_now(), any(transition.job.each_survivor())
+    if losses and not has_survivor and all(loss.exit_code == 0 for loss in losses):
         transition.log(TrainingCutShort())
         transition.end(
             0,
@@ -97,7 +98,7 @@ def advance(transition: Transition) -> None:
 def wanted_members(job: Job) -> list[Worker]:
     """Return the members of the next generation, by rank, as far as is known now."""
     survivors = job.survivors()
-    staying = [worker for worker in survivors if not worker.is_leaving]
+    staying = job.staying()
     sources = _leaving_sources(job, survivors)
     if sources and _is_state_wanted(job, staying):
         staying = [worker for worker in survivors if not worker.is_leaving or worker.name in sources]
@@ -118,10 +119,10 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
     number = change.number
     id = GenerationId(job.run_id, job.coordinator_epoch, number, f"{job.job_id}-{number}")
     addresses = [(worker.name, worker.address) for worker in members]
-    places = placements.placements(
-        [(job.host_of(worker), placements.number_on_host(job, worker.slot)) for worker in members]
+    places = capacity.placements(
+        [(job.host_of(worker), capacity.number_on_host(job, worker.slot)) for worker in members]
     )
-    neighbours = placements.ring_neighbours([(name, address) for name, address in addresses if address is not None])
+    neighbours = capacity.ring_neighbours([(name, address) for name, address in addresses if address is not None])
     starts: defaultdict[str, dict[str, Start]] = defaultdict(dict)
     for worker, place, (previous, next) in zip(members, places, neighbours, strict=True):
         starts[worker.slot.agent][worker.name] = Start(id, place, previous, next, bootstrap=not job.was_synced)
@@ -129,7 +130,7 @@ def start(transition: Transition, members: Sequence[Worker]) -> None:
         transition.send(agent, StartWorkers(of_agent))
     names = tuple(worker.name for worker in members)
     if job.generation is not None:
-        recovery_started(transition, change)
+        _begin_recovery(transition, change)
     transition.change(number=number, generation=Generation(id, names), change=None)
     transition.change(links=LinkTrouble(retries=job.links.retries), resets=job.resets + (job.generation is not None))
     transition.log(GenerationStarted(number, names, not job.was_synced, transition.now_s - change.began_s))
@@ -268,48 +269,31 @@ def _missing_from(some: Sequence[Worker], others: Sequence[Worker]) -> list[str]
 def _record_shortage(transition: Transition, change: Change) -> None:
     """Begin to wait for more workers, or give up waiting."""
     config = transition.job.config
-    staying = sum(not worker.is_leaving for worker in transition.job.each_survivor())
+    staying = len(transition.job.staying())
     present = staying if staying >= config.min_np else len(wanted_members(transition.job))
     if present >= config.min_np:
         if change.short_since_s is not None:
             transition.change(change=replace(change, short_since_s=None))
-    elif (
-        config.on_failure == "host"
-        and capacity.worker_capacity(transition.job) < config.min_np
-        and not transition.job.may_get_slots()
-    ):
-        if capacity.free_workers(transition):
-            _try_start(transition, change)
-            return
-        transition.end(
-            1,
-            f"Training needs {counted(config.min_np, 'worker')} (--min-np) and has {present}: "
-            f"{why_not_refilled(transition.job)}.",
-        )
-    elif change.short_since_s is None:
-        transition.change(change=replace(change, short_since_s=transition.now_s))
-        transition.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
-    elif transition.now_s < change.short_since_s + config.elastic_timeout_s:
         return
-    elif capacity.free_workers(transition):
+    had = f"has {present}"
+    may_come = config.on_failure == "slot" or transition.job.may_get_slots()
+    if may_come or capacity.worker_capacity(transition.job) >= config.min_np:
+        if change.short_since_s is None:
+            transition.change(change=replace(change, short_since_s=transition.now_s))
+            transition.log(TooFewWorkers(change.number, present, config.min_np, config.elastic_timeout_s))
+            return
+        if transition.now_s < change.short_since_s + config.elastic_timeout_s:
+            return
+        short_s = transition.now_s - change.short_since_s
+        had = f"had {present} for {short_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g})"
+    if capacity.free_workers(transition):
         _try_start(transition, change)
-    else:
-        transition.end(
-            1,
-            f"Training needs {counted(config.min_np, 'worker')} (--min-np) and had {present} for "
-            f"{transition.now_s - change.short_since_s:.0f} s (--elastic-timeout {config.elastic_timeout_s:g}): "
-            f"{why_not_refilled(transition.job)}.",
-        )
-
-
-def _have_all_left(job: Job) -> bool:
-    """Return whether all members have left the elastic function by themselves, and ended well."""
-    losses = job.losses_now()
-    return bool(losses) and not any(job.each_survivor()) and all(loss.exit_code == 0 for loss in losses)
+        return
+    needed, why = counted(config.min_np, "worker"), why_not_refilled(transition.job)
+    transition.end(1, f"Training needs {needed} (--min-np) and {had}: {why}.")
 
 
 def _is_end_of_all(job: Job) -> bool:
-    """Return whether the code raised and no member survives."""
     return any(loss.raised for loss in job.losses_now()) and not any(job.each_survivor())
 
 
@@ -381,7 +365,7 @@ def record_loss(transition: Transition, loss: Loss) -> None:
     transition.change(losses=tuple({**known, loss.worker: loss}.values()))
 
 
-def recovery_started(transition: Transition, change: Change) -> None:
+def _begin_recovery(transition: Transition, change: Change) -> None:
     """Record that a generation starts that replaces another one. If no member had got far in that one, both are one
     recovery."""
     recovery = Recovery(change.number, change.is_planned, change.reason, change.began_s, transition.now_s)
@@ -415,14 +399,13 @@ def conclude_recovery(transition: Transition) -> None:
     """Conclude the recovery once all members have applied a step, or have finished without another one: report it, and
     permit replacements."""
     job, recovery = transition.job, transition.job.recovery
-    if recovery is None or (job.change is not None and not job.change.is_planned):
+    if recovery is None or job.is_regrouping:
         return  # Or the next fault has already happened.
     if any(not loss.how for loss in job.losses if loss.worker in job.workers):
         return  # Its exit code will tell how it ended.
     if not all(worker.stepped == recovery.number or job.has_finished(worker) for worker in job.each_survivor()):
         return
-    transition.change(recovery=None, losses=tuple(job.losses_now()), lost_at=None)
-    end_deferral(transition)
+    transition.change(recovery=None, losses=tuple(job.losses_now()), lost_at=None, restart_deferred_until_s=None)
     if recovery.step is not None:
         transition.log(_report(recovery, recovery.step, job.losses, job.lost_at))
 
@@ -477,13 +460,8 @@ def defer_restarts(transition: Transition) -> None:
         transition.change(restart_deferred_until_s=transition.now_s + transition.job.config.deferred_restart_s)
 
 
-def end_deferral(transition: Transition) -> None:
-    """End the deferral: the survivors train, or the time is over."""
-    transition.change(restart_deferred_until_s=None)
-
-
 def end_deferral_in_time(transition: Transition) -> None:
     """End the deferral when its time is over. Called whenever time may have passed."""
     until_s = transition.job.restart_deferred_until_s
     if until_s is not None and transition.now_s >= until_s:
-        end_deferral(transition)
+        transition.change(restart_deferred_until_s=None)

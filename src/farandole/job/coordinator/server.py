@@ -7,22 +7,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 from farandole.base.config import JobConfig
 from farandole.base.events.event import Event
 from farandole.base.events.host_events import JobRebuilding
 from farandole.base.machine import now_s
 from farandole.base.membership import Address, Origin
-from farandole.base.wire.channel import Channel
-from farandole.base.wire.control import ClientHello, Status
+from farandole.base.wire.control import ClientHello
 from farandole.base.wire.frames import AGENT_MESSAGES, CLIENT_MESSAGES, GUARD_MESSAGES
 from farandole.base.wire.function_call import FunctionJob
 from farandole.base.wire.messages import (
     AgentHello,
     AgentLeaving,
-    AgentMessage,
     GuardHello,
     OutputMessage,
     Spawn,
@@ -32,31 +29,55 @@ from farandole.base.wire.messages import (
 from farandole.errors import ConfigError
 from farandole.job.coordinator import rebuilding
 from farandole.job.coordinator.agent_greeting import AgentGreeting
-from farandole.job.coordinator.agents import Agents
+from farandole.job.coordinator.agents import Agents, Watch
 from farandole.job.coordinator.command_server import Clients
-from farandole.job.coordinator.control_requests import JobSummary
-from farandole.job.coordinator.decision_loop import DecisionLoop
+from farandole.job.coordinator.decision_loop import DecisionLoop, JobClock, Outbox, Write
 from farandole.job.coordinator.hang_detection import HangDetector
-from farandole.job.coordinator.host_offers import HostOffers
-from farandole.job.coordinator.inputs import AgentReported, DrainRequested, ScaleRequested, StopRequested
 from farandole.job.coordinator.job import Job, new_job
 from farandole.job.coordinator.journal import CoordinatorState
-from farandole.job.coordinator.outbox import Outbox, Write
 from farandole.job.coordinator.reception import DialersChannel, Hello, Reception
-from farandole.job.coordinator.silence import JobClock
 from farandole.job.coordinator.store_server import Store, StoreServer
-from farandole.job.coordinator.transition import Action, EndJob, Log, SendAgent
-from farandole.job.coordinator.watch import Watch
+from farandole.job.coordinator.transition import Action, AgentReported, Log, Outcome, SendAgent, StopRequested
 
 _RETURN_LOOK_S = 0.02  # at the end of a job, between two looks for agents of the former coordinator
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of a job: the exit code for the command line, and the reason."""
+class CoordinatorSetup:
+    """A job, and what its coordinator has to know of its launcher.
 
-    exit_code: int
-    reason: str
+    hosts, port  the addresses of this machine at which it listens; port 0: a free one
+    origin, first_hosts  as in new_job
+    welcome    the first message to remote agents; None: they may not join
+    offers_joined  whether hosts whose agents join by themselves count as offered, with their slots, as long as they
+                   stay; otherwise only those of `offer` do, once it was called
+
+    Where the coordinator is a process of its own:
+    handled    the number of counted frames of former ones that the launcher has handled
+    launcher   identifies this launcher, where another one may take over after it (launch/job_state.py); the journal
+               lies in a folder then. Empty: its death is the end of the job
+    wants_summaries  whether the launcher wants a JobSummary every SUMMARY_EVERY_S seconds
+    number     how many launchers the job has had, with this one; its coordinators' epochs are above those of the former
+               ones, whatever these were. 0: it is the only one
+    lost       why the journal of the former launcher is lost: the agents are to tell what the job is; empty: it is not
+    is_copied  whether the launcher writes a copy of each state to where the next launcher finds it: Copy, then Copied
+    """
+
+    config: JobConfig
+    token: bytes = field(repr=False)
+    job_id: str
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    port: int = 0
+    origin: Origin | None = None
+    welcome: Welcome | None = None
+    offers_joined: bool = False
+    first_hosts: Mapping[str, int] = field(default_factory=dict)
+    handled: int = 0
+    launcher: str = ""
+    wants_summaries: bool = False
+    number: int = 0
+    lost: str = ""
+    is_copied: bool = False
 
 
 class Coordinator:
@@ -66,49 +87,40 @@ class Coordinator:
     its session on another connection before. An agent that begins another session under the same name has ended its old
     workers, and joins without workers.
 
-    welcome    the first message to remote agents; None: they may not join
     on_output  called with an agent and its message about its workers' output; None: no more will come
-    offers_joined  whether hosts whose agents join by themselves count as offered, with their slots, as long as they
-                   stay; otherwise only those of `offer` do, once it was called
-    first_hosts  as in new_job
     function   of a job of farandole.run()
     store      the job's store; None: it has its own
     journal    called with the state after each decision, before any message about the decision is sent; these wait for
                the future, if it returns one, and meanwhile it is not called again
     restored   the state from which it continues; None: the job begins
     returning_s  for so much longer agents of the former coordinator may be silent at first: they look for this one
+
+    Attributes:
+        clients: Commands and pages, and what they are shown of the job.
+        outbox: What was decided and is not sent yet.
     """
 
     def __init__(
         self,
-        config: JobConfig,
-        token: bytes,
+        setup: CoordinatorSetup,
         *,
-        job_id: str,
-        hosts: Sequence[str] = ("127.0.0.1",),
-        port: int = 0,
         on_event: Callable[[Event], None],
         clock: Callable[[], float] = now_s,
-        origin: Origin | None = None,
-        welcome: Welcome | None = None,
         on_output: Callable[[str, OutputMessage | None], None] = lambda _agent, _message: None,
-        offers_joined: bool = False,
-        first_hosts: Mapping[str, int] = MappingProxyType({}),
         function: FunctionJob | None = None,
         store: Store | None = None,
         journal: Write | None = None,
         restored: CoordinatorState | None = None,
         returning_s: float = 0.0,
     ) -> None:
-        self._config, self._hosts, self._port, self._restored = config, tuple(hosts), port, restored
-        self._show = on_event
+        self._setup, self._restored, self._show = setup, restored, on_event
+        self._config = config = setup.config
         self._store = StoreServer(self._on_event) if store is None else store
         self._attempt = 0  # the newest one for which the store was emptied
-        self._offers = HostOffers(offers_joined)
         hang_detector = HangDetector(config.step_timeout_s)
-        patience_s = 0.0 if welcome is None else welcome.patience_s
+        patience_s = 0.0 if setup.welcome is None else setup.welcome.patience_s
         self._decisions = decisions = DecisionLoop(
-            new_job(config, job_id, origin=origin, first_hosts=first_hosts),
+            new_job(config, setup.job_id, origin=setup.origin, first_hosts=setup.first_hosts),
             JobClock(clock, tolerance_s=config.detection_budget_s / 4),
             rebuilding.Retelling(config.num_proc, patience_s, self._on_rebuilt),
             steps=hang_detector.steps,
@@ -117,33 +129,26 @@ class Coordinator:
             fail=self._fail,
             on_event=self._on_event,
         )
-        self._outbox = Outbox(journal, self._state, decisions.settle_all, self._on_begun, self._fail)
-        self._clients = Clients(
-            lambda: decisions.job,
-            decisions.decide,
-            decisions.clock.now_s,
-            hang_detector.steps,
-            self._ask_for_stacks,
-            self._outbox.caught_up,
+        self.outbox = Outbox(
+            journal, self._state, decisions.settle_all, lambda: self._agents.expect_returns(), self._fail
         )
+        self.clients = Clients(decisions, self._ask_for_stacks, self.outbox.caught_up)
         self._agents = Agents(
             config,
-            token,
+            setup.token,
             decisions=decisions,
-            outbox=self._outbox,
-            offers=self._offers,
+            outbox=self.outbox,
             hang_detector=hang_detector,
-            clients=self._clients,
-            welcome=welcome,
+            clients=self.clients,
+            welcome=setup.welcome,
             function=function,
             on_output=on_output,
+            offers_joined=setup.offers_joined,
             returning_s=returning_s,
         )
-        self._reception = Reception(config, token, job_id, self._serve, self._on_event, self._fail)
-        self._greeting = AgentGreeting(
-            job_id, self._reception, self._agents, decisions, self._outbox, self._store, welcome, function
-        )
-        self._watch = Watch(config.detection_budget_s, self._agents, decisions, hang_detector, self._reception)
+        self._reception = Reception(config, setup.token, setup.job_id, self._serve, self._on_event, self._fail)
+        self._greeting = AgentGreeting(self._agents, self._reception, self._store)
+        self._watch = Watch(config.detection_budget_s, self._agents, self._reception.refused)
 
     async def start(self) -> None:
         """Listen for connections. Raises ConfigError when that fails, for example because the port is in use, and when
@@ -153,12 +158,12 @@ class Coordinator:
         if self._restored is not None:
             self._continue_from(self._restored)  # before it listens: an agent that is unknown ends its workers
         try:
-            await self.listen(self._hosts)
+            await self.listen(self._setup.hosts)
         except ConfigError:
             self._reception.stop_listening()
             raise
         self._decisions.start()
-        self.commit()  # the next one to take over has a higher epoch, and listens at the same addresses
+        self.outbox.commit()  # the next one to take over has a higher epoch, and listens at the same addresses
         self._watch.start()
 
     def _continue_from(self, state: CoordinatorState) -> None:
@@ -171,7 +176,7 @@ class Coordinator:
             self._on_event(JobRebuilding(state.lost, rebuilding.TELLING_S))
             return
         self._attempt = state.attempt
-        self._offers.offered, self._offers.joined = dict(state.offered), dict(state.joined)
+        self._agents.offers.offered, self._agents.offers.joined = dict(state.offered), dict(state.joined)
         self._agents.restore(state)
         if job.ending is not None and job.ending.is_done:
             self._outcome.set_result(Outcome(job.ending.exit_code, job.ending.reason))
@@ -182,8 +187,8 @@ class Coordinator:
             now_s=self._decisions.clock.now_s(),
             attempt=self._attempt,
             sessions=self._agents.by_agent,
-            offered=self._offers.offered,
-            joined=self._offers.joined,
+            offered=self._agents.offers.offered,
+            joined=self._agents.offers.joined,
             agent_hosts=frozenset(self._agents.hosts),
             addresses=self._reception.addresses,
             lost=self._decisions.retelling.reason,
@@ -192,7 +197,7 @@ class Coordinator:
     async def listen(self, hosts: Sequence[str]) -> None:
         """Listen on further addresses of this machine, on the same port. Raises ConfigError when that fails."""
         known = len(self._reception.addresses)
-        self._reception.open(hosts, self._port)
+        self._reception.open(hosts, self._setup.port)
         await self._store.open(*hosts)
         for address in self._reception.addresses[known:]:
             await self._agents.open(address)
@@ -217,7 +222,7 @@ class Coordinator:
         detection budget for that). Cancellation closes all connections."""
         try:
             outcome = await self._outcome
-            await self.caught_up()
+            await self.outbox.caught_up()
             patience_s = self._config.grace_s + self._config.detection_budget_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
@@ -235,14 +240,6 @@ class Coordinator:
 
     # Requests of the launcher -----------------------------------------------------------------------------
 
-    def status(self) -> Status:
-        """Return the status of the job now."""
-        return self._clients.status()
-
-    def summary(self) -> JobSummary:
-        """Return the summary of the job now."""
-        return self._clients.summary()
-
     @property
     def has_ended(self) -> bool:
         """True when the job is over; its agents have been told so."""
@@ -255,11 +252,7 @@ class Coordinator:
     def offer(self, slots: Mapping[str, int], may_change: bool) -> None:
         """Set the hosts, with their slots, that the job may use from now on; the workers of other hosts leave. Before
         the first call the job uses all slots that its agents offer. `may_change`: other hosts may be offered later."""
-        self._decisions.decide(self._offers.offer(slots, may_change))
-
-    def drain(self, host: str, reason: str) -> None:
-        """Let the workers of a host leave at the next boundary: it will be taken away."""
-        self._decisions.decide(DrainRequested(host, reason))
+        self._decisions.decide(self._agents.offers.offer(slots, may_change))
 
     def agent_gone(self, agent: str, reason: str, are_workers_gone: bool = True) -> None:
         """Handle that an agent is gone, as the system has seen that started it. Unless `are_workers_gone`, they may run
@@ -278,21 +271,9 @@ class Coordinator:
         if agent in self._agents.by_agent and not self.has_ended:
             self._decisions.decide(AgentReported(agent, AgentLeaving(reason)))
 
-    def scale(self, size: int) -> None:
-        """Ask for `size` workers."""
-        self._decisions.decide(ScaleRequested(size))
-
     def remember(self, event: Event) -> None:
         """Keep an event of the launcher or of an agent of its process, for commands that want the job's events."""
-        self._clients.remember(event)
-
-    def commit(self) -> None:
-        """Write the state to the journal, and send what was decided."""
-        self._outbox.commit()
-
-    async def caught_up(self) -> None:
-        """Wait until the journal has everything that was decided until now."""
-        await self._outbox.caught_up()
+        self.clients.remember(event)
 
     # Between the parts ------------------------------------------------------------------------------------
 
@@ -301,7 +282,7 @@ class Coordinator:
         match hello:
             case ClientHello():
                 self._reception.introduced(is_awaited=False)
-                await self._clients.serve(channel.expecting(CLIENT_MESSAGES))
+                await self.clients.serve(channel.expecting(CLIENT_MESSAGES))
             case GuardHello(agent, process):
                 self._reception.introduced(is_awaited=False)
                 await channel.expecting(GUARD_MESSAGES).receive()  # that its agent has died: its workers are killed
@@ -309,15 +290,13 @@ class Coordinator:
                 if session is not None and session.process == process:
                     self._agents.lose(agent, "its process has ended; its guard has killed its workers")
             case AgentHello():
-                await self._serve_agent(channel.expecting(AGENT_MESSAGES), hello)
-
-    async def _serve_agent(self, channel: Channel[AgentMessage], hello: AgentHello) -> None:
-        await self._greeting.greet(channel, hello)
-        try:
-            while True:
-                self._agents.handle(hello.agent, channel, await channel.receive())
-        finally:
-            self._agents.disconnected(hello.agent, channel)
+                connection = channel.expecting(AGENT_MESSAGES)
+                await self._greeting.greet(connection, hello)
+                try:
+                    while True:
+                        self._agents.handle(hello.agent, connection, await connection.receive())
+                finally:
+                    self._agents.disconnected(hello.agent, connection)
 
     def _act(self, actions: Sequence[Action]) -> None:
         """Do what was decided, and commit it."""
@@ -330,12 +309,9 @@ class Coordinator:
                 self._agents.send(action.agent, action.message)
             elif isinstance(action, Log):
                 self._on_event(action.event)
-            elif isinstance(action, EndJob) and not self._outcome.done():
-                self._outcome.set_result(Outcome(action.exit_code, action.reason))
-        self.commit()
-
-    def _on_begun(self) -> None:
-        self._agents.expect_returns()
+            elif not self._outcome.done():
+                self._outcome.set_result(action)
+        self.outbox.commit()
 
     def _on_rebuilt(self, job: Job) -> None:
         self._attempt = job.attempt
@@ -350,7 +326,7 @@ class Coordinator:
         return ""
 
     def _on_event(self, event: Event) -> None:
-        self._clients.remember(event)
+        self.clients.remember(event)
         self._show(event)
 
     def _fail(self, error: BaseException) -> None:

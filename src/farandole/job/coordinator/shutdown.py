@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farandole.base.events.job_events import ExitsAwaited, JobBecameStatic, TrainingCutShort, TrainingFinished
-from farandole.base.events.worker_events import WorkerStacks
-from farandole.base.wire.link_messages import CheckpointEnded, Finished, MayPublish, Released, WorkerMessage
-from farandole.base.wire.messages import FromWorker, JobOver, SpawnFailed, WorkerExited
-from farandole.job.coordinator import capacity, published_checkpoints, whole_restart
-from farandole.job.coordinator.inputs import AgentLost, AgentReported, Input, StopRequested
+from farandole.base.wire.link_messages import Finished, Released
+from farandole.base.wire.messages import JobOver
+from farandole.job.coordinator import capacity
 from farandole.job.coordinator.job import Generation, Job, LinkTrouble, Worker
 from farandole.job.coordinator.sentences import counted
-from farandole.job.coordinator.transition import EndJob, Transition
+from farandole.job.coordinator.transition import Outcome, StopRequested, Transition
 
 # Completion: members that send Finished are released when all have, and their exits are awaited -----------------------
 
@@ -21,8 +19,7 @@ def worker_finished(transition: Transition, worker: Worker, message: Finished) -
     """Count a Finished message, unless an abort or this worker's own READY overtook it: the worker will then finish
     again. A worker that is being killed does not finish; the request for its stacks may have woken it."""
     job, number = transition.job, message.number
-    is_running = job.change is None or job.change.is_planned
-    if not is_running or job.is_released or not job.is_member(worker.name) or worker.killed_for:
+    if job.is_regrouping or job.is_released or not job.is_member(worker.name) or worker.killed_for:
         return
     if job.generation is not None and number == job.generation.number and worker.ready <= number:
         transition.change_worker(
@@ -116,38 +113,14 @@ STOPPED_EXIT_CODE = 130
 
 
 def stop_requested(transition: Transition, input: StopRequested) -> None:
-    """End the job on the user's request: with grace, or at once."""
-    transition.end(STOPPED_EXIT_CODE, input.reason, grace_s=0.0 if input.now else None)
-    if input.now:
-        _wait_no_longer(transition)
-
-
-def record(transition: Transition, input: Input) -> None:
-    """Record events that arrive while the last workers are awaited."""
-    match input:
-        case AgentReported(agent, WorkerExited() | SpawnFailed() as message):
-            if isinstance(message, WorkerExited) and message.stacks:
-                transition.log(WorkerStacks(message.worker, message.stacks))
-            worker = transition.job.workers.get(message.worker)
-            if worker is not None and worker.slot.agent == agent:
-                if isinstance(message, WorkerExited) and not transition.job.is_elastic:
-                    whole_restart.report_failure(transition, worker, message)
-                transition.forget([worker.name])
-        case AgentReported(agent, FromWorker(name, payload)):
-            worker = transition.job.workers.get(name)
-            if worker is not None and worker.slot.agent == agent:
-                _emergency_checkpoint(transition, worker, payload)
-        case AgentLost(agent):
-            known = transition.job.agents.get(agent)
-            if known is not None:
-                transition.change(agents={**transition.job.agents, agent: replace(known, is_connected=False)})
-            transition.forget(name for name, worker in transition.job.workers.items() if worker.slot.agent == agent)
-        case StopRequested(now=True):
-            for name in transition.job.workers:
-                transition.kill(name, 0.0, "the job ends at once")
-            _wait_no_longer(transition)
-        case _:
-            pass
+    """End the job on the user's request: with grace, or at once, also one that ends already."""
+    if transition.job.ending is None:
+        transition.end(STOPPED_EXIT_CODE, input.reason, grace_s=0.0 if input.now else None)
+    elif input.now:
+        for name in transition.job.workers:
+            transition.kill(name, 0.0, "the job ends at once")
+    if input.now and transition.job.ending is not None:
+        transition.change(ending=replace(transition.job.ending, deadline_s=transition.now_s))
 
 
 def advance(transition: Transition) -> None:
@@ -158,18 +131,5 @@ def advance(transition: Transition) -> None:
     for agent in transition.job.agents.values():
         if agent.is_connected:
             transition.send(agent.name, JobOver(ending.exit_code, ending.reason))
-    transition.actions.append(EndJob(ending.exit_code, ending.reason))
+    transition.actions.append(Outcome(ending.exit_code, ending.reason))
     transition.change(ending=replace(ending, is_done=True))
-
-
-def _emergency_checkpoint(transition: Transition, worker: Worker, payload: WorkerMessage) -> None:
-    match payload:
-        case MayPublish():
-            published_checkpoints.may_publish(transition, worker, payload)
-        case CheckpointEnded():
-            published_checkpoints.checkpoint_ended(transition, worker, payload)
-
-
-def _wait_no_longer(transition: Transition) -> None:
-    if transition.job.ending is not None:
-        transition.change(ending=replace(transition.job.ending, deadline_s=transition.now_s))

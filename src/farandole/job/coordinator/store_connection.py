@@ -10,8 +10,8 @@ import asyncio
 import enum
 import socket
 import struct
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from farandole.job.coordinator import store_table
 from farandole.job.coordinator.store_table import RequestRefused
@@ -192,11 +192,15 @@ class StoreConnection(asyncio.Protocol):
         while True:
             self._taken = 0
             kind = (yield from self._take(1))[0]
-            if (serve := _SERVED.get(kind)) is None:
+            if (request := _SERVED.get(kind)) is None:
                 raise RequestRefused(
                     f"it sent request number {kind}, which is unknown: torch 2.6 to 2.15 do not send it"
                 )
-            yield from serve(self)
+            readers, serve = request
+            fields = []
+            for read in readers:
+                fields.append((yield from read(self)))
+            serve(self, *fields)
             self._hold(-self._taken)
             if not self._is_writable:
                 unsent = self._transport.get_write_buffer_size()
@@ -247,83 +251,34 @@ class StoreConnection(asyncio.Protocol):
             keys.append((yield from self._key()))
         return keys
 
-    def _set(self) -> Generator[bool, None, None]:
-        key = yield from self._key()
-        self._table.put(key, (yield from self._value()))
-
-    def _compare_set(self) -> Generator[bool, None, None]:
-        key = yield from self._key()
-        expected = yield from self._value()
-        desired = yield from self._value()
-        self._answer_strings([self._table.compare_set(key, expected, desired)])
-
-    def _get(self) -> Generator[bool, None, None]:
-        self._answer_strings([self._table.get((yield from self._key()))])
-
-    def _add(self) -> Generator[bool, None, None]:
-        key = yield from self._key()
-        amount = yield from self._integer()
-        self._transport.write(_LONG.pack(self._table.add(key, amount)))
-
-    def _check(self) -> Generator[bool, None, None]:
-        keys = yield from self._keys()
-        self._transport.write(_READY if self._table.has_all(keys) else _NOT_READY)
-
-    def _wait(self) -> Generator[bool, None, None]:
-        if self._table.wait(self, (yield from self._keys())):
-            self.woken()
-
-    def _count_keys(self) -> Generator[bool, None, None]:
-        self._transport.write(_LONG.pack(self._table.count()))
-        yield from ()
-
-    def _delete_key(self) -> Generator[bool, None, None]:
-        self._transport.write(_LONG.pack(self._table.delete((yield from self._key()))))
-
-    def _append(self) -> Generator[bool, None, None]:
-        key = yield from self._key()
-        self._table.append(key, (yield from self._value()))
-
-    def _multi_get(self) -> Generator[bool, None, None]:
-        keys = yield from self._keys()
-        self._answer_strings([self._table.get(key) for key in keys])
-
-    def _multi_set(self) -> Generator[bool, None, None]:
+    def _entries(self) -> Generator[bool, None, list[tuple[bytes, bytes]]]:
         entries = []
         for _ in range((yield from self._count())):
             key = yield from self._key()
             entries.append((key, (yield from self._value())))
+        return entries
+
+    def _echo(self) -> Generator[bool, None, bytes]:
+        return (yield from self._take(_NONCE.size))
+
+    def _put_all(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
         for key, value in entries:
             self._table.put(key, value)
 
-    def _cancel_wait(self) -> Generator[bool, None, None]:
+    def _cancel_wait(self) -> None:
         self._table.cancel(self)
         self._transport.write(_WAIT_CANCELED)
-        yield from ()
 
-    def _ping(self) -> Generator[bool, None, None]:
-        self._transport.write((yield from self._take(_NONCE.size)))
-
-    def _queue_push(self) -> Generator[bool, None, None]:
-        key = yield from self._key()
-        self._table.push(key, (yield from self._value()))
-
-    def _queue_pop(self) -> Generator[bool, None, None]:
-        length, value = self._table.pop((yield from self._key()))
+    def _queue_pop(self, key: bytes) -> None:
+        length, value = self._table.pop(key)
         self._answer_strings([value] if length else [], _LONG.pack(length))
 
-    def _queue_length(self) -> Generator[bool, None, None]:
-        self._transport.write(_LONG.pack(self._table.queue_length((yield from self._key()))))
-
-    def _list_keys(self) -> Generator[bool, None, None]:
-        self._answer_strings(list(self._table.keys()), _LONG.pack(self._table.count()))
-        yield from ()
-
-    def _barrier(self) -> Generator[bool, None, None]:
-        key = yield from self._key()
-        size = yield from self._integer()
-        if self._table.arrive(self, key, size):
+    def _wake_if(self, is_there: bool) -> None:
+        if is_there:
             self.woken()
+
+    def _answer_number(self, number: int) -> None:
+        self._transport.write(_LONG.pack(number))
 
     def _answer_strings(self, strings: Sequence[bytes | bytearray], head: bytes = b"") -> None:
         number = sum(len(each) for each in strings)
@@ -333,23 +288,31 @@ class StoreConnection(asyncio.Protocol):
         self._transport.write(head + b"".join(parts))
 
 
-_SERVED: dict[int, Callable[[StoreConnection], Generator[bool, None, None]]] = {
-    Query.SET: StoreConnection._set,
-    Query.COMPARE_SET: StoreConnection._compare_set,
-    Query.GET: StoreConnection._get,
-    Query.ADD: StoreConnection._add,
-    Query.CHECK: StoreConnection._check,
-    Query.WAIT: StoreConnection._wait,
-    Query.COUNT_KEYS: StoreConnection._count_keys,
-    Query.DELETE_KEY: StoreConnection._delete_key,
-    Query.APPEND: StoreConnection._append,
-    Query.MULTI_GET: StoreConnection._multi_get,
-    Query.MULTI_SET: StoreConnection._multi_set,
-    Query.CANCEL_WAIT: StoreConnection._cancel_wait,
-    Query.PING: StoreConnection._ping,
-    Query.QUEUE_PUSH: StoreConnection._queue_push,
-    Query.QUEUE_POP: StoreConnection._queue_pop,
-    Query.QUEUE_LENGTH: StoreConnection._queue_length,
-    Query.LIST_KEYS: StoreConnection._list_keys,
-    Query.BARRIER: StoreConnection._barrier,
+_Connection: TypeAlias = StoreConnection
+_KEY, _VALUE, _INTEGER = _Connection._key, _Connection._value, _Connection._integer
+_KEYS, _ENTRIES, _ECHO = _Connection._keys, _Connection._entries, _Connection._echo
+
+_SERVED: Mapping[int, tuple[Sequence[Callable[[_Connection], Generator[bool, None, Any]]], Callable[..., object]]] = {
+    Query.SET: ((_KEY, _VALUE), lambda it, key, value: it._table.put(key, value)),
+    Query.COMPARE_SET: (
+        (_KEY, _VALUE, _VALUE),
+        lambda it, key, expected, desired: it._answer_strings([it._table.compare_set(key, expected, desired)]),
+    ),
+    Query.GET: ((_KEY,), lambda it, key: it._answer_strings([it._table.get(key)])),
+    Query.ADD: ((_KEY, _INTEGER), lambda it, key, amount: it._answer_number(it._table.add(key, amount))),
+    Query.CHECK: ((_KEYS,), lambda it, keys: it._transport.write(_READY if it._table.has_all(keys) else _NOT_READY)),
+    Query.WAIT: ((_KEYS,), lambda it, keys: it._wake_if(it._table.wait(it, keys))),
+    Query.COUNT_KEYS: ((), lambda it: it._answer_number(it._table.count())),
+    Query.DELETE_KEY: ((_KEY,), lambda it, key: it._answer_number(it._table.delete(key))),
+    Query.APPEND: ((_KEY, _VALUE), lambda it, key, value: it._table.append(key, value)),
+    Query.MULTI_GET: ((_KEYS,), lambda it, keys: it._answer_strings([it._table.get(key) for key in keys])),
+    Query.MULTI_SET: ((_ENTRIES,), _Connection._put_all),
+    Query.CANCEL_WAIT: ((), _Connection._cancel_wait),
+    Query.PING: ((_ECHO,), lambda it, nonce: it._transport.write(nonce)),
+    Query.QUEUE_PUSH: ((_KEY, _VALUE), lambda it, key, value: it._table.push(key, value)),
+    Query.QUEUE_POP: ((_KEY,), _Connection._queue_pop),
+    Query.QUEUE_LENGTH: ((_KEY,), lambda it, key: it._answer_number(it._table.queue_length(key))),
+    Query.LIST_KEYS: ((), lambda it: it._answer_strings(list(it._table.keys()), _LONG.pack(it._table.count()))),
+    Query.BARRIER: ((_KEY, _INTEGER), lambda it, key, size: it._wake_if(it._table.arrive(it, key, size))),
 }
+"""By kind: how to read the fields of a request, and what serves them."""

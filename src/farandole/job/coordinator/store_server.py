@@ -41,12 +41,8 @@ class Store(Protocol):
 
 
 class StoreServer:
-    """The server, used on one event loop: `await open()`, then `close()`.
-
-    Args:
-        on_event: Gets a ConnectionRefused for a connection that was closed for a violation: of many only some, and
-            their number.
-    """
+    """The server, used on one event loop: `await open()`, then `close()`. `on_event` gets a ConnectionRefused for a
+    connection that was closed for a violation: of many only some, and their number."""
 
     def __init__(self, on_event: Callable[[ConnectionRefused], None]) -> None:
         self._reports = RefusalReports(on_event)
@@ -54,7 +50,7 @@ class StoreServer:
         self._admitted: set[str] = set()
         self._budget = FailureBudget()
         self._listener = Listener(self._on_connection, self._budget)
-        self._table = StoreTable()
+        self.table = StoreTable()
         self._connections: set[StoreConnection] = set()
         self._strangers: Strangers[StoreConnection] = Strangers(StoreConnection.close, self._budget)
         self._opening: set[asyncio.Task[None]] = set()
@@ -85,7 +81,6 @@ class StoreServer:
 
     @property
     def connections(self) -> int:
-        """Number of open connections."""
         return len(self._connections)
 
     def admit(self, host: str) -> None:
@@ -96,7 +91,7 @@ class StoreServer:
         """Forget all entries and close all connections: for workers that are all started anew, on the same port."""
         for connection in list(self._connections):
             connection.close()
-        self._table = StoreTable()
+        self.table = StoreTable()
 
     def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""
@@ -125,10 +120,6 @@ class StoreServer:
         await asyncio.get_running_loop().connect_accepted_socket(lambda: StoreConnection(self), connected)
 
     # From the connections ---------------------------------------------------------------------------------
-
-    @property
-    def table(self) -> StoreTable:
-        return self._table
 
     def why_not(self, host: str) -> str:
         """Return why a new connection from this host is refused; empty if it is accepted."""

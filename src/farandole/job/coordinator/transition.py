@@ -1,24 +1,24 @@
-"""A transition of the job: its new state, and the actions that the coordinator's shell carries out, in this order.
-Pure.
+"""What goes into a decision, and what comes out of it: the inputs of `decide`, which are all that can happen to a job;
+a transition of the job; and the actions that the coordinator's shell carries out, in this order. Pure.
 
-A decision in progress: the job so far, and the actions that it requires. A Transition exists only inside one `decide`.
-
-The job that a decision begins with, and the one that it ends with, are never changed. In between, the mappings of
-workers and slots belong to the transition: it copies each of them once, before the first change, so that a further
-change costs the same in a job of any size.
+A Transition is a decision in progress: the job so far, and the actions that it requires. The job that a decision begins
+with, and the one that it ends with, are never changed. In between, the mappings of workers and slots belong to the
+transition: it copies each of them once, before the first change, so that a further change costs the same in a job of
+any size.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from farandole.base.events.event import Event
 from farandole.base.events.job_events import JobEnds
+from farandole.base.wire.control import AskDrain, AskScale, AskUndrain
 from farandole.base.wire.link_messages import Stop, ToWorker
-from farandole.base.wire.messages import ForwardToWorkers, Kill, ToAgent
+from farandole.base.wire.messages import AgentMessage, ForwardToWorkers, Kill, ToAgent
 from farandole.job.coordinator.job import Ending, Job, Slot, SlotUse, Worker
 
 # After a worker's SIGKILL the kernel may need seconds to tear gigabytes of memory down.
@@ -42,19 +42,19 @@ class Transition:
             self.job = replace(self.job, **fields)
 
     def add_worker(self, worker: Worker) -> None:
-        """Add a worker that is being started."""
         self._of_this_transition("workers")[worker.name] = worker
 
     def change_worker(self, name: str, **fields: Any) -> None:
-        """Replace fields of one worker."""
         self._of_this_transition("workers")[name] = replace(self.job.workers[name], **fields)
+
+    def change_agent(self, name: str, **fields: Any) -> None:
+        self.change(agents={**self.job.agents, name: replace(self.job.agents[name], **fields)})
 
     def open_slot(self, slot: Slot, restarts: int) -> None:
         """Open a slot: the job wants a worker there."""
         self._of_this_transition("slots")[slot] = SlotUse(restarts=restarts)
 
     def change_slot(self, slot: Slot, **fields: Any) -> None:
-        """Replace fields of one slot's use."""
         self._of_this_transition("slots")[slot] = replace(self.job.slots[slot], **fields)
 
     def forget(self, names: Iterable[str]) -> None:
@@ -99,11 +99,13 @@ class Transition:
         grace_s = self.job.config.grace_s if grace_s is None else grace_s
         self.log(JobEnds(exit_code, reason))
         self.change(ending=Ending(exit_code, reason, self.now_s + grace_s + REAP_S))
+        # The emergency checkpoint is written by the survivor of the lowest rank that holds the state and was not itself
+        # asked to end.
+        fit = [w.name for w in self.job.each_survivor() if w.synced and w.raised is None and not w.killed_for]
+        writers = fit[:1] if self.job.saves else []
         listening = [name for name, worker in self.job.workers.items() if worker.address]
-        emergency_writer = self.job.emergency_writer() if self.job.saves else None
-        self.send_to_workers((name for name in listening if name != emergency_writer), Stop(reason))
-        if emergency_writer is not None:
-            self.send_to_workers([emergency_writer], Stop(reason, saves=True))
+        self.send_to_workers((name for name in listening if name not in writers), Stop(reason))
+        self.send_to_workers(writers, Stop(reason, saves=True))
         for name in self.job.workers:
             self.kill(name, grace_s, "the job ends", dumps_stacks)
 
@@ -120,8 +122,8 @@ class SendAgent:
 
 
 @dataclass(frozen=True)
-class EndJob:
-    """The last action of a job. `reason` is for people; `exit_code` is the exit code of `farandole run`."""
+class Outcome:
+    """The last action of a job: its result. `reason` is for people; `exit_code` is the exit code of `farandole run`."""
 
     exit_code: int
     reason: str
@@ -134,4 +136,103 @@ class Log:
     event: Event
 
 
-Action: TypeAlias = SendAgent | EndJob | Log
+Action: TypeAlias = SendAgent | Outcome | Log
+
+
+# The inputs of `decide`, which the coordinator's shell creates; those of users are the messages of commands, once
+# control_requests.py has accepted them -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentConnected:
+    """An agent proved the job token and offers `slots` slots on `host`. A lost one may come back, empty."""
+
+    agent: str
+    host: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class HostsOffered:
+    """The hosts that the job may use from now on, with their slots; the workers of all other hosts must leave.
+
+    may_change  other hosts may be offered later; else the offer is final
+
+    Without this input the job uses whatever slots its agents offer.
+    """
+
+    slots: Mapping[str, int]
+    may_change: bool
+
+
+@dataclass(frozen=True)
+class AgentLost:
+    """The agent is lost for good, with all its workers.
+
+    lease_end_s  until then, by the clock of `decide`, the workers may run unobserved; None: they are gone
+    silent_s     how long the agent had been silent before
+    """
+
+    agent: str
+    reason: str
+    lease_end_s: float | None = None
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class AgentReported:
+    """A message of a connected agent. Messages of one agent arrive in the order it sent them."""
+
+    agent: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A request to end the job: first with grace, then `now`."""
+
+    now: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepsStalled:
+    """No member has made progress for `stalled_s`; `number` was the highest announced generation all the time.
+
+    step         decided steps
+    in_own_code  members whose main thread is in the script's code; the others wait for a peer
+    """
+
+    number: int
+    stalled_s: float
+    step: int
+    in_own_code: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepsSeen:
+    """The number of steps (or commits, where steps are not counted) that were decided when the workers were last seen.
+    Sent before a loss, so that a job that has lost its state can report how far it goes back."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """No event, but `next_deadline` has passed."""
+
+
+Input: TypeAlias = (
+    HostsOffered
+    | AgentConnected
+    | AgentLost
+    | AgentReported
+    | StopRequested
+    | AskScale
+    | AskDrain
+    | AskUndrain
+    | StepsStalled
+    | StepsSeen
+    | Tick
+)

@@ -1,7 +1,7 @@
 """The restart of all workers, as under torchrun: for scripts without an elastic function. Pure.
 
 A script that never enters an elastic function cannot continue without one of its workers. With --max-restarts, when a
-worker fails (`begin`), all others are stopped, and when all are gone (`_begin_anew`) every slot gets a new worker. The
+worker fails (`begin`), all others are stopped, and when all are gone (`advance`) every slot gets a new worker. The
 job is then as at its bootstrap, except for the numbers of its attempt and of its generations. Names of workers are
 never used again, so messages of an earlier attempt change nothing. In a job that fills its slots, further slots have
 the same effect (`_use_more_slots`), which counts as no failure.
@@ -53,13 +53,9 @@ def _stop_all(transition: Transition, reason: str) -> None:
 
 
 def advance(transition: Transition) -> None:
-    """Stop all workers where further slots are to be used; begin anew once all are gone."""
+    """Stop all workers where further slots are to be used. Return to the state of the bootstrap once no process of the
+    earlier attempt can run any more."""
     _use_more_slots(transition)
-    _begin_anew(transition)
-
-
-def _begin_anew(transition: Transition) -> None:
-    """Return to the state of the bootstrap once no process of the earlier attempt can run any more."""
     job = transition.job
     if job.whole_restart is None or job.workers:
         return
@@ -86,11 +82,6 @@ def _begin_anew(transition: Transition) -> None:
         stall=None,
         start_deadline_s=None,
     )
-
-
-def deadline(job: Job) -> float | None:
-    """Return when workers that may run unobserved are gone, in a job that is being restarted."""
-    return None if job.workers else job.lease_end_s
 
 
 def attempts_so_far(job: Job) -> str:

@@ -9,24 +9,21 @@ either of these       with --max-restarts: all workers are started again, or the
 an elastic job        a member: lost, whatever its exit code, and the survivors regroup; the job ends with success when
                       all have exited with code 0 (regroup.py);
                       others: replaced, or they had left anyway;
-                      with --on-failure host the whole host is banned (capacity.py), in the same regroup
+                      with --on-failure host the whole host is banned (hosts.py), in the same regroup
 after the release     exit code 0: done; anything else is reported and makes the job fail
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from farandole.base.events.host_events import AgentWasLost
 from farandole.base.events.worker_events import WorkerEnded, WorkerLost
 from farandole.base.wire.messages import SpawnFailed, WorkerExited
-from farandole.job.coordinator import backoff, capacity, regroup, whole_restart
-from farandole.job.coordinator.hosts import quarantine_host
-from farandole.job.coordinator.inputs import AgentLost
+from farandole.job.coordinator import capacity, hosts, regroup, whole_restart
 from farandole.job.coordinator.job import Job, Loss, Worker
 from farandole.job.coordinator.sentences import format_exit, listed, worker_name
-from farandole.job.coordinator.transition import Transition
+from farandole.job.coordinator.transition import AgentLost, Transition
 
 Gone: TypeAlias = tuple[Worker, Loss]
 """A worker whose process is gone, and its death."""
@@ -35,18 +32,20 @@ Gone: TypeAlias = tuple[Worker, Loss]
 def _loss(job: Job, worker: Worker, how: str, is_over: bool = True, **more: Any) -> Loss:
     """Return the death of a worker that `how`; unless `is_over` it is dying. `more`: as in Loss."""
     raised = f", having raised {worker.raised}" if worker.raised else ""
-    number = job.generation.number if job.generation and job.is_member(worker.name) and not worker.is_dying else 0
+    number = job.generation_number if job.is_member(worker.name) and not worker.is_dying else 0
     sentence = f"{worker_name(job, worker)} {how}{raised}"
     return Loss(worker.name, sentence, how if is_over else "", raised=worker.raised, number=number, **more)
 
 
 def worker_gone(transition: Transition, worker: Worker, message: WorkerExited | SpawnFailed) -> None:
-    """Handle a worker whose process is gone and reaped."""
+    if isinstance(message, WorkerExited) and not transition.job.is_elastic:
+        whole_restart.report_failure(transition, worker, message)
+    if transition.job.ending is not None:
+        transition.forget([worker.name])
+        return
     if isinstance(message, SpawnFailed):
         loss = _loss(transition.job, worker, f"could not be started: {message.error}")
     else:
-        if not transition.job.is_elastic:
-            whole_restart.report_failure(transition, worker, message)
         how = _with_reason(worker, format_exit(message.exit_code))
         loss = _loss(transition.job, worker, how, exit_code=message.exit_code, last_lines=message.last_lines)
     _gone(transition, [(worker, loss)])
@@ -77,7 +76,10 @@ def agent_lost(transition: Transition, input: AgentLost) -> None:
     agent = transition.job.agents.get(input.agent)
     if agent is None or not agent.is_connected:
         return
-    transition.change(agents={**transition.job.agents, agent.name: replace(agent, is_connected=False)})
+    transition.change_agent(agent.name, is_connected=False)
+    if transition.job.ending is not None:
+        transition.forget(name for name, each in transition.job.workers.items() if each.slot.agent == agent.name)
+        return
     if input.lease_end_s is not None:
         transition.change(lease_end_s=max(input.lease_end_s, transition.job.lease_end_s or input.lease_end_s))
     for slot in [slot for slot in transition.job.slots if slot.agent == agent.name]:
@@ -114,7 +116,7 @@ def _gone(transition: Transition, gone: list[Gone]) -> None:
             _log_end(transition, worker, loss)
         else:
             unexpected.append((worker, loss))
-            backoff.count_failure(transition, worker, loss.exit_code)
+            hosts.count_failure(transition, worker, loss.exit_code)
     if transition.job.generation is None:
         _before_generation_1(transition, unexpected)
     elif transition.job.is_released:
@@ -147,8 +149,8 @@ def _take_hosts_out(transition: Transition, gone: list[Gone]) -> list[str]:
     """Ban the hosts; return one sentence for each banned host that had more members than those that are gone."""
     if transition.job.config.on_failure != "host":
         return []
-    hosts = dict.fromkeys(transition.job.host_of(worker) for worker, _ in gone)
-    stopped = {host: quarantine_host(transition, host) for host in hosts}
+    failed = dict.fromkeys(transition.job.host_of(worker) for worker, _ in gone)
+    stopped = {host: hosts.quarantine_host(transition, host) for host in failed}
     return [f"stopping {listed(names)} on {host} with it" for host, names in stopped.items() if names]
 
 
@@ -184,7 +186,6 @@ def _why_others_end(job: Job) -> str:
 
 
 def _exit_code_after(loss: Loss) -> int:
-    """Return the exit code of a job that ends because of this worker."""
     return loss.exit_code if loss.exit_code and loss.exit_code > 0 else 1
 
 
@@ -220,7 +221,9 @@ def _before_generation_1(transition: Transition, gone: list[Gone]) -> None:
             _end_process_group(transition, worker, loss)
             continue
         # A worker that fails by itself at the start is not started again; a killed worker is.
-        _log_loss(transition, worker, loss, may_be_replaced=_may_be_replaced_alone(transition.job, loss))
+        was_killed = loss.exit_code is not None and loss.exit_code < 0
+        is_alone = transition.job.config.max_restarts is None
+        _log_loss(transition, worker, loss, may_be_replaced=was_killed and is_alone)
         when = "while it waited in init() for the other workers" if called else "before it called init()"
         could_start = loss.exit_code is not None or not transition.job.agents[worker.slot.agent].is_connected
         if loss.exit_code != 0 and could_start and transition.job.config.max_restarts is not None:
@@ -238,10 +241,6 @@ def _before_generation_1(transition: Transition, gone: list[Gone]) -> None:
                 f"{sentence} {when}, and its slot's restart budget is used up "
                 f"(--restarts {transition.job.config.restarts}).",
             )
-
-
-def _may_be_replaced_alone(job: Job, loss: Loss) -> bool:
-    return job.config.max_restarts is None and loss.exit_code is not None and loss.exit_code < 0
 
 
 def _after_release(transition: Transition, gone: list[Gone]) -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farandole.base.events.generation_events import TransportChosen
-from farandole.base.events.job_events import JobRemarked, WorkerMetOthers, WorkerTrainsAlone
+from farandole.base.events.job_events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    JobRemarked,
+    WorkerMetOthers,
+    WorkerTrainsAlone,
+)
 from farandole.base.events.worker_events import (
     ShardWrong,
     StateHash,
@@ -16,83 +22,68 @@ from farandole.base.events.worker_events import (
     WorkerLeaves,
 )
 from farandole.base.membership import DataAddress
-from farandole.base.wire.link_messages import (
-    CheckpointEnded,
-    Connected,
-    Elastic,
-    Failed,
-    Finished,
-    FirstStep,
-    Hello,
-    Leaving,
-    Left,
-    LinkBroken,
-    MayPublish,
-    Newcomer,
-    Probed,
-    Ready,
-    Remark,
-    ShardDiffered,
-    StateHashed,
-    StatesDiffered,
-    StragglerSeen,
-    Synced,
-    WorkerMessage,
-    WorkersFixed,
-)
-from farandole.job.coordinator import broken_links, capacity, hosts, published_checkpoints, regroup, shutdown
-from farandole.job.coordinator.job import Worker
+from farandole.base.wire import link_messages
+from farandole.job.coordinator import broken_links, capacity, hosts, regroup, shutdown
+from farandole.job.coordinator.job import Job, Worker
 from farandole.job.coordinator.transition import Transition
 
 
-def handle(transition: Transition, worker: Worker, message: WorkerMessage) -> None:
-    """Apply a living worker's message. Messages before its Hello and after it has left are ignored."""
+def handle(transition: Transition, worker: Worker, message: link_messages.WorkerMessage) -> None:
+    """Apply a living worker's message. Messages before its Hello and after it has left are ignored, and while the job
+    ends all but those about the emergency checkpoint."""
+    if transition.job.ending is not None:
+        match message:
+            case link_messages.MayPublish():
+                _may_publish(transition, worker, message)
+            case link_messages.CheckpointEnded():
+                _checkpoint_ended(transition, worker, message)
+        return
     if worker.has_left or worker.is_dying:
         return
     if transition.job.whole_restart is not None:
-        if isinstance(message, Failed):
+        if isinstance(message, link_messages.Failed):
             _failed(transition, worker, message)  # for the log: it may be the cause of the failure that came first
         return
-    if isinstance(message, Hello):
+    if isinstance(message, link_messages.Hello):
         _hello(transition, worker, message.address, message.pid)
     elif worker.address is not None:
         match message:
-            case Elastic():
+            case link_messages.Elastic():
                 _elastic(transition, worker)
-            case Ready(number):
+            case link_messages.Ready(number):
                 _ready(transition, worker, number)
-            case Synced(number):
+            case link_messages.Synced(number):
                 _synced(transition, worker, number)
-            case LinkBroken():
+            case link_messages.LinkBroken():
                 broken_links.link_broken(transition, worker, message)
-            case Probed():
+            case link_messages.Probed():
                 broken_links.note_probe_result(transition, worker, message)
-            case Connected(number, way):
+            case link_messages.Connected(number, way):
                 transition.log(TransportChosen(number, way))
-            case FirstStep():
+            case link_messages.FirstStep():
                 regroup.record_first_step(transition, worker, message)
-            case StatesDiffered():
+            case link_messages.StatesDiffered():
                 _differed(transition, message)
-            case StateHashed():
+            case link_messages.StateHashed():
                 transition.log(StateHash(message.step, message.epoch, message.hash))
-            case ShardDiffered():
+            case link_messages.ShardDiffered():
                 _computed_wrongly(transition, message)
-            case StragglerSeen():
+            case link_messages.StragglerSeen():
                 _straggles(transition, message)
-            case Remark(topic, text):
+            case link_messages.Remark(topic, text):
                 transition.log(JobRemarked(topic, text))
-            case WorkersFixed(number, because):
+            case link_messages.WorkersFixed(number, because):
                 capacity.fix_workers(transition, number, because)
-            case Failed():
+            case link_messages.Failed():
                 _failed(transition, worker, message)
-            case Finished():
+            case link_messages.Finished():
                 shutdown.worker_finished(transition, worker, message)
-            case Leaving():
+            case link_messages.Leaving():
                 _leaving(transition, worker)
-            case MayPublish():
-                published_checkpoints.may_publish(transition, worker, message)
-            case CheckpointEnded():
-                published_checkpoints.checkpoint_ended(transition, worker, message)
+            case link_messages.MayPublish():
+                _may_publish(transition, worker, message)
+            case link_messages.CheckpointEnded():
+                _checkpoint_ended(transition, worker, message)
 
 
 def kill_overdue(transition: Transition) -> None:
@@ -109,7 +100,7 @@ def _hello(transition: Transition, worker: Worker, address: DataAddress, pid: in
     transition.change_worker(worker.name, address=address, pid=pid)
     worker_met(transition, worker, has_met=True)
     if transition.job.generation is not None:
-        news = Newcomer(len(transition.job.generation.members), transition.job.steps_seen)
+        news = link_messages.Newcomer(len(transition.job.generation.members), transition.job.steps_seen)
         transition.send_to_workers([worker.name], news)
 
 
@@ -157,7 +148,7 @@ def _synced(transition: Transition, worker: Worker, number: int) -> None:
         transition.change(links=replace(links, retries=0))
 
 
-def _differed(transition: Transition, message: StatesDiffered) -> None:
+def _differed(transition: Transition, message: link_messages.StatesDiffered) -> None:
     generation = transition.job.generation
     if generation is not None and generation.number == message.number:
         workers = tuple(generation.members[rank] for rank in message.ranks)
@@ -165,7 +156,7 @@ def _differed(transition: Transition, message: StatesDiffered) -> None:
         transition.log(StatesDiverged(message.step, message.name, message.objects, workers, source, message.is_fatal))
 
 
-def _computed_wrongly(transition: Transition, message: ShardDiffered) -> None:
+def _computed_wrongly(transition: Transition, message: link_messages.ShardDiffered) -> None:
     """Use the slots no more of the workers that were wrong, which end by themselves; nor their hosts, if others have
     enough members."""
     generation = transition.job.generation
@@ -187,7 +178,7 @@ def _computed_wrongly(transition: Transition, message: ShardDiffered) -> None:
             hosts.drain_host(transition, host, f"{worker.name} has computed wrongly there")
 
 
-def _straggles(transition: Transition, message: StragglerSeen) -> None:
+def _straggles(transition: Transition, message: link_messages.StragglerSeen) -> None:
     generation = transition.job.generation
     if generation is not None and generation.number == message.number and message.rank < len(generation.members):
         worker = generation.members[message.rank]
@@ -198,7 +189,7 @@ def _straggles(transition: Transition, message: StragglerSeen) -> None:
             transition.log(StragglerRecovered(worker, message.rank, host, message.percent, message.step))
 
 
-def _failed(transition: Transition, worker: Worker, message: Failed) -> None:
+def _failed(transition: Transition, worker: Worker, message: link_messages.Failed) -> None:
     if worker.raised is None:
         kill_at_s = transition.now_s + transition.job.config.grace_s
         transition.change_worker(worker.name, raised=message.summary, kill_at_s=kill_at_s)
@@ -222,5 +213,39 @@ def _leaving(transition: Transition, worker: Worker) -> None:
         transition.change(spares=job.spares - 1)
     transition.change_worker(worker.name, is_leaving=True, was_asked=True)
     if not job.is_member(worker.name):
-        transition.send_to_workers([worker.name], Left())
+        transition.send_to_workers([worker.name], link_messages.Left())
         transition.change_worker(worker.name, has_left=True)
+
+
+# Checkpoints: the permission to publish one, and what became of it ---------------------------------------------------
+
+
+def _may_publish(transition: Transition, worker: Worker, asked: link_messages.MayPublish) -> None:
+    """Answer a worker that asks to publish. Every state that a living member has captured, also before the last
+    regroup, is in the past of all members: the source rank was never behind it. So the generation of the checkpoint
+    does not matter; the worker only has to be a member now."""
+    refusal = _why_not(transition.job, worker, asked)
+    if not refusal:
+        transition.change(published={**transition.job.published, asked.file: asked.progress})
+        if not asked.file:
+            # From now on there may be a checkpoint, even if its writer does not live to report it.
+            transition.change(has_checkpoint=transition.job.saves)
+    transition.send_to_workers([worker.name], link_messages.PublishAnswer(asked.name, refusal))
+
+
+def _checkpoint_ended(transition: Transition, worker: Worker, message: link_messages.CheckpointEnded) -> None:
+    if message.error:
+        transition.log(CheckpointFailed(worker.name, message.step, message.error))
+    else:
+        transition.log(CheckpointSaved(worker.name, message.step, message.name, message.took_s))
+
+
+def _why_not(job: Job, worker: Worker, asked: link_messages.MayPublish) -> str:
+    if not job.is_member(worker.name):
+        return "this worker is not a member of the current generation"
+    if not worker.synced:
+        return "this worker has not confirmed that it holds the state"
+    newest = job.published.get(asked.file)
+    if newest is not None and asked.progress < newest:
+        return f"a newer checkpoint, of step {newest.step}, is already published"
+    return ""

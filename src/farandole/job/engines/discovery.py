@@ -16,7 +16,7 @@ from farandole.base.events.event import Event
 from farandole.base.events.host_events import HostDiscoveryFailed, HostRefused
 from farandole.base.machine import now_s
 from farandole.errors import ConfigError, FarandoleError
-from farandole.job.agent.completion import to_its_end
+from farandole.job.agent.spawner import to_its_end
 from farandole.job.engines.host_list import HostScript, HostSlots, check_total, is_this_machine, parse_host
 
 DISCOVERY_PERIOD_S = 1.0

@@ -24,16 +24,16 @@ from farandole.base.wire.authentication import new_token
 from farandole.base.wire.encryption import load_certificates
 from farandole.base.wire.function_call import FunctionJob
 from farandole.base.wire.messages import Welcome
-from farandole.job.agent.agent import Agent
-from farandole.job.agent.agent_config import AgentConfig
+from farandole.job.agent.agent import Agent, AgentConfig
 from farandole.job.agent.host_resources import reserve_descriptors, share_cores
 from farandole.job.agent.network_addresses import addresses_for, own_addresses, with_others
 from farandole.job.agent.preemption import Notice, watch_for_notices
 from farandole.job.agent.remote_agent import RemoteOutput, with_own_python
 from farandole.job.coordinator.control_requests import JobSummary
 from farandole.job.coordinator.coordinator_factory import CoordinatorFactory
-from farandole.job.coordinator.launcher_link import SUMMARY_EVERY_S, CoordinatorSetup
-from farandole.job.coordinator.server import Coordinator, Outcome
+from farandole.job.coordinator.launcher_link import SUMMARY_EVERY_S
+from farandole.job.coordinator.server import Coordinator, CoordinatorSetup
+from farandole.job.coordinator.transition import Outcome
 from farandole.job.engines.discovery import HostDiscovery, HostsOver, HostsSource, ScriptDiscovery
 from farandole.job.engines.engine_interface import AgentOrder, Engine, HostReports, HostWatch
 from farandole.job.engines.fleet import Fleet
@@ -205,28 +205,32 @@ class _JobRun:
             listen_on = (spec.host,)
         elif may_be_reached:
             listen_on = await self._own_addresses() or listen_on
-        welcome = self._welcome() if is_open else None
+        welcome = None
+        if is_open:
+            environment = {**carried_environment(), **self._added}
+            welcome = self._facts(spec.command, environment, os.getcwd(), spec.patience_s)
         output = RemoteOutput(self._sink)
+        setup = CoordinatorSetup(
+            self._config,
+            self._token,
+            self._job_id,
+            listen_on,
+            spec.port,
+            self._around.begun.origin,
+            welcome,
+            additions.finds_hosts,
+            self._first_hosts(),
+            launcher="" if state is None else state.launcher,
+            number=0 if state is None else state.number,
+            lost="" if state is None else state.lost,
+        )
         coordinator: Coordinator | SupervisedCoordinator
         if additions.function is None:
             copies = None
             if state is not None and state.write_copy is not None:
                 copies = StateCopies(state.write_copy, spec.patience_s, self._on_event)
             coordinator = SupervisedCoordinator(
-                CoordinatorSetup(
-                    self._config,
-                    self._token,
-                    self._job_id,
-                    listen_on,
-                    spec.port,
-                    self._around.begun.origin,
-                    welcome,
-                    self._additions.finds_hosts,
-                    self._first_hosts(),
-                    launcher="" if state is None else state.launcher,
-                    number=0 if state is None else state.number,
-                    lost="" if state is None else state.lost,
-                ),
+                setup,
                 on_event=self._on_decision,
                 on_output=output,
                 factory=additions.factory,
@@ -235,20 +239,7 @@ class _JobRun:
                 on_summary=self._around.on_summary,
             )
         else:  # the calling program waits for the results: its end is the end of the job
-            coordinator = Coordinator(
-                self._config,
-                self._token,
-                job_id=self._job_id,
-                hosts=listen_on,
-                port=spec.port,
-                on_event=self._on_decision,
-                origin=self._around.begun.origin,
-                welcome=welcome,
-                on_output=output,
-                offers_joined=self._additions.finds_hosts,
-                first_hosts=self._first_hosts(),
-                function=additions.function,
-            )
+            coordinator = Coordinator(setup, on_event=self._on_decision, on_output=output, function=additions.function)
         await coordinator.start()
         return coordinator
 
@@ -258,19 +249,23 @@ class _JobRun:
         hosts = () if self._additions.finds_hosts else self._source.hosts
         return {each.name: each.slots if self._source.are_fixed else 0 for each in hosts}
 
-    def _welcome(self) -> Welcome:
+    def _facts(
+        self, command: tuple[str, ...], environment: dict[str, str], folder: str, patience_s: float, store_port: int = 0
+    ) -> Welcome:
+        """Return the facts of the job for agents."""
         return Welcome(
             job_id=self._job_id,
-            command=self._spec.command,
-            folder=os.getcwd(),
-            environment={**carried_environment(), **self._added},
+            command=command,
+            folder=folder,
+            environment=environment,
             detection_budget_s=self._config.detection_budget_s,
             grace_s=self._config.grace_s,
             is_elastic=self._config.may_change,
             fork_server=self._forks,
+            store_port=store_port,
             max_restarts=self._config.max_restarts or 0,
             needs_folder=self._additions.function is None,
-            patience_s=0.0 if self._additions.function is not None else self._spec.patience_s,
+            patience_s=0.0 if self._additions.function is not None else patience_s,
             outlives_silence=self._around.state is not None,
         )
 
@@ -328,28 +323,20 @@ class _JobRun:
 
     def _make_agent(self, order: AgentOrder) -> Agent:
         """Return the agent of a host name that is this machine."""
-        config, function = self._config, self._additions.function
+        patience_s = float("inf")  # the launcher ends it
         agent_config = AgentConfig(
             name=order.host,
             host=order.host,
             slots=order.slots,
             coordinator=self._coordinator.address,
-            job_id=self._job_id,
             token=self._token,
-            command=self._command,
-            environment=self._environment,
-            detection_budget_s=config.detection_budget_s,
-            grace_s=config.grace_s,
-            is_elastic=config.may_change,
-            fork_server=self._forks,
-            store_port=self._coordinator.store_port,
-            max_restarts=config.max_restarts or 0,
+            job=self._facts(self._command, self._environment, "", patience_s, self._coordinator.store_port),
             error_folder=self._spec.error_folder,
             data_hosts=self._data_hosts(),
             process=secrets.token_hex(8),
-            patience_s=0.0 if function is not None else float("inf"),  # the launcher ends it
             tls=self._tls,
         )
+        function = self._additions.function
         call = b"" if function is None else function.call
         return Agent(agent_config, self._sink, self._on_event, call=call)
 
@@ -405,7 +392,7 @@ class _JobRun:
         """Pass on what a coordinator of its own process sends to its launcher."""
         while True:
             await asyncio.sleep(SUMMARY_EVERY_S)
-            on_summary(coordinator.summary())
+            on_summary(coordinator.clients.summary())
 
     async def _watch_for_successor(self, state: JobState, coordinator: SupervisedCoordinator) -> None:
         """End in silence when another launcher has taken the job over: this one, or its network, was away."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 
 from farandole.base.events.event import Event
-from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.transition import Outcome
 from farandole.job.launch.checkpoint_place import beginning
 from farandole.job.launch.job_files import EventFile
 from farandole.job.launch.job_runner import NO_ADDITIONS, Additions, Surroundings, run_job

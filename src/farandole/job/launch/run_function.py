@@ -22,7 +22,7 @@ from farandole.base.config import JobConfig
 from farandole.base.machine import now_s
 from farandole.base.wire.function_call import LARGEST_BYTES, Call, FunctionJob, Return, ReturnPart
 from farandole.errors import FatalError
-from farandole.job.coordinator.server import Outcome
+from farandole.job.coordinator.transition import Outcome
 from farandole.job.engines.host_list import SshSettings, chosen_hosts
 from farandole.job.launch.call_options import FunctionOptions, by_name, job_of
 from farandole.job.launch.job_runner import NO_ADDITIONS, Additions

@@ -27,12 +27,11 @@ from farandole.job.coordinator.coordinator_factory import (
     ForkedCoordinator,
     SoftwareChanged,
 )
+from farandole.job.coordinator.decision_loop import JobClock
+from farandole.job.coordinator.heartbeat_port import Silence
 from farandole.job.coordinator.journal import JournalFiles, files_in_memory
 from farandole.job.coordinator.launcher_link import (
-    AdmitToStore,
     Call,
-    ClearStore,
-    CoordinatorSetup,
     Copied,
     Copy,
     Ended,
@@ -46,9 +45,9 @@ from farandole.job.coordinator.launcher_link import (
     StoreOpened,
 )
 from farandole.job.coordinator.sentences import format_exit
-from farandole.job.coordinator.server import Outcome
-from farandole.job.coordinator.silence import JobClock, Silence
+from farandole.job.coordinator.server import CoordinatorSetup
 from farandole.job.coordinator.store_server import StoreServer
+from farandole.job.coordinator.transition import Outcome
 from farandole.job.launch.job_state import CopiesFailed, StateCopies
 
 _RESTARTS = 5
@@ -372,10 +371,8 @@ class SupervisedCoordinator:
                 self._spawn(self._open_store(link, hosts))
             case Copy():
                 self._spawn(self._copy(link))
-            case AdmitToStore(host):
-                self._store.admit(host)
-            case ClearStore():
-                self._store.clear()
+            case Call(method, arguments):
+                getattr(self._store, method)(*arguments)
 
     def _count(self, link: Link) -> None:
         self._calls.handled += 1

@@ -1,17 +1,23 @@
-"""The error file of a worker: torch's `@record` writes the exception there that ends it.
+"""What a worker leaves in files: its error file, where torch's `@record` writes the exception that ends it, and its
+return for the caller of farandole.run().
 
-The format is that of torch/distributed/elastic/multiprocessing/errors/error_handler.py of torch 2.13; user code may
-write the file as well, or leave it damaged.
+The format of error files is that of torch/distributed/elastic/multiprocessing/errors/error_handler.py of torch 2.13;
+user code may write them as well, or leave them damaged.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from farandole.base.machine import wall_time_s
+from farandole.base.wire.function_call import PART_BYTES, ReturnPart
 from farandole.base.wire.messages import RecordedError
 
 LONGEST_ERROR_FILE_BYTES = 1 << 20
@@ -85,3 +91,43 @@ def _whole_number(value: object) -> int:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         return max(0, int(value))  # type: ignore[call-overload, no-any-return]
     return 0
+
+
+# Returns, on their way to the coordinator -----------------------------------------------------------------------------
+
+
+class Returns:
+    """Sends each return in parts, the next one when the coordinator has received the one before."""
+
+    def __init__(self) -> None:
+        self._received: dict[str, asyncio.Event] = {}  # by worker: set when its last part was received
+        self._waits = True
+
+    async def send(self, worker: str, path: Path, send: Callable[[ReturnPart], None]) -> None:
+        """Send what is in the file of a worker, and remove it; nothing if there is none."""
+        if not path.exists():  # it was killed, or has exited early
+            return
+        received = self._received[worker] = asyncio.Event()
+        with path.open("rb") as file:
+            age_s = max(0.0, wall_time_s() - os.fstat(file.fileno()).st_mtime)
+            data = file.read(PART_BYTES)
+            while data:
+                following = file.read(PART_BYTES)
+                send(ReturnPart(worker, data, not following, age_s))
+                if following and self._waits:
+                    await received.wait()
+                    received.clear()
+                data = following
+        del self._received[worker]
+        path.unlink(missing_ok=True)
+
+    def on_received(self, worker: str) -> None:
+        """Send the next part of this worker's return."""
+        if worker in self._received:
+            self._received[worker].set()
+
+    def stop_waiting(self) -> None:
+        """Send the remaining parts without an answer: there will be none."""
+        self._waits = False
+        for received in self._received.values():
+            received.set()
