@@ -11,7 +11,6 @@ Each begins with `begin`, when a batch is handed out, and ends with `end`, at th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -69,16 +68,14 @@ class BodiesWithoutEffect:
     Args:
         state: Its state.
         is_in_job: Workers may be lost, and join.
-        raise_if_interrupted: Raises RecoverableError where the workers are not those of the last boundary any more; it
-            is given what they were about to do.
 
     Attributes:
         is_untried: This worker is a newcomer that has not run a loop body with the others yet.
         outside: What the loop keeps outside of the state.
     """
 
-    def __init__(self, state: StepState, is_in_job: bool, raise_if_interrupted: Callable[[str], None]) -> None:
-        self._state, self._is_in_job, self._raise_if_interrupted = state, is_in_job, raise_if_interrupted
+    def __init__(self, state: StepState, is_in_job: bool) -> None:
+        self._state, self._is_in_job = state, is_in_job
         self.is_untried = False
         # Strict mode runs a shard twice to find what is not repeated: nothing is brought back in between.
         is_brought_back = is_in_job and state.rehearse and not state.is_strict
@@ -144,7 +141,6 @@ class BodiesWithoutEffect:
         return self._compare_losses(self._loss_trial)
 
     def _compare_losses(self, trial: LossTrial) -> bool:
-        self._raise_if_interrupted("the rehearsal")
         here = replace(world.current(), told_size=None)
         world.enter(here)
         trial.take(here.transport, getattr(self._state.loader, "rows_on_trial", {}))
@@ -165,7 +161,6 @@ class BodiesWithoutEffect:
     def _compare_newcomers(self, trial: Trial) -> bool:
         """Say in the last line of the job if newcomers do not train as the others do. What differs is tried twice,
         since the loop body may have random numbers of its own."""
-        self._raise_if_interrupted("the trial of a newcomer")
         here = world.current()
         tried = trial.end(here.placement.rank in self._newcomers, "")
         self._newcomer_trial, self._state.on_step = None, None

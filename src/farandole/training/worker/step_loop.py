@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.membership import Phase
 from farandole.base.wire.link_messages import Elastic, Synced
-from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
+from farandole.errors import GenerationEnded, JobEnded, RecoverableError
 from farandole.registry import factory
 from farandole.training.collectives import agreement, world
 from farandole.training.collectives.transport import Transport
@@ -30,10 +30,8 @@ from farandole.training.state.watched_tensors import layers_with_statistics, mak
 from farandole.training.worker.bodies_without_effect import BodiesWithoutEffect
 from farandole.training.worker.boundary_reports import report_boundary
 from farandole.training.worker.checkpoints import checkpoints
-from farandole.training.worker.epoch_ends import meet_at_call, meet_at_epoch_end
 from farandole.training.worker.final_remarks import remark_training
-from farandole.training.worker.leaving import all_have_finished
-from farandole.training.worker.left_out_batches import LeftOutBatches
+from farandole.training.worker.meetings import LeftOutBatches, all_have_finished, meet_at_call, meet_at_epoch_end
 from farandole.training.worker.place import BEFORE, BEHIND, BODY, ENTERING, JOINED, moved, without_batch
 from farandole.training.worker.sample_records import sample_records
 from farandole.training.worker.signals import Signals
@@ -70,7 +68,7 @@ class StepLoop(RunLoop):
         self._watch = StateWatch(job, state, self._records, self._checkpoints)
         self._strict = strict_steps(job, state, self._records)
         self._left_out = LeftOutBatches(state)
-        self._without_effect = BodiesWithoutEffect(state, job is not None, self._raise_if_connected)
+        self._without_effect = BodiesWithoutEffect(state, job is not None)
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._has_warmed_up = False  # the function was called before, for the warm-up
         self._calls = BodyCalls(
@@ -231,9 +229,7 @@ class StepLoop(RunLoop):
         batch = step.batch()
         assert batch is not None
         try:
-            prepared = self._left_out.agree(batch, self.prepared(), self._raise_if_connected)
-        except CollectiveMismatch:
-            raise
+            prepared = self._left_out.agree(batch, self.prepared())
         except RecoverableError:
             if self._job is None:
                 raise
@@ -309,8 +305,6 @@ class StepLoop(RunLoop):
                 state_hash = self._strict.hash()
                 digest = int(state_hash[:16], 16) if state_hash else self._watch.sample()
                 end = meet_at_epoch_end(self._state.progress.epoch, self._state.step, self.prepared(), digest)
-            except CollectiveMismatch:
-                raise
             except RecoverableError as error:
                 self._regroup_before_batch(error)
                 return False
