@@ -136,7 +136,7 @@ class SamplerRecorder:
 
 
 class Auditor:
-    """The audit of strict mode; this one compares nothing. `ShardInquiry` in worker/shard_inquiry.py does."""
+    """The audit of strict mode; this one compares nothing. `StrictSteps` in worker/strict_steps.py does."""
 
     def compare(self, global_batch: GlobalBatch, own: Sequence[int], again: Sequence[int]) -> None:
         """Compare the results of the audited shards, before a step is applied.
