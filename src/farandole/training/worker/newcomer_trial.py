@@ -12,6 +12,7 @@ import math
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -122,14 +123,13 @@ class Trial:
         self._options: dict[str, str] = {}
         self._is_on_cpu = True
         self._hooks = [
-            parameter.register_hook(_Hook(self, name))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
             for name, parameter in _parameters(state)
             if parameter.is_leaf
         ]
 
     @torch.no_grad()
-    def note(self, name: str, gradient: torch.Tensor) -> None:
-        """Note a gradient of one parameter, of one backward pass."""
+    def _note(self, name: str, gradient: torch.Tensor) -> None:
         values = gradient.detach()
         values = values.to_dense() if values.layout is not torch.strided else values
         self._is_on_cpu &= values.device.type == "cpu"
@@ -148,21 +148,13 @@ class Trial:
                 options = {key: _text(value) for key, value in group.items() if key != "params"}
                 self._options |= {f"{of}[{key!r}]": text for key, text in options.items()}
 
-    def end(self, is_newcomer: bool, other_place: str) -> Tried:
+    def end(self, is_newcomer: bool, other_place: str = "") -> Tried:
         """Return the result, the arguments as in Tried. No further gradient is noted."""
         for each in self._hooks:
             each.remove()
         exact = platform.node() if self._is_on_cpu else ""
         gradients = {name: _united(notes) for name, notes in self._notes.items()}
         return Tried(is_newcomer, exact, gradients, self._options, other_place)
-
-
-class _Hook:
-    def __init__(self, trial: Trial, name: str) -> None:
-        self._trial, self._name = trial, name
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._trial.note(self._name, gradient)
 
 
 def _parameters(state: StepState) -> Iterator[tuple[str, torch.nn.Parameter]]:
