@@ -28,9 +28,7 @@ from farandole.training.state.step_state import StepState
 from farandole.training.state.sync import SyncReport, synchronize
 from farandole.training.state.watched_tensors import layers_with_statistics, make_statistics_equal
 from farandole.training.worker.bodies_without_effect import BodiesWithoutEffect
-from farandole.training.worker.boundary_reports import report_boundary
 from farandole.training.worker.checkpoints import checkpoints
-from farandole.training.worker.final_remarks import remark_training
 from farandole.training.worker.meetings import LeftOutBatches, all_have_finished, meet_at_call, meet_at_epoch_end
 from farandole.training.worker.place import BEFORE, BEHIND, BODY, ENTERING, JOINED, moved, without_batch
 from farandole.training.worker.sample_records import sample_records
@@ -38,6 +36,7 @@ from farandole.training.worker.signals import Signals
 from farandole.training.worker.state_watch import StateWatch
 from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.strict_steps import strict_steps
+from farandole.training.worker.training_reports import remark_training, report_boundary
 from farandole.training.worker.warm_up import reserve_memory, warm_up
 from farandole.training.worker.worker_job import WorkerJob
 from farandole.training.worker.worker_recovery import BodyCalls, Connection, connect, regroup, report_first_step
@@ -93,7 +92,7 @@ class StepLoop(RunLoop):
         if adopt(state.modules(), state.optimizers(), lambda: getattr(state.loader, "accumulates", False)):
             state.track_optimizers()
         self._left_out.watch()
-        SESSION.open(self, recorder=self._records, auditor=self._strict.auditor, timer=self._balance)
+        SESSION.open(self, recorder=self._records, auditor=self._strict, timer=self._balance)
         agreement.install(self._calls)
         if state.loader is not None:
             state.loader.hooks = self
@@ -408,35 +407,33 @@ class StepLoop(RunLoop):
 
     def _regroup(self) -> None:
         """Move to the same state on all members of the next generation, after a fault or an agreed change."""
-        with self._signals.waiting:
-            self._regroup_now()
-
-    def _regroup_now(self) -> None:
         assert self._job is not None
         state = self._state
-        self._without_effect.drop()
-        self._strict.decided()
-        begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
-        if step.is_undecided() or self._place is BEHIND:
-            self._put_back()
-        else:
-            state.capture()  # at a boundary nothing has changed; or a collective has left the loop body behind its step
-        step.close()
-        connection, self._connection = self._connection, None
-        world.interrupt_collectives(None)
-        done = regroup(self._job, self._agree, connection)
-        step.take_handed_out()  # the boundary behind it has been counted, or the batch comes again
-        self._place = without_batch(self._place)
-        if state.loader is not None:
-            state.loader.set_world(done.rank, done.size)
-        if self._records is not None:
-            self._records.started(done.report is not None and done.rank in done.report.behind)
-        state.on_reset()  # on every member, so that the callbacks change the same everywhere
-        is_redone = in_flight is not None and state.step == begun  # otherwise some worker had applied it
-        samples = in_flight.global_batch.global_samples if in_flight is not None and is_redone else 0
-        report_first_step(self._job, done, state.step, "step", int(is_redone), samples)
-        self._without_effect.regrouped(done.size)
-        done.log(f"step {state.step}")
+        with self._signals.waiting:
+            self._without_effect.drop()
+            self._strict.decided()
+            begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
+            if step.is_undecided() or self._place is BEHIND:
+                self._put_back()
+            else:
+                state.capture()  # at a boundary nothing has changed; or a collective has left the body behind its step
+            step.close()
+            connection, self._connection = self._connection, None
+            world.interrupt_collectives(None)
+            done = regroup(self._job, self._agree, connection)
+            step.take_handed_out()  # the boundary behind it has been counted, or the batch comes again
+            self._place = without_batch(self._place)
+            here = done.connection.start.placement
+            if state.loader is not None:
+                state.loader.set_world(here.rank, here.size)
+            if self._records is not None:
+                self._records.started(done.report is not None and here.rank in done.report.behind)
+            state.on_reset()  # on every member, so that the callbacks change the same everywhere
+            is_redone = in_flight is not None and state.step == begun  # otherwise some worker had applied it
+            samples = in_flight.global_batch.global_samples if in_flight is not None and is_redone else 0
+            report_first_step(self._job, done, state.step, "step", int(is_redone), samples)
+            self._without_effect.regrouped(here.size)
+            done.log(f"step {state.step}")
 
     def _agree(self, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
         if self._checkpoints is not None:

@@ -39,42 +39,34 @@ Agree = Callable[[Transport, bool], SyncReport | None]
 
 
 @dataclass(frozen=True)
-class Regrouped:
-    """The course of one regroup on this worker; times in seconds."""
+class Connection:
+    """A connection to the members of a new generation; their states are not compared yet. Times in seconds."""
 
-    number: int
-    rank: int
-    size: int
-    report: SyncReport | None
+    start: Start
+    transport: Transport
     ready_s: float  # from the ABORT to READY; 0 for a planned change
     waited_s: float  # from READY to START: the others, and the coordinator
     built_s: float  # data connections
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """The course of one regroup on this worker."""
+
+    connection: Connection
+    report: SyncReport | None
     synced_s: float  # progress compared, state copied
 
     def log(self, position: str) -> None:
         logger.info(
             "generation %d with %d workers, %s: waited %.1f ms, connected %.1f ms, synced %.1f ms",
-            self.number,
-            self.size,
+            self.connection.start.id.number,
+            self.connection.start.placement.size,
             position,
-            self.waited_s * 1e3,
-            self.built_s * 1e3,
+            self.connection.waited_s * 1e3,
+            self.connection.built_s * 1e3,
             self.synced_s * 1e3,
         )
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A connection to the members of a new generation; their states are not compared yet.
-
-    Times in seconds, as in Regrouped.
-    """
-
-    start: Start
-    transport: Transport
-    ready_s: float
-    waited_s: float
-    built_s: float
 
 
 def connect(job: WorkerJob) -> Connection:
@@ -117,16 +109,7 @@ def regroup(job: WorkerJob, agree: Agree, connection: Connection | None = None) 
                 continue
             job.link.send(Synced(start.id.number))
             job.settle()
-            return Regrouped(
-                number=start.id.number,
-                rank=start.placement.rank,
-                size=start.placement.size,
-                report=report,
-                ready_s=connection.ready_s,
-                waited_s=connection.waited_s,
-                built_s=connection.built_s,
-                synced_s=now_s() - agreeing_s,
-            )
+            return Regrouped(connection, report, synced_s=now_s() - agreeing_s)
 
 
 def report_first_step(
@@ -139,15 +122,15 @@ def report_first_step(
 ) -> None:
     """Report to the coordinator when the first step after this regroup is decided here, with its cost. Arguments as in
     FirstStep."""
-    synced_s = now_s()
+    connection, synced_s = done.connection, now_s()
 
     def decided() -> None:
         job.link.send(
             FirstStep(
-                done.number,
-                ready_s=done.ready_s,
-                waited_s=done.waited_s,
-                connected_s=done.built_s,
+                connection.start.id.number,
+                ready_s=connection.ready_s,
+                waited_s=connection.waited_s,
+                connected_s=connection.built_s,
                 synced_s=done.synced_s,
                 stepped_s=now_s() - synced_s,
                 steps_redone=steps_redone,
