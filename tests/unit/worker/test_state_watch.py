@@ -11,8 +11,7 @@ import pytest
 from farandole.base.wire.link_messages import StatesDiffered
 from farandole.errors import StateDiverged
 from farandole.training.collectives import world
-from farandole.training.state.divergence import Divergence
-from farandole.training.state.sync import SyncReport
+from farandole.training.state.sync import Divergence, SyncReport
 from farandole.training.worker.state_watch import StateWatch
 from tests.support.one_worker import Orders
 

@@ -10,8 +10,8 @@ import torch
 from farandole.base.checkpoints.folder import CheckpointFolder, Found
 from farandole.errors import ConfigError, DataError
 from farandole.training.checkpoint.file_format import read_files
-from farandole.training.checkpoint.snapshot import Kept
 from farandole.training.state.packing import unpack
+from farandole.training.state.sync import Kept
 
 
 def read_newest(folder: CheckpointFolder, warn: Callable[[str], None]) -> tuple[Found, Any]:

@@ -9,7 +9,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,22 +17,9 @@ import torch
 from farandole.base.membership import Progress
 from farandole.errors import ConfigError
 from farandole.training.state.deep_copy import BackgroundCopy, tensors_in
-from farandole.training.state.packing import Packed, unpack
+from farandole.training.state.packing import unpack
+from farandole.training.state.sync import Kept
 from farandole.training.state.tensor_digest import digest_of
-
-
-class Kept(Protocol):
-    """A state as a checkpoint sees it: a StepState, or one of the commit rule. As in sync.py."""
-
-    is_holder: bool
-
-    @property
-    def progress(self) -> Progress: ...
-    def capture(self) -> None: ...
-    def captured(self) -> Packed: ...
-    def load_metadata(self, metadata: Mapping[str, Any]) -> None: ...
-    def live_tensors(self) -> dict[str, Any]: ...
-    def load_tensors(self, tensors: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from farandole.base.wire.link_messages import CheckpointEnded
 from farandole.errors import ConfigError
 from farandole.training.checkpoint.checkpoint_writer import CheckpointWriter, Written
 from farandole.training.checkpoint.restore import read_newest, restore
-from farandole.training.checkpoint.snapshot import Kept, Staging, digest_of_snapshot, live
+from farandole.training.checkpoint.snapshot import Staging, digest_of_snapshot, live
 from farandole.training.collectives import world
 from farandole.training.state.step_state import StepState
+from farandole.training.state.sync import Kept
 from farandole.training.state.tracker import flush_trackers
 from farandole.training.worker.worker_job import WorkerJob
 

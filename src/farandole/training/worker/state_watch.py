@@ -11,9 +11,8 @@ from collections.abc import Collection
 from farandole.base.wire.link_messages import StatesDiffered
 from farandole.errors import StateDiverged
 from farandole.training.collectives import world
-from farandole.training.state.divergence import Divergence
 from farandole.training.state.step_state import StepState
-from farandole.training.state.sync import SyncReport
+from farandole.training.state.sync import Divergence, SyncReport
 from farandole.training.worker.checkpoints import Checkpoints
 from farandole.training.worker.sample_records import SampleRecords
 from farandole.training.worker.worker_job import WorkerJob
