@@ -55,7 +55,7 @@ class ScaledStep(torch.optim.Optimizer):
         is_skipped = found_inf is not None and bool(found_inf)
         if found_inf is not None:
             step.refuse_unknown_scaler()
-        step.note_update(is_skipped)
+        step.facts().note_update(is_skipped)
         if self._base_scales:
             return super().step(*first, **options)
         names = ("grad_scale", "found_inf")

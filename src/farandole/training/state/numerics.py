@@ -126,7 +126,7 @@ class RepeatedShards:
         """Raise StepError, with the names of parameters, where gradients differed."""
         if not self._different:
             return
-        names = list(dict.fromkeys(map(step.name_of, self._different)))
+        names = list(dict.fromkeys(map(step.observer().name_of, self._different)))
         self._different.clear()
         layer = layer_trace.first_difference()
         further = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -171,7 +171,9 @@ class LayerTrace:
         before = self._by_shard.get(self._shard, [])
         for (layer, was), (other, crc) in zip(before, self._now, strict=False):
             if layer is not other or was != crc:
-                return f"The first layer with another output is {step.name_of(other)} ({type(other).__name__})."
+                return (
+                    f"The first layer with another output is {step.observer().name_of(other)} ({type(other).__name__})."
+                )
         return "All layers had the same outputs; it is the backward pass of the first of these that differs."
 
     def _note(self, layer: torch.nn.Module, _: object, output: object) -> None:

@@ -23,9 +23,9 @@ from farandole.training.ledger.records import (
 )
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
-from farandole.training.state.divergence import Divergence
 from farandole.training.state.session import SESSION, Recorder, Samples
 from farandole.training.state.step_state import StepState
+from farandole.training.state.sync import Divergence
 
 
 class SampleRecords(Recorder):
@@ -145,7 +145,7 @@ class SampleRecords(Recorder):
             global_batch, key = batch.global_batch, self._generation()
             updates = max(Counter(self._updates).values(), default=0)
             place = (self._state.step, global_batch.epoch, global_batch.start, global_batch.stop)
-            digest, is_skipped = SESSION.run_loop.digest(), step.trains_nothing()
+            digest, is_skipped = SESSION.run_loop.digest(), step.facts().trains_nothing
             self._writer.write(Applied(*key, *place, *self._agreed, digest, updates, is_skipped))
         self._ids, self._intended, self._agreed = [], None, None
         self._updates.clear()
