@@ -41,7 +41,7 @@ class ValueSnapshot:
     def take(self, value: Any, is_later: Callable[[torch.Tensor], bool] | None = None) -> list[TensorPair]:
         """Remember `value`. Containers and objects are copied now; so are tensors, except those for which `is_later`
         holds. Their copies are returned, for the caller to carry out."""
-        walk = _Walk(self._targets, self._device)
+        walk = _Walk(self._targets, self._is_on_host)
         self._value = walk.copied(value)  # first, since it may raise
         self._targets = walk.targets
         later = []
@@ -62,21 +62,17 @@ class ValueSnapshot:
         """Return the value; no part of it is shared with the snapshot."""
         return copy.deepcopy(self._value)
 
-    def _device(self, source: torch.Tensor) -> torch.device:
-        return _CPU if self._is_on_host else source.device
-
 
 class _Walk:
     """A pass over a value. It copies containers and objects as copy.deepcopy() does, several times as fast for the
     usual contents of states, and puts tensors into the copy that are to be filled in later.
 
-    kept       target tensors of an earlier pass, which are reused where the layout is the same
-    device_of  returns the device of the target of a tensor
-    sources    tensors in the order in which they are found, each once; `targets` are the tensors in their places
+    kept     target tensors of an earlier pass, which are reused where the layout is the same
+    sources  tensors in the order in which they are found, each once; `targets` are the tensors in their places
     """
 
-    def __init__(self, kept: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]) -> None:
-        self._kept, self._device_of = kept, device_of
+    def __init__(self, kept: Sequence[torch.Tensor], is_on_host: bool) -> None:
+        self._kept, self._is_on_host = kept, is_on_host
         self._memo: dict[int, Any] = {}
         self.sources: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
@@ -110,7 +106,7 @@ class _Walk:
         return copy.deepcopy(value, self._memo)
 
     def _target(self, source: torch.Tensor) -> torch.Tensor:
-        place, device = len(self.targets), self._device_of(source)
+        place, device = len(self.targets), _CPU if self._is_on_host else source.device
         target = self._kept[place] if place < len(self._kept) else None
         if target is None or target.device != device or _layout(target) != _layout(source):
             # Pinned, so that the device copies asynchronously, at its full speed.
@@ -130,13 +126,17 @@ def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
     Raises ConfigError, naming the value, when one cannot be copied.
     """
-    try:
-        copied: dict[str, Any] = _copied(dict(values))
-        return copied
-    except Exception:
-        for name, value in values.items():
-            _refuse_uncopyable(name, value, owner)
-        raise
+    copied, memo = dict[str, Any](), dict[int, Any]()
+    for name, value in values.items():
+        try:
+            memo |= {id(each): each.detach().clone() for each in tensors_in(value) if id(each) not in memo}
+            copied[name] = copy.deepcopy(value, memo)
+        except Exception as error:  # deepcopy raises any error of the value's own methods
+            raise ConfigError(
+                f"{owner}.{name} of type {type(value).__name__} cannot be copied ({error}), and so not committed: "
+                f"use values in {owner} that can be copied and pickled, or objects with state_dict()"
+            ) from error
+    return copied
 
 
 def refuse_learnable(values: Mapping[str, Any]) -> None:
@@ -200,21 +200,6 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.stride()
-
-
-def _copied(value: Any) -> Any:
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors_in(value)}
-    return copy.deepcopy(value, memo)
-
-
-def _refuse_uncopyable(name: str, value: object, owner: str) -> None:
-    try:
-        _copied(value)
-    except Exception as error:  # deepcopy raises any error of the value's own methods
-        raise ConfigError(
-            f"{owner}.{name} of type {type(value).__name__} cannot be copied ({error}), and so not committed: "
-            f"use values in {owner} that can be copied and pickled, or objects with state_dict()"
-        ) from error
 
 
 # Copies of tensors that are made while training continues, and that complete before the tensors change ----------------
