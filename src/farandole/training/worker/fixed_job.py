@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -38,13 +38,14 @@ class FixedJob:
         self._start: Start | None = None
         self._session = 0
 
-    def meet(self) -> None:
+    def meet(self) -> Literal[True]:
         """Find the other ranks through the launcher's rendezvous, the first time, and enter their world, also after
         leave(). Raises what Rendezvous and WorldBuilder raise."""
         if self._start is None:
             self._start = Rendezvous(self._env, self._timeout_s).meet(self._listener.address)
         self._session += 1
         world.enter(self._builder.build(self._start, self._session, self._timeout_s).world)
+        return True
 
     def leave(self) -> None:
         """Close the connections to the other ranks, for shutdown()."""

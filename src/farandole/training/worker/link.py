@@ -132,35 +132,34 @@ class Link:
         this worker may leave.
         """
         with self._changed:
-            while True:
-                self._raise_if_over()
-                if self._start is not None and self._start.id.number >= self.ordered:
-                    start, self._start = self._start, None
-                    return start
-                if self.ordered > above:
-                    return self.ordered
-                self._changed.wait(_SLICE_S)
+            self._wait_until(lambda: self._has_newest_start() or self.ordered > above)
+            return self._take_start() if self._has_newest_start() else self.ordered
 
     def wait_for_admission(self) -> Start | None:
         """Block until the job's first START; None for a newcomer, which is admitted later."""
         with self._changed:
-            while True:
-                self._raise_if_over()
-                if self._start is not None:
-                    start, self._start = self._start, None
-                    return start
-                if self.is_newcomer:
-                    return None
-                self._changed.wait(_SLICE_S)
+            self._wait_until(lambda: self._start is not None or self.is_newcomer)
+            return self._take_start() if self._start is not None else None
 
     def wait_for_abort(self, above: int) -> int:
         """Block until an ABORT with a number above `above`, after a failed collective, which is only a hint."""
         with self._changed:
-            while True:
-                self._raise_if_over()
-                if self.ordered > above:
-                    return self.ordered
-                self._changed.wait(_SLICE_S)
+            self._wait_until(lambda: self.ordered > above)
+            return self.ordered
+
+    def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        self._raise_if_over()
+        while not is_met():
+            self._changed.wait(_SLICE_S)
+            self._raise_if_over()
+
+    def _has_newest_start(self) -> bool:
+        return self._start is not None and self._start.id.number >= self.ordered
+
+    def _take_start(self) -> Start:
+        assert self._start is not None
+        start, self._start = self._start, None
+        return start
 
     def wait_for_release(self, number: int) -> bool:
         """Block until all members have finished generation `number` (True), or it was aborted (False)."""
