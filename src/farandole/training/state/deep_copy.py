@@ -1,6 +1,4 @@
-"""Copies of nested values, whose tensors may be filled in later, also while training continues. Commits consist of
-them.
-"""
+"""Copies of nested values, whose tensors may be filled in while training continues. Commits consist of them."""
 
 from __future__ import annotations
 
@@ -28,10 +26,8 @@ _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class ValueSnapshot:
-    """A value as it was at the last commit. The next commit reuses the memory of its tensors.
-
-    is_on_host  copies are in host memory, on whatever device the tensors are: for values that are copied back in place
-    """
+    """A value as it was at the last commit; the next commit reuses the memory of its tensors. `is_on_host`: they are in
+    host memory, on whatever device the value's are, for values that are copied back in place."""
 
     def __init__(self, is_on_host: bool = False) -> None:
         self._is_on_host = is_on_host
@@ -122,10 +118,8 @@ class _Walk:
 
 
 def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Copy named values together, so that shared parts stay shared. Tensors lose their graph.
-
-    Raises ConfigError, naming the value, when one cannot be copied.
-    """
+    """Copy named values together, so that shared parts stay shared; tensors lose their graph. Raises ConfigError,
+    naming the value, when one cannot be copied."""
     copied, memo = dict[str, Any](), dict[int, Any]()
     for name, value in values.items():
         try:
@@ -254,8 +248,7 @@ class BackgroundCopy:
         self._thread.start()
 
     def postpone(self, pairs: Sequence[TensorPair]) -> None:
-        """Copy each source to its target on request, unless an optimizer steps first. All copies begun or postponed
-        earlier are dropped."""
+        """Copy each source to its target on request, unless an optimizer steps first. Drops all earlier copies."""
         self.forget()
         self._postponed = list(pairs)
 

@@ -1,6 +1,4 @@
-"""ElasticState: what both rules want of a state. StepState follows the step rule, State and TorchState of
-integrations/horovod the commit rule.
-"""
+"""What both rules want of a state. StepState follows the step rule, those of integrations/horovod the commit rule."""
 
 from __future__ import annotations
 

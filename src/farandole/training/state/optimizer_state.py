@@ -27,12 +27,8 @@ GroupOptions = dict[str, list[dict[str, Any]]]
 
 
 class OptimizerState:
-    """The state of an optimizer and of the optimizers inside it. Make a new one when either may be another object.
-
-    Args:
-        name: Prefix of all names.
-        optimizer: The outermost optimizer.
-    """
+    """The state of an optimizer and of the optimizers inside it; all names begin with `name`. Make a new one when
+    either may be another object."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
@@ -65,15 +61,9 @@ class OptimizerState:
         return [[names.get(each, "") for each in group["params"]] for group in groups]
 
     def add_groups(self, members: Sequence[Sequence[str]], named: Mapping[str, torch.Tensor]) -> None:
-        """Add the groups that this optimizer lacks. Their options come with load_options().
-
-        Args:
-            members: The members() of another worker.
-            named: The parameters by name.
-
-        Raises:
-            ConfigError: The order of the parameters is another one there, or one of them is in no module.
-        """
+        """Add the groups that this optimizer lacks, whose options come with load_options(): `members` are the members()
+        of another worker, `named` the parameters by name. Raises ConfigError where the order of the parameters is
+        another one there, or one of them is in no module."""
         optimizer = self.optimizers[self.name]
         names = {each: name for name, each in named.items()}
         for number, (ours, theirs) in enumerate(zip(self.members(names), members, strict=False)):
@@ -132,12 +122,8 @@ class OptimizerState:
         return {name: entry for name, entry in found.items() if entry or not name.endswith((".state", ".groups"))}
 
     def load(self, entries: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Load the result of entries(), from another worker or an earlier time. Existing tensors are overwritten in
-        place.
-
-        Raises:
-            ConfigError: An object that cannot be sent, such as a function, is missing here.
-        """
+        """Load the result of entries(), from another worker or an earlier time, into existing tensors where there are
+        such. Raises ConfigError if an object that cannot be sent, such as a function, is missing here."""
         before, parameters = self.entries(), self.parameters
         put = _Putter(parameters)
         with torch.no_grad():
@@ -217,10 +203,8 @@ def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 def load_state_dict_in_place(
     optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
 ) -> None:
-    """Call `load`, the optimizer's load_state_dict(), so that the groups and `state` stay the same objects.
-
-    torch creates new ones, which an optimizer around or inside this one, or a scheduler, would not see.
-    """
+    """Call `load`, the optimizer's load_state_dict(), so that the groups and `state` stay the same objects: an
+    optimizer around or inside this one, or a scheduler, would not see the new ones that torch creates."""
     groups, state = optimizer.param_groups, optimizer.state
     load(state_dict)
     if optimizer.param_groups is not groups:

@@ -25,11 +25,8 @@ class Packed:
 
 
 def pack(value: Any) -> Packed:
-    """Divide a value into bytes and tensors. The tensors are the value's own, not copies; they may be nested in any
-    picklable structure.
-
-    Raises the errors of pickle for values that cannot be pickled.
-    """
+    """Divide a value into bytes and tensors: its own, not copies, nested in any structure that can be pickled. Raises
+    the errors of pickle for other values."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)

@@ -121,10 +121,8 @@ class TrainedSamples:
 
 
 class SamplerRecorder:
-    """The samples that samplers were told of, under the commit rule; this one records nothing.
-
-    is_needed  whether it records: collecting its arguments takes time
-    """
+    """The samples that samplers were told of, under the commit rule, and whether they are needed: collecting them takes
+    time. This one records nothing."""
 
     is_needed = False
 
@@ -139,30 +137,18 @@ class Auditor:
     """The audit of strict mode; this one compares nothing. `StrictSteps` in worker/strict_steps.py does."""
 
     def compare(self, global_batch: GlobalBatch, own: Sequence[int], again: Sequence[int]) -> None:
-        """Compare the results of the audited shards, before a step is applied.
-
-        Args:
-            global_batch: The global batch, which has an audit.
-            own: The digest of each rank's audited shard, by rank.
-            again: The digest of the shard that each rank has computed again, by rank.
-
-        Raises:
-            ShardsDiffer: Alike on all ranks: two results differ.
-        """
+        """Compare the results of audited shards before a step is applied: by rank, the digest of its own audited shard,
+        and that of the shard which it has computed again. Raises ShardsDiffer, alike on all ranks, when two differ."""
 
 
 class Timer:
-    """The times of the steps, where local batches follow the speed of the workers; this one measures nothing. `Balance`
-    in data/balance.py does.
-
-    is_needed  whether it measures
-    """
+    """The times of the steps, where local batches follow the speed of the workers, and whether they are needed; this
+    one measures nothing. `Balance` in data/balance.py does."""
 
     is_needed = False
 
     def take_own_ns(self) -> int:
-        """Return this worker's time for the step whose gradients it is about to reduce, in nanoseconds; 0: not
-        measured."""
+        """Return the nanoseconds that this worker took for the step that it is about to reduce; 0: not measured."""
         return 0
 
     def agreed(self, samples: Sequence[int], own_ns: Sequence[int]) -> None:

@@ -58,13 +58,8 @@ class StateDigest:
         return {name: digest_of([tensor]) for name, tensor in found if tensor is not None}
 
     def resolved(self, step: int, repaired: Mapping[str, int], local: Collection[str]) -> None:
-        """Note that all ranks have the same state again.
-
-        Args:
-            step: Number of decided steps.
-            repaired: Names of buffers and tracked tensors that differed, as `suspects`.
-            local: Names of the tensors that no comparison includes from now on.
-        """
+        """Note that all ranks have the same state again after this step. From now on `repaired` are the suspects, and
+        no comparison includes `local`."""
         self.is_suspicious, self._layout = False, None
         self.local, self.suspects, self._equal_at = frozenset(local), repaired, step
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -21,7 +21,6 @@ from farandole.training.state.packed_metadata import is_stateful
 from farandole.training.state.watched_tensors import ExtraState, is_plain_tensor, modules_with_extra_state
 
 
-@runtime_checkable
 class Loader(Protocol):
     """The part of a loader that the state needs: its position, which moves with a decided step."""
 

@@ -171,8 +171,7 @@ def pad(batch: Batch) -> None:
 
 
 def close() -> None:
-    """End the open step: the loader has ended its epoch, or was closed. The applied part of an undecided step is
-    undone."""
+    """End the open step: the epoch has ended, or the loader was closed. Undoes what was applied of an undecided one."""
     _end_overlaps("its step was abandoned")
     _undo()
     _forget()
@@ -277,8 +276,7 @@ def abort() -> None:
 
 
 def leave_out() -> None:
-    """Decide the step without applying it: all workers leave its batch out. What single optimizers have done is
-    undone."""
+    """Decide the step without applying it: all workers leave its batch out. Undoes what single optimizers have done."""
     _refuse_unless(_LEFT_OUT_AFTER, "its batch is left out")
     _end_overlaps("its batch was left out")
     _undo()

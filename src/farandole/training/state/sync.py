@@ -1,6 +1,4 @@
-"""Agreement on the state: ranks compare progress and digests, and ranks that are behind or differ copy from the source
-rank.
-"""
+"""Agreement on the state: ranks compare progress and digests; those that are behind or differ copy from the source."""
 
 from __future__ import annotations
 
@@ -294,8 +292,7 @@ class _SyncFindings:
         return self._judge(tables, peers, differing(tables, peers), is_trained=True)
 
     def judge_metadata(self, tables: Tables) -> int:
-        """Compare the other tensors of the peers. Return the source; if the tensors have differed, the one chosen for
-        them."""
+        """Compare the other tensors of the peers. Return the source: that of the tensors, if these have differed."""
         names = differing(tables, self.peers)
         strikes = {name: max(each.suspects.get(name, -1) for each in self._standings) + 1 for name in names}
         self.local = tuple(name for name in names if strikes[name] == STRIKES)
@@ -326,12 +323,7 @@ class _SyncFindings:
 
 
 def choose_right(table: Sequence[Mapping[str, int]], names: Sequence[str], ranks: Collection[int]) -> int:
-    """Return the rank that agrees with the majority on most of the objects `names`; among several, the lowest rank.
-
-    Args:
-        table: Digests by name, of each rank.
-        ranks: The ranks that are considered.
-    """
+    """Return the rank that agrees with the majority on most of the objects `names`; among several, the lowest rank."""
     scores = dict.fromkeys(sorted(ranks), 0)
     for name in names:
         counts = Counter(table[rank].get(name) for rank in ranks)
@@ -341,11 +333,7 @@ def choose_right(table: Sequence[Mapping[str, int]], names: Sequence[str], ranks
 
 
 def differing(table: Sequence[Mapping[str, int]], ranks: Collection[int]) -> list[str]:
-    """Return the names of the objects that are not equal on all of `ranks`, in their order in the tables.
-
-    Args:
-        table: Digests by name, of each rank.
-    """
+    """Return the names of the objects that are not equal on all of `ranks`, in their order in the tables."""
     first, *others = (table[rank] for rank in sorted(ranks))
     names = dict.fromkeys([*first, *(name for other in others for name in other)])
     return [name for name in names if any(other.get(name) != first.get(name) for other in others)]
@@ -376,8 +364,7 @@ def receive(transport: Transport, source: int, mine: packing.Packed, sizes: tupl
 
 
 def _by_name(tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Return digests of all values in the tensors of a state. The skeleton is not hashed: equal values may be pickled
-    differently."""
+    """Return digests of all values in the tensors of a state, not of the skeleton: equal values may differ in it."""
     found = {}
     for group in ("parameters", "optimizer"):
         for keys, value in nested_values(tensors[group]):

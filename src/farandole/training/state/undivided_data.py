@@ -39,15 +39,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.nd
 
 
 class UndividedData:
-    """What the loops of this process read from DataLoaders that do not divide it; empty (False) when a loop reads
-    anything else, or what cannot be compared.
+    """What the loops of this process (None: all that it has) read from DataLoaders that do not divide it; empty (False)
+    when a loop reads anything else, or what cannot be compared.
 
     hash     of the data sets, below 2 ** 50; 0: there are none
     samples  their number in the largest
     sampler  the name of its sampler
-
-    Args:
-        loops: Iterators of torch's DataLoaders; None: all that this process has.
     """
 
     def __init__(self, loops: Sequence[Any] | None = None) -> None:

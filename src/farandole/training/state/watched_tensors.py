@@ -146,8 +146,7 @@ class WatchedTensors:
             self._is_suspicious = True
 
     def save(self) -> None:
-        """Copy the tensors that the rest of the loop body may change, unless they have changed already: the step is
-        aborted."""
+        """Copy the tensors that the rest of an aborted step may change, unless they have changed already."""
         gone = {*self.changed(), *self._copied}
         live = {name: each for name, each in self.items() if name in self._changing_late and name not in gone}
         for name, each in live.items():

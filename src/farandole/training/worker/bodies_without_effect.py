@@ -67,15 +67,10 @@ class ValuesOutside:
 
 
 class BodiesWithoutEffect:
-    """Those of one worker.
+    """Those of one worker. `is_in_job`: workers may be lost, and join.
 
-    Args:
-        state: Its state.
-        is_in_job: Workers may be lost, and join.
-
-    Attributes:
-        is_untried: This worker is a newcomer that has not run a loop body with the others yet.
-        outside: What the loop keeps outside of the state.
+    is_untried  this worker is a newcomer that has not run a loop body with the others yet
+    outside     what the loop keeps outside of the state
     """
 
     def __init__(self, state: StepState, is_in_job: bool) -> None:

@@ -1,6 +1,4 @@
-"""Checkpoints of a worker: when it saves the state of the job, and when it begins from a saved one. The run loops call
-it.
-"""
+"""Checkpoints of a worker: when it saves the state of the job, and when it begins from a saved one."""
 
 from __future__ import annotations
 
@@ -121,11 +119,8 @@ class Checkpoints:
         self._due.restart(now_s(), self._state.progress.step)
 
     def begin_if_due(self, is_captured: bool = True) -> bool:
-        """Begin a checkpoint if one is due. Otherwise do nothing: the metadata need not be captured for that.
-
-        Returns:
-            True when one was begun. Under the step rule with several workers, it is published after compared().
-        """
+        """Begin a checkpoint if one is due, and return whether one was; otherwise the metadata need not be captured.
+        Under the step rule with several workers, it is published after compared()."""
         here = world.current()
         if here.placement.rank != 0:
             return False
@@ -183,8 +178,7 @@ class Checkpoints:
             logger.info("saved step %d as %s in %.1f s", written.step, written.name, written.took_s)
 
     def at_end(self) -> None:
-        """Write the last checkpoint after all workers have finished, so that the same command has nothing left to
-        do."""
+        """Write the last checkpoint after all workers have finished: the same command then has nothing left to do."""
         self._judge("")  # no further comparison follows
         self._writer.wait()
         if world.current().placement.rank == 0:

@@ -113,15 +113,13 @@ class Link:
             threading.Event().wait(_GIVE_WAY_S)
 
     def send(self, message: WorkerMessage) -> None:
-        """Send a message to the coordinator, through the agent. Never blocks for long: both ends are on this
-        machine."""
+        """Send a message to the coordinator. Never blocks for long: the agent passes it on, on this machine."""
         # An error needs no handling here: the listening thread sees the same end, and acts on it.
         with self._send_lock, contextlib.suppress(OSError):
             self._socket.sendall(frame(encode(message)))
 
     def ask_to_leave(self) -> None:
-        """Ask to leave, from a signal handler: the link's thread sends Leaving, since the main thread may hold the
-        lock."""
+        """Ask to leave, from a signal handler: the link's thread sends it, since the main thread may hold the lock."""
         with contextlib.suppress(BlockingIOError):
             self._wake_write.send(b"L")
 
@@ -415,10 +413,8 @@ _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 def find_answering(addresses: Collection[Address], within_s: float) -> set[Address]:
-    """Return the addresses that answer within `within_s` seconds, at once when all have.
-
-    An address that does not answer is given the whole time.
-    """
+    """Return the addresses that answer within `within_s` seconds, at once when all have. A silent one has the whole
+    time."""
     begin_s, made = now_s(), 0
     with contextlib.closing(_Attempts(addresses)) as attempts:
         while attempts.unanswered:

@@ -59,11 +59,7 @@ class Taken(msgspec.Struct, array_like=True):
 
 
 class LossTrial:
-    """The trial on this worker. All workers have as many runs.
-
-    Attributes:
-        runs: Number of those that are over.
-    """
+    """The trial on this worker. All workers have as many runs, of which `runs` are over."""
 
     def __init__(self, state: StepState, rank: int, size: int) -> None:
         self._is_possible = not has_compiled() and is_plain(state)  # it would be compiled for layers that are off
@@ -163,12 +159,8 @@ class LossTrial:
 
 
 def judge(parts: Sequence[Taken], again: Taken | None) -> str:
-    """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told. Pure.
-
-    Args:
-        parts: The runs of PARTS.
-        again: The first one with other random numbers.
-    """
+    """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told. Pure. `again`:
+    the first of the PARTS with other random numbers."""
     whole, first, second = map(_values, parts)
     shares = [each.share for each in parts]
     tolerance = _DIFFERENT_COARSELY if any(each.is_coarse for each in parts) else _DIFFERENT
@@ -233,15 +225,9 @@ Gradients = dict[str, torch.Tensor]
 
 
 class TrialBody:
-    """From before the run to its end; the next run may follow.
-
-    Args:
-        modules: Their parameters' gradients are taken, and their layers are off.
-        part: Returns the part of a gradient that is kept; it must not be the gradient's own memory.
-
-    Attributes:
-        is_coarse: A layer has computed in half precision.
-    """
+    """From before the run to its end; the next run may follow. Layers of the modules are off. Of their parameters'
+    gradients `part` returns what is kept, which must not be the gradient's own memory. `is_coarse`: a layer has
+    computed in half precision."""
 
     def __init__(self, modules: Iterable[torch.nn.Module], part: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._modules, self._part = list(modules), part
@@ -252,11 +238,8 @@ class TrialBody:
 
     def begin(self) -> None:
         self._gradients = {}
-        for number, module in enumerate(self._modules):
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and parameter.is_leaf:
-                    note = partial(self._note, f"{number} {name}")
-                    self._hooks.append(parameter.register_hook(note))  # type: ignore[no-untyped-call]
+        self._hooks += hook_gradients(self._modules, self._note)
+        for module in self._modules:
             for each in module.modules():
                 if _is_off(each):
                     self._hooks.append(each.register_forward_pre_hook(self._switch_off))
@@ -293,12 +276,26 @@ class TrialBody:
     def _note_precision(self, _: torch.nn.Module, __: object, output: object) -> None:
         self.is_coarse |= isinstance(output, torch.Tensor) and output.is_floating_point() and output.itemsize < 4
 
+    def _note(self, name: str, gradient: torch.Tensor) -> None:
+        values, before = self._part(gradient), self._gradients.get(name)
+        self._gradients[name] = values if before is None else before.add_(values)
+
+
+def hook_gradients(modules: Iterable[torch.nn.Module], note: Callable[[str, torch.Tensor], None]) -> list[Any]:
+    """Have `note` called with each gradient of a parameter, dense and without a graph, and with the parameter's name,
+    which is the same on all workers. Returns the handles of the hooks."""
+
     @torch.no_grad()
-    def _note(self, key: str, gradient: torch.Tensor) -> None:
+    def dense(name: str, gradient: torch.Tensor) -> None:
         values = gradient.detach()
-        values = self._part(values.to_dense() if values.layout is not torch.strided else values)
-        before = self._gradients.get(key)
-        self._gradients[key] = values if before is None else before.add_(values)
+        note(name, values.to_dense() if values.layout is not torch.strided else values)
+
+    return [
+        parameter.register_hook(partial(dense, f"{name} (model {number})" if number else name))  # type: ignore[no-untyped-call]
+        for number, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and parameter.is_leaf
+    ]
 
 
 def _is_off(module: torch.nn.Module) -> bool:

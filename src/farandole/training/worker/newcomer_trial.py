@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ import torch
 
 from farandole.training.state.step_state import StepState
 from farandole.training.state.tensor_digest import digest_of
+from farandole.training.worker.loss_trial import hook_gradients
 
 _ROUNDING = 1e-3
 """Relative difference of gradients up to which it may be of rounding: on a GPU, or on hosts of different processors."""
@@ -122,16 +122,9 @@ class Trial:
         self._notes: dict[str, list[GradientNote]] = {}
         self._options: dict[str, str] = {}
         self._is_on_cpu = True
-        self._hooks = [
-            parameter.register_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
-            for name, parameter in _parameters(state)
-            if parameter.is_leaf
-        ]
+        self._hooks = hook_gradients(state.modules(), self._note)
 
-    @torch.no_grad()
-    def _note(self, name: str, gradient: torch.Tensor) -> None:
-        values = gradient.detach()
-        values = values.to_dense() if values.layout is not torch.strided else values
+    def _note(self, name: str, values: torch.Tensor) -> None:
         self._is_on_cpu &= values.device.type == "cpu"
         flat = values.reshape(-1).to(torch.complex128 if values.is_complex() else torch.float64)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -155,13 +148,6 @@ class Trial:
         exact = platform.node() if self._is_on_cpu else ""
         gradients = {name: _united(notes) for name, notes in self._notes.items()}
         return Tried(is_newcomer, exact, gradients, self._options, other_place)
-
-
-def _parameters(state: StepState) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for number, module in enumerate(state.modules()):
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                yield f"{name} (model {number})" if number else name, parameter
 
 
 def _united(notes: Sequence[GradientNote]) -> GradientNote:

@@ -197,8 +197,7 @@ class StepLoop(RunLoop):
     # Requests of the loader (data/elastic_loader.py) -----------------------------------------------------------
 
     def reach_boundary(self) -> None:
-        """Pass the boundary before a batch: each next(loader). The only place in the middle of an epoch where workers
-        regroup."""
+        """Pass the boundary before a batch: the only place in the middle of an epoch where workers regroup."""
         with self._signals.waiting:
             if self._job is not None:
                 self._job.link.catch_up()
@@ -288,8 +287,7 @@ class StepLoop(RunLoop):
             return True
 
     def _regroup_before_batch(self, error: RecoverableError) -> None:
-        """Regroup because of this error, and pass the boundary before a batch. Raises the error in a job of fixed
-        size."""
+        """Regroup, and pass the boundary before a batch. Raises the error in a job of fixed size."""
         if self._job is None:
             raise error
         self._regroup()
@@ -328,8 +326,7 @@ class StepLoop(RunLoop):
             self._state.capture()
 
     def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
-        """Run `function` once, as described in data/elastic_loader.py. A worker that has completed it is ahead of the
-        others."""
+        """Run `function` once (data/elastic_loader.py). A worker that has completed it is ahead of the others."""
         state = self._state
         meet_at_call(epoch, state.step, call)
         begun = state.before_change()
@@ -373,8 +370,7 @@ class StepLoop(RunLoop):
         return self._job is not None and step.batch() is not None
 
     def _raise_if_connected(self, op: str) -> None:
-        """Raise GenerationEnded where a call in the loop body has connected to a generation whose states still
-        differ."""
+        """Raise GenerationEnded where a call in the loop body has connected to others, whose states still differ."""
         if self._connection is not None:
             raise GenerationEnded(op, self._connection.start.id.number, _INTERRUPTED)
 
@@ -390,8 +386,7 @@ class StepLoop(RunLoop):
             world.interrupt_collectives(_INTERRUPTED)
 
     def _mend(self) -> bool:
-        """Repair states that differ, as all workers know: compare all of the state, and copy it. False: there was a
-        regroup instead."""
+        """Repair states that differ: compare all of them, and copy. False: there was a regroup instead."""
         self._state.capture()
         here = world.current()
         try:

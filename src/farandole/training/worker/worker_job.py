@@ -102,17 +102,14 @@ class WorkerJob:
         self._aborts.close_all()
 
     def build(self, start: Start) -> Transport:
-        """Open the data connections of a generation and enter its world.
-
-        Raises PeerLost or GenerationEnded; the next order from the coordinator then determines the next action.
-        """
+        """Open the data connections of a generation and enter its world. Raises PeerLost or GenerationEnded; the
+        coordinator's next order then says what to do."""
         self._session = 0
         self._enter(start, CONNECT_TIMEOUT_S)
         return world.current().transport
 
     def may_publish(self, name: str, progress: Progress, file: str = "") -> str:
-        """Ask whether a checkpoint, or a file of the script's own, counts. Return "", or the reason for a refusal. From
-        any thread."""
+        """Ask whether a checkpoint, or a file of the script, counts. Return "", or why not. From any thread."""
         return self.link.may_publish(MayPublish(name, progress, file), _ANSWER_S)
 
     def quiesce(self) -> None:
@@ -188,11 +185,8 @@ class WorkerJob:
         self._report_broken(self._start.id.number, self._start.next.worker, "left", reason)
 
     def demanded_number(self) -> int:
-        """Return the generation to be READY for; 0 for a newcomer, which is ready for any.
-
-        After a collective that failed before any order came, wait for the order: the failure is only a hint, and the
-        coordinator decides.
-        """
+        """Return the generation to be READY for; 0 for a newcomer, which is ready for any. After a collective that
+        failed before any order came, wait for the order: the failure is only a hint."""
         here = self._start.id.number if self._start is not None else 0
         if self.link.ordered > here:
             return self.link.ordered

@@ -120,8 +120,7 @@ def report_first_step(
     steps_redone: int = 0,
     samples_redone: int = 0,
 ) -> None:
-    """Report to the coordinator when the first step after this regroup is decided here, with its cost. Arguments as in
-    FirstStep."""
+    """Report the cost of this regroup when the first step after it is decided here. Arguments as in FirstStep."""
     connection, synced_s = done.connection, now_s()
 
     def decided() -> None:
@@ -173,8 +172,7 @@ class Abortable(Protocol):
     """A builder or a transport."""
 
     def abort(self, reason: str) -> None:
-        """End running and later calls with GenerationEnded. Returns at once. Called from any thread, also after
-        close()."""
+        """End running and later calls with GenerationEnded, at once. From any thread, also after close()."""
         ...
 
     def close(self) -> None:
@@ -199,17 +197,12 @@ class AbortRegistry:
     def register(
         self, number: int, abortable: Abortable, *, is_builder: bool = False, replaces: Abortable | None = None
     ) -> None:
-        """Let aborts reach an object of generation `number` from now on.
+        """Let aborts reach an object of generation `number` from now on. Raises GenerationEnded if that was aborted
+        before; so is the object now.
 
-        Args:
-            number: The generation.
-            abortable: The object.
-            is_builder: It still connects to its neighbours. If it fails, it stays registered: the coordinator may ask
-                which of them answer.
-            replaces: The builder of this object, which is forgotten.
-
-        Raises:
-            GenerationEnded: The generation was aborted before; so is the object now.
+        is_builder  it still connects to its neighbours. If it fails, it stays registered: the coordinator may ask which
+                    of them answer
+        replaces    the builder of this object, which is forgotten
         """
         with self._lock:
             others = [each for each in self._references.get(number, ()) if _is_kept(each, replaces)]
@@ -241,8 +234,7 @@ class AbortRegistry:
         self.abort_below(sys.maxsize, reason)
 
     def close_all_but(self, number: int) -> None:
-        """Close and forget the objects of all other generations, including those of worlds that were never
-        completed."""
+        """Close and forget the objects of other generations, also of worlds that were never completed."""
         with self._lock:
             ended = [each for other in self._references if other != number for each in self._living(other)]
             self._references = {other: kept for other, kept in self._references.items() if other == number}
@@ -364,20 +356,14 @@ class BodyCalls:
         mine: Callable[[], bytes],
         combine: Callable[[list[bytes]], bytes],
     ) -> bytes:
-        """Carry out a collective that the remaining workers complete when a worker is lost in a loop body.
+        """Carry out a collective that the remaining workers complete when a worker is lost in a loop body. Return its
+        result. Raises RecoverableError if calls are not completed here, and StepError in a run of the loop body that is
+        not the last one where workers may run it another number of times.
 
-        Args:
-            what: The kind of the call: calls of different kinds are counted apart.
-            first_try: Carries it out among all workers, and returns the result.
-            mine: Returns the contribution of this worker.
-            combine: Returns the result from the contributions of the workers in this call, in the order of their ranks.
-
-        Returns:
-            The result.
-
-        Raises:
-            RecoverableError: A worker was lost, and calls are not completed here.
-            StepError: Workers may run the loop body another number of times, and this is not the last one.
+        what       the kind of the call: calls of different kinds are counted apart
+        first_try  carries it out among all workers, and returns the result
+        mine       returns the contribution of this worker
+        combine    returns the result from the contributions of the workers in this call, in the order of their ranks
         """
         batch = step.batch()
         if batch is not None and batch.global_batch.has_own_bodies and not batch.is_last:

@@ -239,11 +239,8 @@ class WorldBuilder:
         return transport, way
 
     def _kept_group(self) -> KeptGroup | None:
-        """Return the process group of the devices, which lives through the generations; None: each has its own, unless
-        FARANDOLE_RECONFIGURE requires it.
-
-        Raises ConfigError if this torch does not have such groups.
-        """
+        """Return the process group of the devices that lives through the generations; None: FARANDOLE_RECONFIGURE does
+        not require it. Raises ConfigError if this torch does not have such groups."""
         settings = self._current()
         if not settings.reconfigures or settings.transport not in ("auto", "nccl"):
             return None
