@@ -99,7 +99,7 @@ def broadcast_all(transport: Transport, tensors: Sequence[torch.Tensor] | None, 
     for start in range(0, total_bytes, PIECE_BYTES):
         part = piece[: min(PIECE_BYTES, total_bytes - start)]
         views = next(pieces) if pieces is not None else []
-        parts = part.split([each.numel() for each in views]) if views else ()
+        parts = torch.split(part, [each.numel() for each in views]) if views else ()
         if transport.rank == source:
             for view, each in zip(views, parts, strict=True):
                 each.copy_(view)  # the source's tensors may be on a device

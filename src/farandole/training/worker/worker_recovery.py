@@ -189,7 +189,7 @@ class AbortRegistry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._references: dict[int, list[_Reference]] = {}
+        self._references: dict[int, list[Callable[[], Abortable | None]]] = {}
         self._entered = 0
         self._aborted_below = 0
         self._reason = ""
@@ -205,9 +205,9 @@ class AbortRegistry:
         replaces    the builder of this object, which is forgotten
         """
         with self._lock:
-            others = [each for each in self._references.get(number, ()) if _is_kept(each, replaces)]
+            others = [each for each in self._references.get(number, ()) if each() not in (None, replaces)]
             is_weak = number == self._entered and not is_builder
-            self._references[number] = [*others, _reference(abortable, is_weak)]
+            self._references[number] = [*others, weakref.ref(abortable) if is_weak else lambda: abortable]
             is_aborted, reason = number < self._aborted_below, self._reason
         if is_aborted:
             abortable.abort(reason)
@@ -258,19 +258,6 @@ class AbortRegistry:
     def _living(self, number: int) -> list[Abortable]:
         """Return the objects that still exist. Call it with the lock held."""
         return [each for reference in self._references.get(number, ()) if (each := reference()) is not None]
-
-
-_Reference = Callable[[], Abortable | None]
-
-
-def _reference(abortable: Abortable, is_weak: bool) -> _Reference:
-    return weakref.ref(abortable) if is_weak else lambda: abortable
-
-
-def _is_kept(reference: _Reference, replaced: Abortable | None) -> bool:
-    """Return whether the object still exists, and is not the replaced one."""
-    abortable = reference()
-    return abortable is not None and abortable is not replaced
 
 
 # Calls in a loop body -------------------------------------------------------------------------------------------------

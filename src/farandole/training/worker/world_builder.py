@@ -129,7 +129,8 @@ class WorldBuilder:
         ring = self._ring(start, channel + _STEPS, timeout_s)
         for_p2p = DataListener(*self._listener.address.hosts, tls=self._listener.tls)
         try:
-            own = OwnControlBlocks(start.placement.rank, self._transports if self._may_share_memory(start) else 0)
+            may_share_memory = start.placement.size > 1 and self._current().transport != "tcp"
+            own = OwnControlBlocks(start.placement.rank, self._transports if may_share_memory else 0)
             directory = _directory(ring, self._member(for_p2p.address, own.refs))
             p2p = self._p2p(for_p2p, start, directory)
             control_blocks = _open_pages(ring, own, directory, self._current().transport, self._transports)
@@ -191,9 +192,6 @@ class WorldBuilder:
         devices = own_devices(self._current().transport, self._slot)
         carries_over = any(each.carries_over for each in self._extenders.values())
         return Member(self._worker, self._listener.address, self._host, carries_over, p2p, devices, control_blocks)
-
-    def _may_share_memory(self, start: Start) -> bool:
-        return start.placement.size > 1 and self._current().transport != "tcp"
 
     def _p2p(self, listener: DataListener, start: Start, directory: list[Member]) -> PointToPoint:
         endpoints = [
