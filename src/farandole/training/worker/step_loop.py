@@ -157,7 +157,7 @@ class StepLoop(RunLoop):
         step.close()
         if self._job is not None and self._job.is_newcomer():
             reserve_memory(self._state)
-            self._has_warmed_up = self._warm_up(self._job, call)
+            self._has_warmed_up = warm_up(self._job, self._state, call)
         with self._signals.waiting:
             self._begin()
             if self._checkpoints is not None:
@@ -189,10 +189,6 @@ class StepLoop(RunLoop):
             self._state.loader.set_world(here.placement.rank, here.placement.size)
         if self._records is not None:
             self._records.started(here.placement.rank in report.behind)
-
-    def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
-        """Run the loop body without effect. Returns whether `call` was called."""
-        return warm_up(job, self._state, call)
 
     # Requests of the loader (data/elastic_loader.py) -----------------------------------------------------------
 
