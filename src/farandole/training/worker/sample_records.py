@@ -80,9 +80,11 @@ class SampleRecords(Recorder):
     def differed(self, found: Divergence) -> None:
         """Record that the states of the members differed. This worker may have replaced its own since."""
         self._updates.clear()
-        rank = world.current().placement.rank
-        what = (found.name, found.objects, found.ranks, found.source, found.is_trained)
-        self._writer.write(Differed(*self._generation(), found.step, rank, *what))
+        key, rank = self._generation(), world.current().placement.rank
+        differed = Differed(
+            *key, found.step, rank, found.name, found.objects, found.ranks, found.source, found.is_trained
+        )
+        self._writer.write(differed)
 
     def found_local(self, step: int, names: Sequence[str]) -> None:
         """Record that some tensors are computed from each worker's own samples, and are no longer compared."""
