@@ -81,14 +81,6 @@ class Kinds:
         return next((name for name, each in named.items() if each is item), type(item).__name__)
 
 
-@dataclass(frozen=True)
-class Change:
-    """The values before a change: the metadata, and the versions of the watched tensors."""
-
-    metadata: dict[str, Any]
-    mark: list[int]
-
-
 def kinds_of(model: Any, optimizer: Any, others: Mapping[str, Any]) -> Kinds:
     """Classify the values of a state: its model and optimizer, each of which may be None, and the others by name."""
     named = {"model": model, "optimizer": optimizer, **others}

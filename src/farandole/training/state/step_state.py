@@ -31,7 +31,6 @@ from farandole.training.state.packing import Packed, unpack
 from farandole.training.state.session import SESSION
 from farandole.training.state.state_digest import StateDigest
 from farandole.training.state.state_kinds import (
-    Change,
     Kinds,
     Loader,
     hash_of,
@@ -283,23 +282,23 @@ class StepState(ElasticState, Observer):
         if lost := self.watched.put_back_run():
             raise ConfigError(_lost_in_run(lost))
 
-    def before_change(self) -> Change:
-        """Note the values before a function is called whose changes put_back() is to keep."""
-        return Change(self.copy_of_metadata(), self.watched.mark())
+    def before_change(self) -> tuple[dict[str, Any], list[int]]:
+        """Return the values before a function is called whose changes put_back() is to keep."""
+        return self.copy_of_metadata(), self.watched.mark()
 
-    def keep_change(self, begun: Change) -> None:
+    def keep_change(self, before: dict[str, Any], mark: Sequence[int]) -> None:
         """Remember the new values of everything that has changed since before_change(): put_back() keeps them."""
         kept: dict[str, Any] = unpack(self._snapshot.read())
         after = self.copy_of_metadata()
         for part in ("buffers", "extra", "groups", "stateful", "values"):
             for name, value in after[part].items():
-                if not is_same(begun.metadata[part].get(name), value):
+                if not is_same(before[part].get(name), value):
                     kept[part][name] = value
         kept["boundary"], kept["flags"] = self.boundary_number, after["flags"]
         if self.loader is not None:
             kept["loader"] = self.loader.state_dict()  # it contains the number of calls
         self._snapshot.take(kept)
-        self.watched.adopt(begun.mark)
+        self.watched.adopt(mark)
 
     def copy_of_metadata(self) -> dict[str, Any]:
         """Return a copy of the current metadata that shares nothing with it."""

@@ -87,7 +87,9 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._prefix = f"farandole/{restart_count()}"
         self._is_host = env.rank == 0 and not uses_agent_store()
-        self._secret = derive_key(user_secret(), *_names_of(env, self._prefix))
+        # What tells this job from others of the same user, which have the same secret.
+        names = (env.launcher, env.size, env.master_addr, env.master_port, run_name(), self._prefix)
+        self._secret = derive_key(user_secret(), b"job of fixed size", *(str(each).encode() for each in names))
         try:
             self._store = _within(timeout_s + _GRACE_S, self._open)
         except (futures.TimeoutError, RuntimeError, OSError) as error:
@@ -181,12 +183,6 @@ class Rendezvous:
             return str(_within(_GRACE_S, look))
         except (futures.TimeoutError, RuntimeError):
             return "unknown, the rendezvous cannot be reached"
-
-
-def _names_of(env: FixedEnv, prefix: str) -> tuple[bytes, ...]:
-    """Return what tells this job from others of the same user: they have the same secret."""
-    names = (env.launcher, env.size, env.master_addr, env.master_port, run_name(), prefix)
-    return (b"job of fixed size", *(str(each).encode() for each in names))
 
 
 def _listen(host: str, port: int) -> int:

@@ -303,10 +303,9 @@ def _dial(address: str, timeout_s: float = 10.0) -> socket.socket:
     return connection
 
 
-# Link probes ----------------------------------------------------------------------------------------------------------
+# Probes of a worker's neighbours when no byte moves -------------------------------------------------------------------
 #
-# Probes of a worker's neighbours when no byte moves; the results go to the coordinator. The link's thread calls it,
-# so that it works while the main thread is blocked.
+# The results go to the coordinator. The link's thread calls it, so that it works while the main thread is blocked.
 
 LONGEST_PROBE_S = 0.4
 """Seconds for one attempt. A peer that answers at all answers much sooner, on any network that carries gradients."""

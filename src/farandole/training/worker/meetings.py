@@ -8,7 +8,6 @@ import logging
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -124,16 +123,9 @@ class LeftOutBatches:
 # The end of an epoch, and epoch.once() --------------------------------------------------------------------------------
 
 
-class EpochEnd(NamedTuple):
-    """What the workers say at the end of an epoch, by rank: RunLoop.prepared(), and the digests of their states."""
-
-    prepared: list[int]
-    digests: list[int]
-
-
-def meet_at_epoch_end(epoch: int, decided: int, prepared: int, digest: int) -> EpochEnd:
-    """Meet all workers. Raises CollectiveMismatch where they are not at the end of the same epoch, and RecoverableError
-    when one is lost."""
+def meet_at_epoch_end(epoch: int, decided: int, prepared: int, digest: int) -> tuple[list[int], list[int]]:
+    """Meet all workers. Return what `prepared` and `digest` are on each rank. Raises CollectiveMismatch where they are
+    not at the end of the same epoch, and RecoverableError when one is lost."""
     with _explained(
         f"this worker has ended epoch {epoch} after step {decided}, and another one has not ({{}}): all workers have "
         f"to leave the loop over the batches together. {DECIDE_TOGETHER}"
@@ -143,7 +135,7 @@ def meet_at_epoch_end(epoch: int, decided: int, prepared: int, digest: int) -> E
         raise CollectiveMismatch(
             f"workers ended different epochs; (epoch, step) by rank: {[each[:2] for each in by_rank]}"
         )
-    return EpochEnd([each[2] for each in by_rank], [each[3] for each in by_rank])
+    return [each[2] for each in by_rank], [each[3] for each in by_rank]
 
 
 def meet_at_call(epoch: int, decided: int, call: int) -> None:

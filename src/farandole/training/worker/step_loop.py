@@ -297,12 +297,13 @@ class StepLoop(RunLoop):
                 self._raise_if_connected("the end of an epoch")
                 state_hash = self._strict.hash()
                 digest = int(state_hash[:16], 16) if state_hash else self._watch.sample()
-                end = meet_at_epoch_end(self._state.progress.epoch, self._state.step, self.prepared(), digest)
+                place = (self._state.progress.epoch, self._state.step)
+                prepared, digests = meet_at_epoch_end(*place, self.prepared(), digest)
             except RecoverableError as error:
                 self._regroup_before_batch(error)
                 return False
-            self.agree(end.prepared)
-            self._watch.compare(end.digests, is_sample=True)
+            self.agree(prepared)
+            self._watch.compare(digests, is_sample=True)
             if self._state.digests.is_suspicious:
                 if not self._mend():
                     self._pass_boundary()
@@ -325,11 +326,11 @@ class StepLoop(RunLoop):
         """Run `function` once (data/elastic_loader.py). A worker that has completed it is ahead of the others."""
         state = self._state
         meet_at_call(epoch, state.step, call)
-        begun = state.before_change()
+        before = state.before_change()
         function()
         with self._signals.waiting:
             state.boundary_number += 1
-            state.keep_change(begun)
+            state.keep_change(*before)
 
     def _pass_boundary(self) -> None:
         """Remember the metadata, and set the step's random numbers: a step that is repeated gets the same ones."""

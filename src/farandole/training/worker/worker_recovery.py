@@ -142,9 +142,7 @@ def report_first_step(
     step.when_next_decided(decided)
 
 
-# The registry of what an abort reaches --------------------------------------------------------------------------------
-#
-# The registry of the objects that an ABORT must reach: the only way from the worker's link to a blocked collective.
+# The registry of what an abort reaches: the only way from the worker's link to a blocked collective -------------------
 #
 # While a worker connects, or runs a collective, its main thread can be blocked for as long as a peer does not answer.
 # The coordinator then ends the generation, and the link's thread ends the call:
@@ -260,9 +258,7 @@ class AbortRegistry:
         return [each for reference in self._references.get(number, ()) if (each := reference()) is not None]
 
 
-# Calls in a loop body -------------------------------------------------------------------------------------------------
-#
-# Calls of fd.mean and fd.any in a loop body, which survive the loss of a worker.
+# Calls of fd.mean and fd.any in a loop body, which survive the loss of a worker ---------------------------------------
 #
 # Such a call must not leave the loop body: after a decided step the rest of the body (a scheduler's step, an average
 # of weights) could not be repeated. So this worker connects to the members of the next generation inside the body,
