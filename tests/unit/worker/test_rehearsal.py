@@ -162,9 +162,3 @@ def test_a_grad_scaler_counts_steps_and_not_micro_batches() -> None:
     train(state)
     assert (state.step, scaler.get_scale()) == (2, 32.0)
     assert [norm > 0 for norm in norms] == [False, True] * 2
-
-
-@pytest.mark.parametrize("name", ["on_step", "has_rehearsed", "watched", "progress", "step"])
-def test_a_value_cannot_take_the_name_of_something_that_the_state_has_itself(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"the name '{name}' is reserved"):
-        make(**{name: [1.0]})
