@@ -44,7 +44,7 @@ class FixedJob:
         if self._start is None:
             self._start = Rendezvous(self._env, self._timeout_s).meet(self._listener.address)
         self._session += 1
-        world.enter(self._builder.build(self._start, self._session, self._timeout_s).world)
+        world.enter(self._builder.build(self._start, self._session, self._timeout_s)[0])
         return True
 
     def leave(self) -> None:
@@ -93,10 +93,11 @@ class Rendezvous:
         try:
             self._store = _within(timeout_s + _GRACE_S, self._open)
         except (futures.TimeoutError, RuntimeError, OSError) as error:
+            why = str(error).partition("\n")[0] or type(error).__name__
             raise JobEnded(
                 f"rank {env.rank} of {env.size} under {env.launcher} cannot {'serve' if self._is_host else 'reach'} "
                 f"the rendezvous {env.master_addr}:{env.master_port} within {timeout_s:g} s "
-                f"({_first_line(error)}); see MASTER_ADDR and MASTER_PORT"
+                f"({why}); see MASTER_ADDR and MASTER_PORT"
             ) from error
 
     def meet(self, address: DataAddress) -> Start:
@@ -204,7 +205,3 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="farandole-rendezvous", daemon=True).start()
     return result.result(timeout=limit_s)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -130,15 +130,15 @@ class WorkerJob:
         self._listener.close()
 
     def _enter(self, start: Start, timeout_s: float) -> None:
-        built = self._builder.build(start, self._session, timeout_s)
+        entered, carries_over = self._builder.build(start, self._session, timeout_s)
         was_newcomer = self.is_newcomer()
         if world.is_entered():
             world.current().end_extensions("its generation is over")
             self._retired.append(world.current())
-        world.enter(built.world)
+        world.enter(entered)
         self._aborts.enter(start.id.number)
         self._start, self._agreed = start, 0
-        if built.carries_over:
+        if carries_over:
             for each in extenders().values():
                 each.carry_over(was_newcomer)
 
