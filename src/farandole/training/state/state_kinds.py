@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -18,7 +17,7 @@ from farandole.training.collectives.connection_pair import bytes_of
 from farandole.training.state.batch import GlobalBatch
 from farandole.training.state.optimizer_state import OptimizerState, with_inner
 from farandole.training.state.packed_metadata import is_stateful
-from farandole.training.state.watched_tensors import ExtraState, is_plain_tensor, modules_with_extra_state
+from farandole.training.state.watched_tensors import is_plain_tensor, modules_with_extra_state
 
 
 class Loader(Protocol):
@@ -40,17 +39,21 @@ class Loader(Protocol):
     def note_untrained(self, is_all: bool) -> None: ...
 
 
-@dataclass(frozen=True)
 class Kinds:
-    """The values that a state was given, by name. `values` has the names of plain values, which fit no other field."""
+    """The values that a state was given, by name: its model and optimizer, each of which may be None, and the others.
+    `values` has the names of plain values, which fit no other field; `states` are those of the optimizers."""
 
-    modules: dict[str, torch.nn.Module]
-    extra: dict[str, ExtraState]
-    optimizers: dict[str, torch.optim.Optimizer]
-    states: list[OptimizerState]  # of the optimizers
-    stateful: dict[str, Any]
-    scalers: list[torch.amp.GradScaler]
-    values: list[str]
+    def __init__(self, model: Any, optimizer: Any, others: Mapping[str, Any]) -> None:
+        named = {"model": model, "optimizer": optimizer, **others}
+        self.modules = {name: value for name, value in named.items() if isinstance(value, torch.nn.Module)}
+        self.optimizers = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
+        self.states = [OptimizerState(name, each) for name, each in self.optimizers.items()]
+        self.extra = {name: found for name, each in self.modules.items() if (found := modules_with_extra_state(each))}
+        left = [name for name in others if name not in self.modules and name not in self.optimizers]
+        self.stateful = {name: named[name] for name in left if is_stateful(named[name])}
+        stateful = self.stateful.values()
+        self.scalers = [each for each in stateful if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
+        self.values = [name for name in left if name not in self.stateful]
 
     def parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return parameters by module and name; an optimizer's parameters outside of all modules, by place in it."""
@@ -79,20 +82,6 @@ class Kinds:
         for name, module in self.modules.items():
             named |= {f"{name}.{key}".strip("."): each for key, each in module.named_modules()}
         return next((name for name, each in named.items() if each is item), type(item).__name__)
-
-
-def kinds_of(model: Any, optimizer: Any, others: Mapping[str, Any]) -> Kinds:
-    """Classify the values of a state: its model and optimizer, each of which may be None, and the others by name."""
-    named = {"model": model, "optimizer": optimizer, **others}
-    modules = {name: value for name, value in named.items() if isinstance(value, torch.nn.Module)}
-    optimizers = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
-    states = [OptimizerState(name, each) for name, each in optimizers.items()]
-    left = [name for name in others if name not in modules and name not in optimizers]
-    stateful = {name: named[name] for name in left if is_stateful(named[name])}
-    extra = {name: found for name, module in modules.items() if (found := modules_with_extra_state(module))}
-    scalers = [each for each in stateful.values() if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
-    values = [name for name in left if name not in stateful]
-    return Kinds(modules, extra, optimizers, states, stateful, scalers, values)
 
 
 def without_parallel(module: torch.nn.Module) -> torch.nn.Module:

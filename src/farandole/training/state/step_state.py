@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,14 +29,7 @@ from farandole.training.state.packed_metadata import (
 from farandole.training.state.packing import Packed, unpack
 from farandole.training.state.session import SESSION
 from farandole.training.state.state_digest import StateDigest
-from farandole.training.state.state_kinds import (
-    Kinds,
-    Loader,
-    hash_of,
-    kinds_of,
-    named_tensors,
-    without_parallel,
-)
+from farandole.training.state.state_kinds import Kinds, Loader, hash_of, named_tensors, without_parallel
 from farandole.training.state.step_participants import Observer
 from farandole.training.state.undivided_data import refuse_undivided
 from farandole.training.state.watched_tensors import (
@@ -314,9 +306,8 @@ class StepState(ElasticState, Observer):
     def hash(self) -> str:
         """Return a SHA-256 of parameters, buffers and the optimizers' state, as 64 hexadecimal digits. It does not
         depend on a DistributedDataParallel around the model."""
-        kinds = self._sorted
-        modules = {name: without_parallel(each) for name, each in kinds.modules.items()}
-        kinds = dataclasses.replace(kinds, modules=modules, stateful={}, values=[])
+        modules = {name: without_parallel(each) for name, each in self._sorted.modules.items()}
+        kinds = Kinds(None, None, {**modules, **self._sorted.optimizers})
         return hash_of(named_tensors(kinds, {}, has_all_buffers=True))
 
     def pass_ended(self, batch: Batch) -> None:
@@ -468,7 +459,7 @@ class StepState(ElasticState, Observer):
     def _sort(self) -> Kinds:
         """Classify the values anew: an optimizer may have been replaced inside another one."""
         others = {name: getattr(self, name) for name in self._names}
-        self._kinds = kinds_of(self.model, self.optimizer, others)
+        self._kinds = Kinds(self.model, self.optimizer, others)
         return self._kinds
 
 

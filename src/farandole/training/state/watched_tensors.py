@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, ItemsView, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -258,9 +258,6 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 # Buffers --------------------------------------------------------------------------------------------------------------
 
-ExtraState: TypeAlias = dict[str, torch.nn.Module]
-"""Modules that have an extra state (`get_extra_state()`), by their names in the containing module."""
-
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return dict(module.named_buffers()), several times as fast: most modules have no buffers and need no name.
@@ -285,7 +282,7 @@ def _collect(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor
             _collect(child, f"{prefix}{name}.", found, seen)
 
 
-def modules_with_extra_state(module: torch.nn.Module) -> ExtraState:
+def modules_with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the submodules, `module` included, whose class defines get_extra_state()."""
     plain = torch.nn.Module.get_extra_state
     return {name: each for name, each in module.named_modules() if type(each).get_extra_state is not plain}
