@@ -179,19 +179,14 @@ class Session:
     ) -> None:
         """Enter an elastic function. None: the job does not have this part."""
         self.is_elastic, self.run_loop = True, run_loop
-        self.recorder = recorder or _NO_RECORDER
-        self.sampler_recorder = sampler_recorder or _NO_SAMPLER_RECORDER
-        self.auditor, self.timer = auditor or _NO_AUDITOR, timer or _NO_TIMER
+        self.recorder, self.sampler_recorder = recorder or Recorder(), sampler_recorder or SamplerRecorder()
+        self.auditor, self.timer = auditor or Auditor(), timer or Timer()
 
     def close(self) -> None:
         """Leave the elastic function. Idempotent."""
-        self.is_elastic, self.run_loop = False, _NO_RUN_LOOP
-        self.recorder, self.sampler_recorder = _NO_RECORDER, _NO_SAMPLER_RECORDER
-        self.auditor, self.timer = _NO_AUDITOR, _NO_TIMER
+        self.open(RunLoop())
+        self.is_elastic = False
 
-
-_NO_RUN_LOOP, _NO_RECORDER, _NO_SAMPLER_RECORDER = RunLoop(), Recorder(), SamplerRecorder()
-_NO_AUDITOR, _NO_TIMER = Auditor(), Timer()
 
 SESSION = Session()
 """That of this process."""
