@@ -399,9 +399,9 @@ class StepLoop(RunLoop):
 
     def _regroup(self) -> None:
         """Move to the same state on all members of the next generation, after a fault or an agreed change."""
-        assert self._job is not None
-        state = self._state
         with self._signals.waiting:
+            assert self._job is not None
+            state = self._state
             self._without_effect.drop()
             self._strict.decided()
             begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
