@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.training.state.digest_schedule import TURN
+from farandole.training.state.state_digest import TURN
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import farandole as fd
-from farandole.training.state.digest_schedule import EVERY, TURN
+from farandole.training.state.state_digest import EVERY, TURN
 from farandole.training.state.sync import SyncReport
 from farandole.training.worker.state_watch import StateWatch
 

@@ -114,8 +114,7 @@ def test_the_trained_model_does_not_depend_on_who_started_it() -> None:
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     script = tmp_path / "short.py"
     script.write_text(
-        "import farandole.training.worker.worker_process as w\nw.CONNECT_TIMEOUT_S = 1.0\n"
-        "import farandole as fd\nfd.init()\n"
+        "import farandole.training.worker.context as w\nw.CONNECT_TIMEOUT_S = 1.0\nimport farandole as fd\nfd.init()\n"
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

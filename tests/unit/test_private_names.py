@@ -110,10 +110,10 @@ USED: dict[str, set[str]] = {
     "training/state/numerics.py": {"_C", "_set_deterministic_algorithms"},
     "training/state/packed_metadata.py": {"_foreach_copy_", "_per_optimizer_states"},
     "training/state/shard_statistics.py": {"torch.nn.modules.batchnorm._NormBase"},
-    "training/state/state_digest.py": {"torch.nn.modules.batchnorm._NormBase"},
+    "training/state/state_kinds.py": {"torch.nn.modules.batchnorm._NormBase"},
     "training/state/undivided_data.py": {"_index_sampler", "torch.utils.data.dataloader._BaseDataLoaderIter"},
     "training/state/watched_tensors.py": {"_foreach_copy_", "torch.nn.modules.batchnorm._NormBase"},
-    "training/worker/trial_body.py": {"torch.nn.modules.batchnorm._NormBase", "torch.nn.modules.dropout._DropoutNd"},
+    "training/worker/loss_trial.py": {"torch.nn.modules.batchnorm._NormBase", "torch.nn.modules.dropout._DropoutNd"},
 }
 """By file, the names that Python, torch and others keep for themselves; the list can only shrink."""
 

@@ -196,7 +196,7 @@ def test_a_batch_whose_gradients_the_script_sets_is_trained(is_set: bool) -> Non
         if is_set:
             net.weight.grad = torch.autograd.grad(loss(net, x), net.weight)[0]
         optimizer.step()
-        assert step.trains_nothing() is not is_set
+        assert step.facts().trains_nothing is not is_set
 
 
 def test_a_second_step_for_one_batch_is_refused() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from farandole.training.state.digest_schedule import BLOCKS, EVERY, HEAD_BYTES, TURN, block_at, cut, is_due, sample_at
+from farandole.training.state.state_digest import BLOCKS, EVERY, HEAD_BYTES, TURN, block_at, cut, is_due, sample_at
 
 pytestmark = pytest.mark.core
 

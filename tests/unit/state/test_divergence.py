@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.training.state.divergence import Divergence, choose_right, differing
+from farandole.training.state.sync import Divergence, choose_right, differing
 
 pytestmark = pytest.mark.core
 

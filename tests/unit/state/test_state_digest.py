@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.training.state.digest_schedule import TURN
-from farandole.training.state.state_digest import named_tensors
+from farandole.training.state.state_digest import TURN
+from farandole.training.state.state_kinds import named_tensors
 from farandole.training.state.step_state import StepState
 from tests.unit.state.test_sync import trained_state
 

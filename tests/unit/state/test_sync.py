@@ -11,9 +11,8 @@ from farandole.base.membership import Progress
 from farandole.errors import FatalError, PeerLost
 from farandole.integrations.horovod.torch_state import TorchState
 from farandole.training.state import packing, sync
-from farandole.training.state.divergence import Divergence
 from farandole.training.state.state_digest import STRIKES, StateDigest
-from farandole.training.state.sync import Standing, choose_source, synchronize
+from farandole.training.state.sync import Divergence, Standing, choose_source, synchronize
 from farandole.training.state.tensor_digest import digest_of
 from tests.support.thread_world import ThreadTransport, ThreadWorld
 

@@ -436,3 +436,9 @@ def test_a_value_that_contains_itself_is_refused_by_name() -> None:
     value["list"].append(value)
     with pytest.raises(ConfigError, match=r"state.value is a dict that contains itself"):
         StepState(value=value)
+
+
+@pytest.mark.parametrize("name", ["on_step", "has_rehearsed", "watched", "progress", "step"])
+def test_a_value_cannot_take_the_name_of_something_that_the_state_has_itself(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the name '{name}' is reserved"):
+        StepState(**{name: [1.0]})

@@ -14,7 +14,7 @@ from farandole.base.wire.link_messages import Remark
 from farandole.errors import CollectiveMismatch, StepError
 from farandole.training.collectives import world
 from farandole.training.state import step
-from farandole.training.worker.left_out_batches import LEFT_OUT
+from farandole.training.worker.meetings import LEFT_OUT
 from farandole.training.worker.step_loop import StepLoop
 from tests.support.one_worker import Orders, as_a_newcomer
 

@@ -46,7 +46,7 @@ FILES = {
         "state/watched_tensors.py",
         "worker/bodies_without_effect.py",
         "worker/checkpoints.py",
-        "worker/leaving.py",
+        "worker/meetings.py",
         "worker/place.py",
         "worker/signals.py",
         "worker/step_loop.py",

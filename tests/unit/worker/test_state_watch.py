@@ -11,8 +11,7 @@ import pytest
 from farandole.base.wire.link_messages import StatesDiffered
 from farandole.errors import StateDiverged
 from farandole.training.collectives import world
-from farandole.training.state.divergence import Divergence
-from farandole.training.state.sync import SyncReport
+from farandole.training.state.sync import Divergence, SyncReport
 from farandole.training.worker.state_watch import StateWatch
 from tests.support.one_worker import Orders
 
@@ -109,7 +108,7 @@ def test_different_hashes_raise_suspicion_and_no_checkpoint_counts() -> None:
 def test_after_a_sync_all_have_the_same_state_and_a_checkpoint_counts() -> None:
     watched = Watched()
     watched.watch.compare_headers([BLOCK, BLOCK], True)
-    watched.watch.synchronized(SyncReport(0, (), 0))
+    watched.watch.synchronized(SyncReport(0, ()))
     watched.watch.hash_due(has_saved=False)
     assert (watched.checkpoints.verdicts, watched.watch.digest) == ([True], BLOCK)
     assert watched.orders.link.sent == []
@@ -118,7 +117,7 @@ def test_after_a_sync_all_have_the_same_state_and_a_checkpoint_counts() -> None:
 @pytest.mark.parametrize("place", [0, 1])
 def test_rank_0_reports_that_states_have_differed(place: int) -> None:
     watched = Watched(place)
-    watched.watch.synchronized(SyncReport(0, (1,), 8, FOUND))
+    watched.watch.synchronized(SyncReport(0, (1,), FOUND))
     assert watched.checkpoints.verdicts == [False]
     said = StatesDiffered(1, 7, "model.weight", 2, (1,), 0, False)
     assert watched.orders.link.sent == ([said] if place == 0 else [])
@@ -127,5 +126,5 @@ def test_rank_0_reports_that_states_have_differed(place: int) -> None:
 def test_a_state_that_is_set_to_fail_does_so_when_it_has_differed() -> None:
     watched = Watched(on_divergence="fail")
     with pytest.raises(StateDiverged, match=r"model\.weight"):
-        watched.watch.synchronized(SyncReport(0, (1,), 8, FOUND))
+        watched.watch.synchronized(SyncReport(0, (1,), FOUND))
     assert [said.is_fatal for said in watched.orders.link.sent] == [True]

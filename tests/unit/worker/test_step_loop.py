@@ -13,7 +13,7 @@ from farandole.base.wire.link_messages import FirstStep, Synced
 from farandole.errors import CollectiveMismatch, GenerationEnded
 from farandole.training.collectives import world
 from farandole.training.state import step
-from farandole.training.worker.epoch_ends import EPOCH_END
+from farandole.training.worker.meetings import EPOCH_END
 from farandole.training.worker.step_loop import StepLoop
 from tests.support.one_worker import Orders, as_a_newcomer
 

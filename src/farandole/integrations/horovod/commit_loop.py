@@ -37,7 +37,7 @@ from farandole.training.state.deep_copy import finish_all
 from farandole.training.state.session import SESSION, HostUpdateResult, RunLoop
 from farandole.training.state.sync import SyncReport
 from farandole.training.worker.checkpoints import Checkpoints, checkpoints
-from farandole.training.worker.leaving import all_have_finished
+from farandole.training.worker.meetings import all_have_finished
 from farandole.training.worker.signals import Signals
 from farandole.training.worker.worker_job import WorkerJob
 from farandole.training.worker.worker_recovery import regroup, report_first_step

@@ -383,7 +383,7 @@ class Padding:
     def is_due(self, batch: Batch | None) -> bool:
         """Return whether all gradients are reduced and the loop body has neither stepped nor dropped them."""
         is_reduced = batch is not None and batch.is_last and step.status() is StepStatus.REDUCED
-        return self.is_allowed and is_reduced and not step.is_dropped()
+        return self.is_allowed and is_reduced and not step.facts().is_dropped
 
     def next(self, batch: Batch | None) -> tuple[Batch, list[int], Any]:
         """Return a batch that does not count, its samples (none), and the last micro-batch's data again. Raises

@@ -313,7 +313,7 @@ def step_along(
     if closure is not None:
         return _step_with(closure, paths, optimizer, batch, apply)
     if not batch.is_last:
-        step.note_early_step()
+        step.facts().has_early_step = True
         for path in paths:
             path.end_body(batch)
         return False

@@ -276,7 +276,7 @@ class LoaderPath:
     def _note_set_alone(self, batch: Batch) -> None:
         """Count the samples of a worker alone, whose gradients stay where the script has set them."""
         gradients = self._reduction.gradients
-        if isinstance(gradients, LocalGradients) and not step.passed():
+        if isinstance(gradients, LocalGradients) and not step.facts().passed:
             set_ = (each.grad for each in gradients.parameters if each.grad is not None)
             if any(bool(_has_values(gradient)) for gradient in set_):
                 step.begin_pass(batch)

@@ -63,7 +63,7 @@ class OwnMethods(torch.optim.Optimizer):
         is_skipped = found_inf is not None and bool(found_inf)
         if found_inf is not None:
             step.refuse_unknown_scaler()
-        step.note_update(is_skipped)
+        step.facts().note_update(is_skipped)
         before, self._is_inside = self._is_inside, True
         names = () if self._base_scales else ("grad_scale", "found_inf")
         asked: dict[str, Any] = {name: self.__dict__.pop(name) for name in names if name in self.__dict__}

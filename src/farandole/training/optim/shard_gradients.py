@@ -203,7 +203,9 @@ class ShardGradients(BucketedGradients):
         found = self._audited.get(shard)
         if not found:
             return 0
-        parts = [found.get(id(parameter), 0) for parameter in self.parameters] + [step.digest_of_statistics(shard)]
+        parts = [found.get(id(parameter), 0) for parameter in self.parameters] + [
+            step.observer().digest_of_statistics(shard)
+        ]
         packed = struct.pack(f"<{len(parts)}Q", *parts)
         return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
@@ -226,7 +228,7 @@ class ShardGradients(BucketedGradients):
         if trailer and self._batch is not None:
             # Just before the last bucket: a thread may be reducing others until then, and more on one rank than on
             # another.
-            step.combine_shards(self._batch)
+            step.observer().combine_shards(self._batch)
         rows = [row.buckets[place].flat for row in self._rows[: self._nodes]]
         return with_shards(transport).all_reduce_shards(
             rows, self._division, trailer, self._common_factor(rows[0].dtype)

@@ -38,7 +38,7 @@ def header_of(batch: Batch, plan: int, own_weight: float, audited: tuple[int, in
         saved=int(SESSION.run_loop.has_saved()),
         own_shard=audited[0],
         other_shard=audited[1],
-        passed=step.passed(),
+        passed=step.facts().passed,
         content=global_batch.content,
     )
 
@@ -56,7 +56,7 @@ def conclude(headers: Sequence[StepHeader], batch: Batch) -> float:
     check(all_headers)
     weight = total([header.weight for header in all_headers])
     SESSION.recorder.agree(sum(header.samples for header in all_headers), ids_hash(all_headers))
-    step.agree_on_passes(sum(each.samples for each in all_headers), sum(each.passed for each in all_headers))
+    step.facts().agree_on_passes(sum(each.samples for each in all_headers), sum(each.passed for each in all_headers))
     SESSION.run_loop.agree([header.prepared for header in all_headers])
     SESSION.run_loop.compare([header.digest for header in all_headers], any(header.saved for header in all_headers))
     if SESSION.timer.is_needed:
@@ -71,7 +71,7 @@ def conclude_alone(batch: Batch) -> None:
     ids = SESSION.recorder.intend(batch)
     world.current().transport.barrier()
     SESSION.recorder.agree(batch.global_batch.samples, ids)
-    step.agree_on_passes(batch.global_batch.samples, step.passed())
+    step.facts().agree_on_passes(batch.global_batch.samples, step.facts().passed)
     SESSION.run_loop.agree([SESSION.run_loop.prepared()])
 
 

@@ -1,6 +1,4 @@
-"""Copies of nested values, whose tensors may be filled in later, also while training continues. Commits consist of
-them.
-"""
+"""Copies of nested values, whose tensors may be filled in while training continues. Commits consist of them."""
 
 from __future__ import annotations
 
@@ -28,10 +26,8 @@ _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class ValueSnapshot:
-    """A value as it was at the last commit. The next commit reuses the memory of its tensors.
-
-    is_on_host  copies are in host memory, on whatever device the tensors are: for values that are copied back in place
-    """
+    """A value as it was at the last commit; the next commit reuses the memory of its tensors. `is_on_host`: they are in
+    host memory, on whatever device the value's are, for values that are copied back in place."""
 
     def __init__(self, is_on_host: bool = False) -> None:
         self._is_on_host = is_on_host
@@ -41,7 +37,7 @@ class ValueSnapshot:
     def take(self, value: Any, is_later: Callable[[torch.Tensor], bool] | None = None) -> list[TensorPair]:
         """Remember `value`. Containers and objects are copied now; so are tensors, except those for which `is_later`
         holds. Their copies are returned, for the caller to carry out."""
-        walk = _Walk(self._targets, self._device)
+        walk = _Walk(self._targets, self._is_on_host)
         self._value = walk.copied(value)  # first, since it may raise
         self._targets = walk.targets
         later = []
@@ -62,21 +58,17 @@ class ValueSnapshot:
         """Return the value; no part of it is shared with the snapshot."""
         return copy.deepcopy(self._value)
 
-    def _device(self, source: torch.Tensor) -> torch.device:
-        return _CPU if self._is_on_host else source.device
-
 
 class _Walk:
     """A pass over a value. It copies containers and objects as copy.deepcopy() does, several times as fast for the
     usual contents of states, and puts tensors into the copy that are to be filled in later.
 
-    kept       target tensors of an earlier pass, which are reused where the layout is the same
-    device_of  returns the device of the target of a tensor
-    sources    tensors in the order in which they are found, each once; `targets` are the tensors in their places
+    kept     target tensors of an earlier pass, which are reused where the layout is the same
+    sources  tensors in the order in which they are found, each once; `targets` are the tensors in their places
     """
 
-    def __init__(self, kept: Sequence[torch.Tensor], device_of: Callable[[torch.Tensor], torch.device]) -> None:
-        self._kept, self._device_of = kept, device_of
+    def __init__(self, kept: Sequence[torch.Tensor], is_on_host: bool) -> None:
+        self._kept, self._is_on_host = kept, is_on_host
         self._memo: dict[int, Any] = {}
         self.sources: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
@@ -110,7 +102,7 @@ class _Walk:
         return copy.deepcopy(value, self._memo)
 
     def _target(self, source: torch.Tensor) -> torch.Tensor:
-        place, device = len(self.targets), self._device_of(source)
+        place, device = len(self.targets), _CPU if self._is_on_host else source.device
         target = self._kept[place] if place < len(self._kept) else None
         if target is None or target.device != device or _layout(target) != _layout(source):
             # Pinned, so that the device copies asynchronously, at its full speed.
@@ -126,17 +118,19 @@ class _Walk:
 
 
 def deep_copy(values: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Copy named values together, so that shared parts stay shared. Tensors lose their graph.
-
-    Raises ConfigError, naming the value, when one cannot be copied.
-    """
-    try:
-        copied: dict[str, Any] = _copied(dict(values))
-        return copied
-    except Exception:
-        for name, value in values.items():
-            _refuse_uncopyable(name, value, owner)
-        raise
+    """Copy named values together, so that shared parts stay shared; tensors lose their graph. Raises ConfigError,
+    naming the value, when one cannot be copied."""
+    copied, memo = dict[str, Any](), dict[int, Any]()
+    for name, value in values.items():
+        try:
+            memo |= {id(each): each.detach().clone() for each in tensors_in(value) if id(each) not in memo}
+            copied[name] = copy.deepcopy(value, memo)
+        except Exception as error:  # deepcopy raises any error of the value's own methods
+            raise ConfigError(
+                f"{owner}.{name} of type {type(value).__name__} cannot be copied ({error}), and so not committed: "
+                f"use values in {owner} that can be copied and pickled, or objects with state_dict()"
+            ) from error
+    return copied
 
 
 def refuse_learnable(values: Mapping[str, Any]) -> None:
@@ -202,21 +196,6 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.stride()
 
 
-def _copied(value: Any) -> Any:
-    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors_in(value)}
-    return copy.deepcopy(value, memo)
-
-
-def _refuse_uncopyable(name: str, value: object, owner: str) -> None:
-    try:
-        _copied(value)
-    except Exception as error:  # deepcopy raises any error of the value's own methods
-        raise ConfigError(
-            f"{owner}.{name} of type {type(value).__name__} cannot be copied ({error}), and so not committed: "
-            f"use values in {owner} that can be copied and pickled, or objects with state_dict()"
-        ) from error
-
-
 # Copies of tensors that are made while training continues, and that complete before the tensors change ----------------
 #
 # A commit begins a copy. The step() of every optimizer and the load_state_dict() of every hooked module first wait
@@ -269,8 +248,7 @@ class BackgroundCopy:
         self._thread.start()
 
     def postpone(self, pairs: Sequence[TensorPair]) -> None:
-        """Copy each source to its target on request, unless an optimizer steps first. All copies begun or postponed
-        earlier are dropped."""
+        """Copy each source to its target on request, unless an optimizer steps first. Drops all earlier copies."""
         self.forget()
         self._postponed = list(pairs)
 

@@ -1,18 +1,24 @@
-"""ElasticState: what both rules want of a state. StepState follows the step rule, State and TorchState of
-integrations/horovod the commit rule.
-"""
+"""What both rules want of a state. StepState follows the step rule, those of integrations/horovod the commit rule."""
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
+
+import msgspec
 
 from farandole.base.liveness import status_reporting
 from farandole.base.membership import Progress
+from farandole.training.collectives import world
 from farandole.training.state import step
-from farandole.training.state.save_once import save_once
+from farandole.training.state.session import SESSION
 from farandole.training.state.tracker import Tracker
+
+logger = logging.getLogger("farandole")
 
 
 class ElasticState:
@@ -50,16 +56,52 @@ class ElasticState:
         """Adapt to a changed world. Override it to rebuild objects that depend on rank() and size()."""
 
     def save_once(self, write: Callable[..., object], path: str | os.PathLike[str] | None = None) -> bool:
-        """Have one worker write a file of the script; see save_once.py.
+        """Have one worker write a file of the script, such as an exported model: one that is still in the job.
+
+        All ranks call it at the same place; it is no collective. `if rank() == 0: torch.save(...)` is not enough in an
+        elastic job: a worker that was disconnected and replaced may take itself for rank 0 long afterwards. So the
+        coordinator decides, as for a checkpoint.
+
+        With a path, a temporary file beside it replaces `path` atomically once the coordinator has agreed. `path` is
+        never an incomplete file, and never comes from a worker that was disconnected or from an older state than the
+        existing file. Without a path the coordinator is asked first; then `write()` may do anything that is harmless
+        when repeated: after a fault the script may reach the same place a second time.
 
         Args:
-            write: Writes the file, to the path that it is given if there is a `path`.
+            write: Writes the file, to the path that it is given if there is a `path`. Its errors propagate unchanged,
+                and no temporary file remains.
             path: A local or mounted file.
 
         Returns:
             True on the worker that has written it.
         """
-        return save_once(write, path, self._how_far())
+        if world.current().placement.rank != 0:
+            return False
+        if path is None:
+            if not self._may_save("the argument of save_once"):
+                return False
+            write()
+            return True
+        target = Path(path).absolute()
+        temporary = target.with_name(f".{secrets.token_hex(8)}.{target.name}")
+        try:
+            write(temporary)
+            _force(temporary)
+            if not self._may_save(str(target)):
+                return False
+            temporary.replace(target)
+            return True
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _may_save(self, file: str) -> bool:
+        if SESSION.may_save is None:
+            return True
+        progress = msgspec.structs.replace(self._how_far(), run_id=world.current().id.run_id)
+        refusal = SESSION.may_save(f"save-once-{secrets.token_hex(8)}", progress, file)
+        if refusal:
+            logger.warning("save_once: %s was not saved: %s", file, refusal)
+        return not refusal
 
     def log(self, **values: float | SupportsFloat) -> None:
         """Show numbers of this worker on the job's page, and in its metrics: `state.log(loss=loss, lr=0.1)`.
@@ -81,6 +123,14 @@ class ElasticState:
             status_reporting.log_numbers(values)
 
     def _how_far(self) -> Progress:
-        """Return the progress that save_once() compares, equal on all ranks. A state without a count is never older
-        than a file."""
+        """Return the progress, equal on all ranks. A state without a count is never older than a file."""
         return Progress()
+
+
+def _force(path: Path) -> None:
+    """Flush the file to disk: the rename must not precede its contents."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

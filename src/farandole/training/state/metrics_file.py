@@ -78,8 +78,7 @@ class MetricsFile:
             OSError: They, or earlier ones, cannot be written.
         """
         with self._lock:
-            if self._failure is not None:
-                self._raise_failure()
+            self._raise_failure()
             self._waiting.append((step, values))
             if now_s() - self._written_s >= _WRITE_EVERY_S:
                 self._append()

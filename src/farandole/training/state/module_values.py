@@ -22,11 +22,7 @@ _TRAINING, _REQUIRES_GRAD = "training", "requires_grad"
 
 
 class ModuleValues:
-    """The values of some modules, and what they were when this object was made.
-
-    Args:
-        modules: The modules by name.
-    """
+    """The values of some modules, by name, and what they were when this object was made."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
         self._modules = dict(modules)

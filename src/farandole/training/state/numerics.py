@@ -9,7 +9,6 @@ import hashlib
 import logging
 import platform
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from farandole.training.collectives.transport import Transport
 from farandole.training.state import step
 from farandole.training.state.batch import GlobalBatch
 from farandole.training.state.session import SESSION
+from farandole.training.state.tensor_digest import digest_of
 
 logger = logging.getLogger("farandole")
 
@@ -62,11 +62,8 @@ def _use_deterministic(is_on: bool, *, warn_only: bool) -> None:
 
 
 class Arithmetic(msgspec.Struct, frozen=True):
-    """The arithmetic of a process.
-
-    digest  SHA-256 of the self-test's results, as hexadecimal digits
-    text    the properties on which it may depend, for people
-    """
+    """The arithmetic of a process: the SHA-256 of the self-test's results, as hexadecimal digits, and for people the
+    properties on which it may depend."""
 
     digest: str
     text: str
@@ -81,7 +78,8 @@ def refuse_others(transport: Transport) -> None:
     """Compare the arithmetic of all workers, which all call it. Raises ConfigError on those that differ from the most,
     or from the lowest rank where there is no majority. The others lose them, and continue."""
     mine = own_arithmetic()
-    received = [msgspec.msgpack.decode(each, type=Arithmetic) for each in _gather(transport, mine)]
+    packed = transport.all_gather(msgspec.msgpack.encode(mine))
+    received = [msgspec.msgpack.decode(each, type=Arithmetic) for each in packed]
     counts = Counter(each.digest for each in received)
     right = max(received, key=lambda each: counts[each.digest])
     if mine.digest == right.digest:
@@ -113,20 +111,20 @@ class RepeatedShards:
         key = shard, id(parameter)
         if step.is_rehearsal():
             self._rehearsed = self._now
-            self._digests[key] = _crc(gradient)
+            self._digests[key] = digest_of([gradient])
         elif self._digests:
             if self._now != self._rehearsed:
                 self._digests.clear()
                 return
             before = self._digests.pop(key, None)
-            if before is not None and before != _crc(gradient):
+            if before is not None and before != digest_of([gradient]):
                 self._different.append(parameter)
 
     def refuse(self) -> None:
         """Raise StepError, with the names of parameters, where gradients differed."""
         if not self._different:
             return
-        names = list(dict.fromkeys(map(step.name_of, self._different)))
+        names = list(dict.fromkeys(map(step.observer().name_of, self._different)))
         self._different.clear()
         layer = layer_trace.first_difference()
         further = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -136,10 +134,6 @@ class RepeatedShards:
             f"operator with another result in each run, keeps a state of its own, or draws from a random generator of "
             f"its own: use the global one of torch, numpy or Python"
         )
-
-
-def _crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(bytes_of(tensor.detach()).numpy().data)
 
 
 class LayerTrace:
@@ -169,14 +163,15 @@ class LayerTrace:
     def first_difference(self) -> str:
         """Return a sentence about the layer that was the first with another output in the second run."""
         before = self._by_shard.get(self._shard, [])
-        for (layer, was), (other, crc) in zip(before, self._now, strict=False):
-            if layer is not other or was != crc:
-                return f"The first layer with another output is {step.name_of(other)} ({type(other).__name__})."
+        for (layer, was), (other, now) in zip(before, self._now, strict=False):
+            if layer is not other or was != now:
+                name = step.observer().name_of(other)
+                return f"The first layer with another output is {name} ({type(other).__name__})."
         return "All layers had the same outputs; it is the backward pass of the first of these that differs."
 
     def _note(self, layer: torch.nn.Module, _: object, output: object) -> None:
         if isinstance(output, torch.Tensor) and not layer._modules:
-            self._now.append((layer, _crc(output)))
+            self._now.append((layer, digest_of([output])))
 
 
 layer_trace = LayerTrace()
@@ -191,10 +186,6 @@ def warn_of_other_arithmetic(step: int) -> None:
         step,
         own_arithmetic().text,
     )
-
-
-def _gather(transport: Transport, mine: Arithmetic) -> list[bytes]:
-    return transport.all_gather(msgspec.msgpack.encode(mine))
 
 
 @functools.cache

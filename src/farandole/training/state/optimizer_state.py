@@ -27,12 +27,8 @@ GroupOptions = dict[str, list[dict[str, Any]]]
 
 
 class OptimizerState:
-    """The state of an optimizer and of the optimizers inside it. Make a new one when either may be another object.
-
-    Args:
-        name: Prefix of all names.
-        optimizer: The outermost optimizer.
-    """
+    """The state of an optimizer and of the optimizers inside it; all names begin with `name`. Make a new one when
+    either may be another object."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
@@ -65,15 +61,9 @@ class OptimizerState:
         return [[names.get(each, "") for each in group["params"]] for group in groups]
 
     def add_groups(self, members: Sequence[Sequence[str]], named: Mapping[str, torch.Tensor]) -> None:
-        """Add the groups that this optimizer lacks. Their options come with load_options().
-
-        Args:
-            members: The members() of another worker.
-            named: The parameters by name.
-
-        Raises:
-            ConfigError: The order of the parameters is another one there, or one of them is in no module.
-        """
+        """Add the groups that this optimizer lacks, whose options come with load_options(): `members` are the members()
+        of another worker, `named` the parameters by name. Raises ConfigError where the order of the parameters is
+        another one there, or one of them is in no module."""
         optimizer = self.optimizers[self.name]
         names = {each: name for name, each in named.items()}
         for number, (ours, theirs) in enumerate(zip(self.members(names), members, strict=False)):
@@ -132,12 +122,8 @@ class OptimizerState:
         return {name: entry for name, entry in found.items() if entry or not name.endswith((".state", ".groups"))}
 
     def load(self, entries: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Load the result of entries(), from another worker or an earlier time. Existing tensors are overwritten in
-        place.
-
-        Raises:
-            ConfigError: An object that cannot be sent, such as a function, is missing here.
-        """
+        """Load the result of entries(), from another worker or an earlier time, into existing tensors where there are
+        such. Raises ConfigError if an object that cannot be sent, such as a function, is missing here."""
         before, parameters = self.entries(), self.parameters
         put = _Putter(parameters)
         with torch.no_grad():
@@ -174,9 +160,9 @@ class OptimizerState:
             entry = entries.get(f"{name}.{place}")
             if entry is not None:
                 keyed.add(parameter)
-                put.beside = _Beside(parameter, optimizer)
+                put.begin_entry(parameter, optimizer)
                 state[parameter] = put(state.get(parameter, _MISSING), entry, f"{name}.{place}")
-        put.beside = _Beside(parameters[0])
+        put.begin_entry(parameters[0])
         saved = {put.key(key): value for key, value in entries.get(f"{name}.state", {}).items()}
         for key in [key for key in state if key not in saved and key not in keyed]:
             del state[key]
@@ -217,10 +203,8 @@ def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
 def load_state_dict_in_place(
     optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]
 ) -> None:
-    """Call `load`, the optimizer's load_state_dict(), so that the groups and `state` stay the same objects.
-
-    torch creates new ones, which an optimizer around or inside this one, or a scheduler, would not see.
-    """
+    """Call `load`, the optimizer's load_state_dict(), so that the groups and `state` stay the same objects: an
+    optimizer around or inside this one, or a scheduler, would not see the new ones that torch creates."""
     groups, state = optimizer.param_groups, optimizer.state
     load(state_dict)
     if optimizer.param_groups is not groups:
@@ -334,40 +318,19 @@ def _is_trained(key: str, value: Any) -> bool:
 # From received values to the live state -------------------------------------------------------------------------------
 
 
-class _Missing:
-    pass
-
-
-_MISSING = _Missing()
-
-
-class _Beside:
-    """Placement of a tensor that was made on another worker and is in host memory.
-
-    owner  the optimizer whose entry contains the tensor; None: it belongs to no parameter
-    """
-
-    def __init__(self, parameter: torch.Tensor, owner: torch.optim.Optimizer | None = None) -> None:
-        self._parameter, self._owner = parameter, owner
-
-    def __call__(self, tensor: torch.Tensor, key: Any) -> torch.Tensor:
-        """Move a tensor as torch's load_state_dict() does: to the parameter's device. A step counter stays on the CPU
-        unless a kernel reads it."""
-        is_counter = key == "step" if self._owner is not None else tensor.dim() == 0
-        return tensor if is_counter and not self._is_read_by_kernel() else tensor.to(self._parameter.device)
-
-    def _is_read_by_kernel(self) -> bool:
-        groups = self._owner.param_groups if self._owner is not None else []
-        group = next((each for each in groups if any(p is self._parameter for p in each["params"])), {})
-        return bool(group.get("capturable") or group.get("fused"))
+_MISSING = object()
 
 
 class _Putter:
-    """Puts the output of a _Taker into live values, in place where possible."""
+    """Puts the output of an EntryConverter into live values, in place where possible."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
-        self.beside = _Beside(parameters[0])
+        self.begin_entry(parameters[0])
+
+    def begin_entry(self, parameter: torch.Tensor, owner: torch.optim.Optimizer | None = None) -> None:
+        """Begin the entry of a parameter in the optimizer `owner`; None: what belongs to no parameter."""
+        self._parameter, self._owner = parameter, owner
 
     def __call__(self, live: Any, saved: Any, path: str, key: Any = None) -> Any:
         """Return the new value in place of `live`: often `live` itself, changed."""
@@ -398,12 +361,21 @@ class _Putter:
             return tuple(map(self.key, saved))
         return self.parameters[saved[1]] if kind == PARAMETER else id(self.parameters[saved[1]])
 
+    def _placed(self, tensor: torch.Tensor, key: Any) -> torch.Tensor:
+        """Move a tensor of another worker, which is in host memory, to the parameter's device, as torch's
+        load_state_dict() does. A step counter stays on the CPU unless a kernel reads it."""
+        is_counter = key == "step" if self._owner is not None else tensor.dim() == 0
+        groups = self._owner.param_groups if is_counter and self._owner is not None else []
+        group = next((each for each in groups if any(p is self._parameter for p in each["params"])), {})
+        is_read_by_kernel = group.get("capturable") or group.get("fused")
+        return tensor if is_counter and not is_read_by_kernel else tensor.to(self._parameter.device)
+
     def _tensor(self, live: Any, saved: torch.Tensor, key: Any) -> Any:
         if isinstance(live, torch.Generator):
             live.set_state(saved.contiguous())
             return live
         if not isinstance(live, torch.Tensor):
-            return self.beside(saved, key)
+            return self._placed(saved, key)
         if live.shape != saved.shape or live.dtype != saved.dtype:
             return saved.to(live.device)
         live.detach().copy_(saved)
@@ -412,7 +384,7 @@ class _Putter:
     def _tuple(self, live: Any, saved: tuple[Any, ...], path: str) -> Any:
         kind = _kind(saved)
         if kind == STAYS[0]:
-            if isinstance(live, _Missing):
+            if live is _MISSING:
                 raise ConfigError(
                     f"{path} is a function, or another object that cannot be sent to other workers, and is missing "
                     f"on this worker: create it in the optimizer's __init__()"
@@ -456,3 +428,32 @@ def _kind(saved: tuple[Any, ...]) -> str | None:
 
 
 _KINDS = frozenset({PARAMETER, ID, STRIDED, STAYS[0]})
+
+
+# Optimizers that cannot train with a loader of Farandole: they are refused when a state is created with them ----------
+
+_WHY_REFUSED = {
+    torch.optim.LBFGS: (
+        "evaluates its closure as often as the loss on this worker's local batch requires, so that workers would run "
+        "different numbers of reductions"
+    ),
+    torch.optim.SparseAdam: (
+        "needs sparse gradients, and those of the global batch are dense; use torch.optim.Adam for them"
+    ),
+}
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for an optimizer that cannot train with a loader of Farandole, or that contains one."""
+    for each in with_inner("optimizer", optimizer).values():
+        if each is not optimizer and hasattr(each, "abandon_step"):
+            raise ConfigError(
+                f"the {type(optimizer).__name__} of the TorchState contains a DistributedOptimizer, and would step "
+                f"even when the step is skipped: wrap the outermost optimizer in DistributedOptimizer(...)"
+            )
+        for kind, why in _WHY_REFUSED.items():
+            if isinstance(each, kind):
+                raise ConfigError(
+                    f"torch.optim.{kind.__name__} {why}. Use another optimizer, or train without a DataLoader of "
+                    f"Farandole, under the commit rule"
+                )

@@ -80,7 +80,13 @@ def pack_metadata(metadata: Mapping[str, Any]) -> Packed:
         return pack(metadata)
     except Exception as error:
         for name, value in metadata["values"].items():
-            _refuse_unpicklable(name, value, error)
+            try:
+                pack(value)
+            except Exception:  # noqa: BLE001 - pickle raises any error of the value's own methods
+                raise ConfigError(
+                    f"state.{name} of type {type(value).__name__} cannot be pickled ({error}); other workers could not "
+                    f"receive it: use values in TorchState that can be pickled, or objects with state_dict()"
+                ) from error
         raise
 
 
@@ -98,21 +104,10 @@ def refuse_other_model(
             )
 
 
-def _refuse_unpicklable(name: str, value: object, error: Exception) -> None:
-    try:
-        pack(value)
-    except Exception:  # noqa: BLE001 - pickle raises any error of the value's own methods
-        raise ConfigError(
-            f"state.{name} of type {type(value).__name__} cannot be pickled ({error}); other workers could not "
-            f"receive it: use values in TorchState that can be pickled, or objects with state_dict()"
-        ) from error
-
-
-# A copy of the metadata, made at every boundary and read only when a step is repeated or on request.
+# A copy of the metadata, made at every boundary and read only when a step is repeated or on request -------------------
 #
 # Making the copy must be fast. Tensors are copied into existing memory. The rest usually consists of immutable
 # values: it is kept as it is then, and serialized when it is read.
-
 
 _UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
 

@@ -25,15 +25,12 @@ class Packed:
 
 
 def pack(value: Any) -> Packed:
-    """Divide a value into bytes and tensors. The tensors are the value's own, not copies; they may be nested in any
-    picklable structure.
-
-    Raises the errors of pickle for values that cannot be pickled.
-    """
+    """Divide a value into bytes and tensors: its own, not copies, nested in any structure that can be pickled. Raises
+    the errors of pickle for other values."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
-    forms = pickle.dumps([(tuple(each.shape), _name_of(each.dtype)) for each in pickler.tensors])
+    forms = pickle.dumps([(tuple(each.shape), str(each.dtype).removeprefix("torch.")) for each in pickler.tensors])
     return Packed(_LENGTH.pack(len(forms)) + forms + file.getvalue(), pickler.tensors)
 
 
@@ -57,10 +54,6 @@ def _read_forms(file: io.BytesIO) -> list[tuple[tuple[int, ...], str]]:
 
 
 _LENGTH = struct.Struct("<Q")
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Pickler(pickle.Pickler):
@@ -102,45 +95,35 @@ def broadcast_all(transport: Transport, tensors: Sequence[torch.Tensor] | None, 
     the same shapes and dtypes as the source's, in the same order, on the CPU.
     """
     piece = torch.empty(min(PIECE_BYTES, total_bytes), dtype=torch.uint8)
-    cursor = _Cursor(tensors) if tensors is not None else None
+    pieces = _in_pieces(tensors) if tensors is not None else None
     for start in range(0, total_bytes, PIECE_BYTES):
         part = piece[: min(PIECE_BYTES, total_bytes - start)]
-        if transport.rank == source and cursor is not None:
-            cursor.copy_to(part)
+        views = next(pieces) if pieces is not None else []
+        parts = torch.split(part, [each.numel() for each in views]) if views else ()
+        if transport.rank == source:
+            for view, each in zip(views, parts, strict=True):
+                each.copy_(view)  # the source's tensors may be on a device
         transport.broadcast(part, source)
-        if transport.rank != source and cursor is not None:
-            cursor.copy_from(part)
+        if transport.rank != source:
+            for view, each in zip(views, parts, strict=True):
+                view.copy_(each)
+
+
+def _in_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the bytes of several tensors as if they were one: the views that make up one piece after the other."""
+    views, room = list[torch.Tensor](), PIECE_BYTES
+    for tensor in tensors:
+        raw = bytes_of(tensor)
+        while raw.numel():
+            views.append(raw[:room])
+            raw = raw[room:]
+            room -= views[-1].numel()
+            if not room:
+                yield views
+                views, room = [], PIECE_BYTES
+    if views:
+        yield views
 
 
 def total_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-class _Cursor:
-    """Iterates over the bytes of several tensors as if they were one."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._index = 0
-        self._offset = 0
-
-    def copy_to(self, piece: torch.Tensor) -> None:
-        for raw, part in self._walk(piece):
-            part.copy_(raw)
-
-    def copy_from(self, piece: torch.Tensor) -> None:
-        for raw, part in self._walk(piece):
-            raw.copy_(part)
-
-    def _walk(self, piece: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of equally long views, (part of a tensor, part of the piece), until the end of the piece."""
-        done = 0
-        while done < piece.numel():
-            raw = bytes_of(self._tensors[self._index])
-            count = min(raw.numel() - self._offset, piece.numel() - done)
-            if count:
-                yield raw[self._offset : self._offset + count], piece[done : done + count]
-            done += count
-            self._offset += count
-            if self._offset == raw.numel():
-                self._index, self._offset = self._index + 1, 0

@@ -121,10 +121,8 @@ class TrainedSamples:
 
 
 class SamplerRecorder:
-    """The samples that samplers were told of, under the commit rule; this one records nothing.
-
-    is_needed  whether it records: collecting its arguments takes time
-    """
+    """The samples that samplers were told of, under the commit rule, and whether they are needed: collecting them takes
+    time. This one records nothing."""
 
     is_needed = False
 
@@ -136,33 +134,21 @@ class SamplerRecorder:
 
 
 class Auditor:
-    """The audit of strict mode; this one compares nothing. `ShardInquiry` in worker/shard_inquiry.py does."""
+    """The audit of strict mode; this one compares nothing. `StrictSteps` in worker/strict_steps.py does."""
 
     def compare(self, global_batch: GlobalBatch, own: Sequence[int], again: Sequence[int]) -> None:
-        """Compare the results of the audited shards, before a step is applied.
-
-        Args:
-            global_batch: The global batch, which has an audit.
-            own: The digest of each rank's audited shard, by rank.
-            again: The digest of the shard that each rank has computed again, by rank.
-
-        Raises:
-            ShardsDiffer: Alike on all ranks: two results differ.
-        """
+        """Compare the results of audited shards before a step is applied: by rank, the digest of its own audited shard,
+        and that of the shard which it has computed again. Raises ShardsDiffer, alike on all ranks, when two differ."""
 
 
 class Timer:
-    """The times of the steps, where local batches follow the speed of the workers; this one measures nothing. `Balance`
-    in data/balance.py does.
-
-    is_needed  whether it measures
-    """
+    """The times of the steps, where local batches follow the speed of the workers, and whether they are needed; this
+    one measures nothing. `Balance` in data/balance.py does."""
 
     is_needed = False
 
     def take_own_ns(self) -> int:
-        """Return this worker's time for the step whose gradients it is about to reduce, in nanoseconds; 0: not
-        measured."""
+        """Return the nanoseconds that this worker took for the step that it is about to reduce; 0: not measured."""
         return 0
 
     def agreed(self, samples: Sequence[int], own_ns: Sequence[int]) -> None:
@@ -193,19 +179,14 @@ class Session:
     ) -> None:
         """Enter an elastic function. None: the job does not have this part."""
         self.is_elastic, self.run_loop = True, run_loop
-        self.recorder = recorder or _NO_RECORDER
-        self.sampler_recorder = sampler_recorder or _NO_SAMPLER_RECORDER
-        self.auditor, self.timer = auditor or _NO_AUDITOR, timer or _NO_TIMER
+        self.recorder, self.sampler_recorder = recorder or Recorder(), sampler_recorder or SamplerRecorder()
+        self.auditor, self.timer = auditor or Auditor(), timer or Timer()
 
     def close(self) -> None:
         """Leave the elastic function. Idempotent."""
-        self.is_elastic, self.run_loop = False, _NO_RUN_LOOP
-        self.recorder, self.sampler_recorder = _NO_RECORDER, _NO_SAMPLER_RECORDER
-        self.auditor, self.timer = _NO_AUDITOR, _NO_TIMER
+        self.open(RunLoop())
+        self.is_elastic = False
 
-
-_NO_RUN_LOOP, _NO_RECORDER, _NO_SAMPLER_RECORDER = RunLoop(), Recorder(), SamplerRecorder()
-_NO_AUDITOR, _NO_TIMER = Auditor(), Timer()
 
 SESSION = Session()
 """That of this process."""

@@ -25,12 +25,8 @@ _UINT64 = (1 << 64) - 1
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """The audit of one global batch.
-
-    Attributes:
-        shards: The audited shard of each rank, by rank; -1 for a rank without shards.
-        shift: Rank r computes the audited shard of rank (r + shift) % size again.
-    """
+    """The audit of one global batch: the audited shard of each rank, by rank; -1 for a rank without shards. Rank r
+    computes that of rank (r + shift) % size again."""
 
     shards: tuple[int, ...]
     shift: int
@@ -45,13 +41,9 @@ class Audit(msgspec.Struct, frozen=True):
 
 
 class AuditRule(msgspec.Struct, frozen=True):
-    """The rule by which audits are drawn.
-
-    Attributes:
-        fraction: Fraction of the shards that are audited, from 0 to 1. At most one shard of each rank is, in a step.
-        seed: That of the loader.
-        round: 0: global batches are drawn. From 1 on: every global batch is audited, each round by other ranks.
-    """
+    """The rule by which audits are drawn: a fraction of the shards, from 0 to 1, is audited, at most one of each rank
+    in a step. In round 0, global batches are drawn with the loader's seed; from 1 on every one is audited, each round
+    by other ranks."""
 
     fraction: float
     seed: int
@@ -108,13 +100,8 @@ def judge(claims: Sequence[Claim], is_last: bool) -> frozenset[int] | None:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The outcome of an inquiry.
-
-    Attributes:
-        shard: The shard whose results differed.
-        culprits: The ranks that computed it wrongly; none: it could not be found out.
-        witnesses: The other ranks that computed it, too: rightly, if there are culprits.
-    """
+    """The outcome of an inquiry: the ranks that computed a shard wrongly, or none if it could not be found out; and the
+    other ranks that computed it, too: rightly, if there are culprits."""
 
     shard: int
     culprits: tuple[int, ...]
@@ -122,16 +109,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Inquiry:
-    """The results of shards that two ranks have computed differently.
+    """The results of shards that two ranks have computed differently; the first ones are given as to Auditor.compare().
 
-    Args:
-        audit: The audit of the first results.
-        own: The digest of each rank's audited shard, by rank.
-        again: The digest of the shard that each rank has computed again, by rank.
-
-    Attributes:
-        round: Number of the round that is due.
-        is_open: Results differed, so that there is something to inquire.
+    round    number of the round that is due
+    is_open  results differed, so that there is something to inquire
     """
 
     def __init__(self, audit: Audit, own: Sequence[int], again: Sequence[int]) -> None:

@@ -17,17 +17,8 @@ from farandole.training.state.tensor_digest import digest_of
 
 
 class ShardStatistics:
-    """The running statistics of layers like BatchNorm.
-
-    Args:
-        layers: The layers that keep a running mean and variance.
-
-    Attributes:
-        values: The means and variances, live.
-
-    Raises:
-        ConfigError: A layer computes its statistics over the batches of all workers.
-    """
+    """The running means and variances of layers like BatchNorm; `values` are the live ones. Raises ConfigError for a
+    layer that computes its statistics over the batches of all workers."""
 
     def __init__(self, layers: Sequence[_NormBase]) -> None:
         self.values: list[torch.Tensor] = []

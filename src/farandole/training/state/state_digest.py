@@ -8,15 +8,12 @@ boundaries only, where the state of all ranks is that of the last decided step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 
 from farandole.training.collectives.connection_pair import bytes_of, memory_at
-from farandole.training.state.digest_schedule import TURN, ByteRange, block_at, cut, is_due, sample_at
-from farandole.training.state.optimizer_state import with_inner
+from farandole.training.state.state_kinds import NamedTensor
 from farandole.training.state.tensor_digest import LONG_BYTES, Piece, digest, digest_of
 
 STRIKES = 3
@@ -52,7 +49,7 @@ class StateDigest:
 
     def of_sample(self, step: int, trained_only: bool) -> int:
         """Return a digest of a sample that is read in a few milliseconds, of the tensors as they are now."""
-        layout = self._begin_layout(step, (each for each in self._tensors() if each.is_trained or not trained_only))
+        layout = _BlockLayout(step, (each for each in self._tensors() if each.is_trained or not trained_only))
         return digest(layout.pieces(sample_at(step, layout.sizes, layout.blocks)) or ())
 
     def by_name(self) -> dict[str, int]:
@@ -61,26 +58,18 @@ class StateDigest:
         return {name: digest_of([tensor]) for name, tensor in found if tensor is not None}
 
     def resolved(self, step: int, repaired: Mapping[str, int], local: Collection[str]) -> None:
-        """Note that all ranks have the same state again.
-
-        Args:
-            step: Number of decided steps.
-            repaired: Names of buffers and tracked tensors that differed, as `suspects`.
-            local: Names of the tensors that no comparison includes from now on.
-        """
+        """Note that all ranks have the same state again after this step. From now on `repaired` are the suspects, and
+        no comparison includes `local`."""
         self.is_suspicious, self._layout = False, None
         self.local, self.suspects, self._equal_at = frozenset(local), repaired, step
 
     def _of_block(self, step: int) -> int:
         layout = self._layout
-        if layout is None or layout.is_outdated(step):
-            layout = self._begin_layout(step, self._compared())
-            self._layout = layout
-        pieces = layout.pieces(layout.blocks[block_at(step, len(layout.blocks))])
-        if pieces is None:  # the tensors are not those of the layout
-            self._layout = layout = self._begin_layout(step, self._compared())
-            pieces = layout.pieces(layout.blocks[block_at(step, len(layout.blocks))]) or []
-        return digest(pieces)
+        pieces = None if layout is None or layout.is_outdated(step) else layout.block(step)
+        if pieces is None:  # it is outdated, or the tensors are other ones
+            self._layout = layout = _BlockLayout(step, self._compared())
+            pieces = layout.block(step)
+        return digest(pieces or ())
 
     def _of_suspects(self, step: int) -> int:
         found = (each.find() for each in self._compared() if each.name in self.suspects)
@@ -91,9 +80,6 @@ class StateDigest:
     def _compared(self) -> Iterator[NamedTensor]:
         return (each for each in self._tensors() if each.name not in self.local)
 
-    def _begin_layout(self, step: int, tensors: Iterable[NamedTensor]) -> _BlockLayout:
-        return _BlockLayout(step, list(tensors))
-
 
 class _BlockLayout:
     """The tensors of a state, and the blocks into which they are cut.
@@ -102,11 +88,11 @@ class _BlockLayout:
     first steps it is made more often, since optimizers create their state in their first step.
     """
 
-    def __init__(self, step: int, tensors: Sequence[NamedTensor]) -> None:
-        self._step, self._tensors = step, tensors
+    def __init__(self, step: int, tensors: Iterable[NamedTensor]) -> None:
+        self._step, self._tensors = step, list(tensors)
         self._shapes = []
         self.sizes = []
-        for each in tensors:
+        for each in self._tensors:
             tensor = each.find()
             assert tensor is not None, "the tensor was found before"
             self._shapes.append((tensor.shape, tensor.dtype))
@@ -115,6 +101,10 @@ class _BlockLayout:
 
     def is_outdated(self, step: int) -> bool:
         return step // TURN != self._step // TURN or step <= 16
+
+    def block(self, step: int) -> list[Piece] | None:
+        """Return the bytes of the block that is due at this step, or was due last; None as pieces() does."""
+        return self.pieces(self.blocks[block_at(step, len(self.blocks))])
 
     def pieces(self, parts: Sequence[ByteRange]) -> list[Piece] | None:
         """Return the bytes of these parts; None when a tensor does not exist any more, or has another shape."""
@@ -139,150 +129,82 @@ def _bytes(tensor: torch.Tensor, start: int, stop: int) -> Piece:
     return bytes_of(tensor[first:last])[start - first * row : stop - first * row]
 
 
-# The tensors of a state, by name --------------------------------------------------------------------------------------
+# The schedule by which parts of the state are hashed ------------------------------------------------------------------
 #
-# Names of all tensors of a StepState that must be equal on all ranks, and access to them by name. Only this module
-# has this knowledge.
+# It depends only on the sizes of the tensors and the step, so that all ranks hash the same part.
+
+EVERY = 8
+"""Steps from one hashed block to the next one."""
+
+BLOCKS = 32
+"""Maximum number of blocks of a state."""
+
+TURN = EVERY * BLOCKS
+"""Steps in which every block is hashed once."""
+
+HEAD_BYTES = 4096  # of each tensor of a sample
+_WHOLE_BYTES = 6 << 20  # a state of at most this size is its own sample: some 2 ms
+_MORE_BYTES = 1 << 20  # of the block in turn, in a sample
+_HEADS = 400  # tensors in a sample: some 3 ms
+
+_TENSOR_BYTES = 16 << 10  # bytes that are hashed in the time that one more tensor costs
+_BLOCK_BYTES = 2 * _TENSOR_BYTES  # smallest block, where that saves steps
 
 
-class Kinds(Protocol):
-    """The values that a state was given, by name; see step_state.py."""
+class ByteRange(NamedTuple):
+    """Bytes [start, stop) of the tensor at `place` of the list."""
 
-    @property
-    def modules(self) -> dict[str, torch.nn.Module]: ...
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Optimizer]: ...
-    @property
-    def stateful(self) -> dict[str, Any]: ...
-    @property
-    def values(self) -> list[str]: ...
+    place: int
+    start: int
+    stop: int
 
 
-class NamedTensor(NamedTuple):
-    """A tensor of a state.
-
-    name      as "model.0.weight", "optimizer.0.exp_avg" or "ema.module.0.bias"
-    owner     the object that contains it, and stays the same; looked up by the keys of `path`, it gives the live tensor
-    is_trained  parameters and optimizer state, which only an optimizer's step changes
-    """
-
-    name: str
-    owner: Any
-    path: tuple[Any, ...]
-    is_trained: bool
-
-    def find(self) -> torch.Tensor | None:
-        """Return the live tensor; None when it does not exist any more."""
-        value = self.owner
-        for key in self.path:
-            try:
-                if isinstance(value, dict) and key not in value:  # reading a defaultdict would add it
-                    return None
-                value = value[key]
-            except (LookupError, TypeError):
-                return None
-        return value if _is_plain(value) else None
+def is_due(step: int) -> bool:
+    """Return whether a block is hashed at the boundary before this step."""
+    return step % EVERY == 0
 
 
-def named_tensors(kinds: Kinds, attributes: Mapping[str, Any], has_all_buffers: bool = False) -> list[NamedTensor]:
-    """Return all tensors of a state, each once, in the same order on all ranks.
-
-    Running statistics of BatchNorm are excluded unless `has_all_buffers`: except in strict mode, each rank computes its
-    own from its local batch. So are buffers of a DistributedDataParallel that broadcasts them: each forward pass begins
-    with those of rank 0, and may change them by its local batch. Sparse tensors are excluded too, and tensors of other
-    classes, such as those of a sharded model, whose parts differ by rank.
-
-    Args:
-        kinds: The values that the state was given.
-        attributes: The attributes of the state, which contain its plain values.
-        has_all_buffers: Include running statistics.
-    """
-    seen: dict[int, torch.Tensor] = {}  # kept alive during the loop: state_dict() may create them anew
-    found = []
-    for each in _all(kinds, attributes, has_all_buffers):
-        tensor = each.find()
-        if tensor is not None and id(tensor) not in seen:
-            seen[id(tensor)] = tensor
-            found.append(each)
-    return found
+def cut(sizes: Sequence[int]) -> list[list[ByteRange]]:
+    """Cut tensors of these sizes in bytes into at most BLOCKS blocks that take about the same time; at least one."""
+    total = sum(sizes) + _TENSOR_BYTES * len(sizes)
+    blocks = max(1, min(BLOCKS, total // _BLOCK_BYTES))
+    length = -(-total // blocks)
+    cuts: list[list[ByteRange]] = [[] for _ in range(blocks)]
+    position = 0
+    for place, size in enumerate(sizes):
+        position += _TENSOR_BYTES
+        start = 0
+        while start < size:
+            block = min((position + start) // length, blocks - 1)
+            end = size if block == blocks - 1 else (block + 1) * length - position
+            stop = min(size, -(-end // 64) * 64)
+            cuts[block].append(ByteRange(place, start, stop))
+            start = stop
+        position += size
+    return cuts
 
 
-def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the values in nested containers, with the keys that lead to them; not the containers themselves."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from tensors_in(each, (*path, key))
-    elif isinstance(value, list | tuple):
-        for key, each in enumerate(value):
-            yield from tensors_in(each, (*path, key))
-    else:
-        yield path, value
+def block_at(step: int, blocks: int) -> int:
+    """Return the number of the block that is due at this step, or was due last."""
+    return step // EVERY % blocks
 
 
-def _all(kinds: Kinds, attributes: Mapping[str, Any], has_all_buffers: bool) -> Iterator[NamedTensor]:
-    for name, module in kinds.modules.items():
-        yield from _of_module(f"{name}.", module, has_all_buffers)
-    for name, optimizer in kinds.optimizers.items():
-        for inner, each in with_inner(name, optimizer).items():
-            yield from _of_optimizer(inner, each)
-    for name, value in kinds.stateful.items():
-        yield from _nested(name, _StateDict(value), (), value.state_dict())
-    for name in kinds.values:
-        yield from _nested(name, attributes, (name,), attributes[name])
+def sample_at(step: int, sizes: Sequence[int], blocks: Sequence[Sequence[ByteRange]]) -> list[ByteRange]:
+    """Return the parts that are compared where time is short. A state of a few MiB is compared whole. Of a larger one,
+    the parts are the beginning of each tensor (with very many tensors, of some of them in turn) and the beginning of
+    one block in turn."""
+    if sum(sizes) <= _WHOLE_BYTES and len(sizes) <= _HEADS:
+        return [ByteRange(place, 0, size) for place, size in enumerate(sizes)]
+    stride = -(-len(sizes) // _HEADS)
+    heads = [
+        ByteRange(place, 0, min(size, HEAD_BYTES)) for place, size in enumerate(sizes) if (place + step) % stride == 0
+    ]
+    return [*heads, *_beginning(blocks[block_at(step, len(blocks))])]
 
 
-def _of_module(
-    prefix: str, module: torch.nn.Module, has_all_buffers: bool, are_broadcast: bool = False
-) -> Iterator[NamedTensor]:
-    for key in module._parameters:
-        yield NamedTensor(prefix + key, module._parameters, (key,), is_trained=True)
-    if isinstance(module, DistributedDataParallel):
-        are_broadcast |= bool(module.broadcast_buffers)
-    # The base class of all BatchNorm and InstanceNorm layers (torch 2.13, torch/nn/modules/batchnorm.py).
-    if has_all_buffers or not (are_broadcast or isinstance(module, _NormBase)):
-        for key in module._buffers:
-            yield NamedTensor(prefix + key, module._buffers, (key,), is_trained=False)
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from _of_module(f"{prefix}{key}.", child, has_all_buffers, are_broadcast)
-
-
-def _of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[NamedTensor]:
-    """Yield the tensors of an optimizer. Parameters in no module are included; those of modules came before.
-    optimizer.state is another object after load_state_dict()."""
-    owner, number = optimizer.__dict__, 0
-    for place, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            yield NamedTensor(f"{name}.{number}", owner, ("param_groups", place, "params", index), is_trained=True)
-            if parameter in optimizer.state:
-                path = ("state", parameter)
-                entry = optimizer.state[parameter]
-                for keys, _ in tensors_in({key: entry[key] for key in sorted(entry, key=str)}):
-                    path_text = ".".join(map(str, (number, *keys)))
-                    yield NamedTensor(f"{name}.{path_text}", owner, (*path, *keys), is_trained=True)
-            number += 1
-
-
-def _nested(name: str, owner: Any, path: tuple[Any, ...], value: Any) -> Iterator[NamedTensor]:
-    for keys, each in tensors_in(value):
-        if isinstance(each, torch.Tensor):
-            yield NamedTensor(".".join(map(str, (name, *keys))), owner, (*path, *keys), is_trained=False)
-
-
-class _StateDict:
-    """Access to an object whose tensors are reachable only through its state_dict()."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._value.state_dict()[key]
-
-
-def _is_plain(value: object) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and value.device.type != "meta"
-    )
+def _beginning(block: Sequence[ByteRange]) -> Iterator[ByteRange]:
+    left = _MORE_BYTES
+    for place, start, stop in block:
+        if left > 0:
+            yield ByteRange(place, start, min(stop, start + left))
+        left -= stop - start

@@ -41,8 +41,6 @@ import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from farandole.base.liveness import status_reporting
 from farandole.errors import StepError
 from farandole.training.state.batch import Batch
@@ -74,6 +72,49 @@ _DECIDES_AFTER = frozenset({NONE, REDUCED, DECIDED})
 
 
 @dataclass
+class Facts:
+    """What is known of the training of the current global batch. Where nothing else is said, of this worker's part.
+
+    passed           samples for which a backward pass has run
+    is_left_out      all workers leave the batch out
+    has_early_step   step() was called before the last micro-batch, without effect
+    is_dropped       the script has dropped the reduced gradients: zero_grad() was called, and no step() before. All
+                     workers leave the batch out then
+    has_inf, has_updated  an optimizer has skipped its update; another one has not
+    has_untrained    no backward pass has run for some of all workers' samples
+    is_without_pass  ... for none of them
+    """
+
+    passed: int = 0
+    is_left_out: bool = False
+    has_early_step: bool = False
+    is_dropped: bool = False
+    has_inf: bool = False
+    has_updated: bool = False
+    has_untrained: bool = False
+    is_without_pass: bool = False
+
+    def note_update(self, is_skipped: bool) -> None:
+        """Note that an optimizer has applied its gradients; or has not, since a GradScaler has found inf or NaN."""
+        self.has_inf |= is_skipped
+        self.has_updated |= not is_skipped
+
+    def agree_on_passes(self, samples: int, passed: int) -> None:
+        """Note, from the headers of all ranks, the samples of a global batch, and those that were passed."""
+        self.has_untrained, self.is_without_pass = passed < samples, not passed
+
+    @property
+    def trains_nothing(self) -> bool:
+        """True when the step that is decided has trained none of its samples."""
+        return self.is_left_out or self.is_without_pass or (self.has_inf and not self.has_updated)
+
+    @property
+    def trains_in_part(self) -> bool:
+        """True when the step that is decided has trained only some of its samples."""
+        return self.has_untrained and not self.trains_nothing
+
+
+@dataclass
 class _OpenStep:
     status: StepStatus = NONE
     batch: Batch | None = None
@@ -89,14 +130,7 @@ class _OpenStep:
     has_passed: bool = False
     was_handed_out: bool = False  # see take_handed_out()
     passed_in: Batch | None = None  # the batch of the last backward pass
-    passed: int = 0  # samples of this worker, in the global batch, for which a backward pass has run
-    has_untrained: bool = False  # no backward pass has run for some of all workers' samples
-    is_without_pass: bool = False  # ... for none of them
-    is_left_out: bool = False  # by all workers
-    has_early_step: bool = False  # step() was called before the last micro-batch
-    is_dropped: bool = False  # zero_grad() was called when its gradients were reduced, and no step() before
-    has_inf: bool = False  # an optimizer has skipped its update, since a GradScaler has found inf or NaN
-    has_updated: bool = False  # an optimizer has not
+    facts: Facts = field(default_factory=Facts)
     observer: Observer = NO_OBSERVER
     when_decided: Callable[[], None] | None = None  # see when_next_decided()
 
@@ -108,8 +142,7 @@ def open(batch: Batch, is_rehearsal: bool = False) -> None:
     """Open a step, since the loader hands out `batch`. In a rehearsal the step is aborted in any case."""
     if batch.index == 0:
         _forget()
-        _step.passed, _step.has_untrained, _step.is_without_pass = 0, False, False
-        _step.has_inf = _step.has_updated = _step.is_left_out = _step.has_early_step = _step.is_dropped = False
+        _step.facts = Facts()
     else:
         for participant in _step.participants:
             participant.begin_micro_batch()
@@ -138,8 +171,7 @@ def pad(batch: Batch) -> None:
 
 
 def close() -> None:
-    """End the open step: the loader has ended its epoch, or was closed. The applied part of an undecided step is
-    undone."""
+    """End the open step: the epoch has ended, or the loader was closed. Undoes what was applied of an undecided one."""
     _end_overlaps("its step was abandoned")
     _undo()
     _forget()
@@ -178,32 +210,21 @@ def expects_micro_batch() -> bool:
     return _step.status is OPEN or (_step.status is ABORTED and _step.is_rehearsal)
 
 
+def facts() -> Facts:
+    """Return what is known of the training of the current global batch."""
+    return _step.facts
+
+
+def observer() -> Observer:
+    """Return who watches the tensors that user code may change."""
+    return _step.observer
+
+
 def begin_pass(batch: Batch) -> None:
     """Note that a backward pass of a batch has begun, and counts; also repeatedly."""
     if _step.passed_in is not batch:
         _step.passed_in = batch
-        _step.passed += 0 if batch.is_dummy else batch.samples
-
-
-def passed() -> int:
-    """Return the number of this worker's samples of the global batch for which a backward pass has run."""
-    return _step.passed
-
-
-def agree_on_passes(samples: int, passed: int) -> None:
-    """Note, from the headers of all ranks, the samples of a global batch, and those for which a backward pass has
-    run."""
-    _step.has_untrained, _step.is_without_pass = passed < samples, not passed
-
-
-def note_early_step() -> None:
-    """Note that step() was called before the last micro-batch of the global batch, without effect."""
-    _step.has_early_step = True
-
-
-def has_early_step() -> bool:
-    """Return whether step() was called before the last micro-batch of the global batch."""
-    return _step.has_early_step
+        _step.facts.passed += 0 if batch.is_dummy else batch.samples
 
 
 def drops_reduced(batch: Batch) -> bool:
@@ -214,13 +235,8 @@ def drops_reduced(batch: Batch) -> bool:
         return False
     if batch.is_padding and not batch.global_batch.added:
         return False
-    _step.is_dropped = True
+    _step.facts.is_dropped = True
     return True
-
-
-def is_dropped() -> bool:
-    """Return whether the script has dropped the gradients of the step; all workers leave the batch out then."""
-    return _step.is_dropped
 
 
 def refuse_unknown_scaler() -> None:
@@ -232,29 +248,6 @@ def refuse_unknown_scaler() -> None:
         )
 
 
-def note_update(is_skipped: bool) -> None:
-    """Note that an optimizer has applied its gradients; or has not, since a GradScaler has found inf or NaN."""
-    _step.has_inf |= is_skipped
-    _step.has_updated |= not is_skipped
-
-
-def is_left_out() -> bool:
-    """Return whether the step that is decided was left out by all workers."""
-    return _step.is_left_out
-
-
-def trains_nothing() -> bool:
-    """Return whether the step that is decided has trained none of its samples: it was left out, had no backward pass,
-    or its update was skipped."""
-    return _step.is_left_out or _step.is_without_pass or (_step.has_inf and not _step.has_updated)
-
-
-def trains_in_part() -> bool:
-    """Return whether the step that is decided has trained only some of its samples: there was no backward pass for
-    others."""
-    return _step.has_untrained and not trains_nothing()
-
-
 def end_pass(batch: Batch) -> None:
     """Note that a backward pass of a batch of strict mode has ended, and counts."""
     _step.has_passed = True
@@ -264,21 +257,6 @@ def end_pass(batch: Batch) -> None:
 def has_passed() -> bool:
     """Return whether a backward pass of the current batch of strict mode has ended, and counts: of any optimizer."""
     return _step.has_passed
-
-
-def combine_shards(batch: Batch) -> None:
-    """Combine what forward passes have changed in the shards of a global batch of strict mode."""
-    _step.observer.combine_shards(batch)
-
-
-def digest_of_statistics(shard: int) -> int:
-    """Return a digest of the running statistics that a shard of this global batch has left; 0 without any."""
-    return _step.observer.digest_of_statistics(shard)
-
-
-def name_of(item: torch.Tensor | torch.nn.Module) -> str:
-    """Return the name of a parameter or of a layer for people."""
-    return _step.observer.name_of(item)
 
 
 def mark_reduced() -> None:
@@ -298,12 +276,11 @@ def abort() -> None:
 
 
 def leave_out() -> None:
-    """Decide the step without applying it: all workers leave its batch out. What single optimizers have done is
-    undone."""
+    """Decide the step without applying it: all workers leave its batch out. Undoes what single optimizers have done."""
     _refuse_unless(_LEFT_OUT_AFTER, "its batch is left out")
     _end_overlaps("its batch was left out")
     _undo()
-    _step.is_left_out = True
+    _step.facts.is_left_out = True
     _conclude()
 
 

@@ -59,8 +59,7 @@ class Observer:
         return 0
 
     def before_applying(self) -> None:
-        """Note that the first optimizer of the step is about to apply its gradients, or would if the step was not
-        aborted."""
+        """Note that the step's first optimizer is about to apply its gradients, or would if it was not aborted."""
 
     def keeps_scaler(self) -> bool:
         """Return whether there is a GradScaler in the state, where there is a state."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,7 @@ from farandole.training.state.batch import Batch
 from farandole.training.state.deep_copy import refuse_circles, refuse_learnable
 from farandole.training.state.elastic_state import ElasticState
 from farandole.training.state.module_values import ModuleValues
+from farandole.training.state.optimizer_state import refuse_optimizer
 from farandole.training.state.packed_metadata import (
     MetadataSnapshot,
     is_same,
@@ -27,16 +27,14 @@ from farandole.training.state.packed_metadata import (
     refuse_other_model,
 )
 from farandole.training.state.packing import Packed, unpack
-from farandole.training.state.refused_optimizers import refuse_optimizer
 from farandole.training.state.session import SESSION
-from farandole.training.state.state_digest import StateDigest, named_tensors
-from farandole.training.state.state_kinds import Change, Kinds, Loader, kinds_of, without_parallel
+from farandole.training.state.state_digest import StateDigest
+from farandole.training.state.state_kinds import Kinds, Loader, hash_of, named_tensors, without_parallel
 from farandole.training.state.step_participants import Observer
 from farandole.training.state.undivided_data import refuse_undivided
 from farandole.training.state.watched_tensors import (
     WatchedTensors,
     buffers_of,
-    extra_state_of,
     layers_with_statistics,
     load_extra_state,
 )
@@ -116,8 +114,17 @@ class StepState(ElasticState, Observer):
         self.on_divergence = on_divergence
         self.hash_every = hash_every
         # A step is applied whole, from the same gradients, or not at all: workers at the same step have the same state.
-        self.digests = StateDigest(lambda: named_tensors(self._kinds or self._sort(), self.__dict__, self.is_strict))
+        self.digests = StateDigest(lambda: named_tensors(self._sorted, self.__dict__, self.is_strict))
         self.after_step = list(after_step)
+        self.rehearse, self.has_rehearsed = rehearse, not rehearse
+        self.on_step: Callable[[], None] | None = None  # in a rehearsal: inspects the state when a step is called
+        self._snapshot = MetadataSnapshot()
+        self._module_values: ModuleValues | None = None
+        self.watched = WatchedTensors()  # parameters, as user code may have changed them since the last capture()
+        self._is_tracking = False  # the watched tensors are those of the current values
+        self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
+        self._statistics: ShardStatistics | None = None  # in strict mode
+        self._buffers: list[tuple[torch.Tensor, int]] = []  # with their versions at the last capture()
         refuse_learnable(tracked)
         refuse_circles(tracked)
         self._names = list(tracked)
@@ -125,24 +132,15 @@ class StepState(ElasticState, Observer):
             if hasattr(self, name) and name != "log":  # a value of that name is older than the method, and replaces it
                 raise ConfigError(f"TorchState: the name {name!r} is reserved; give the value another name")
             setattr(self, name, value)
-        self.rehearse, self.has_rehearsed = rehearse, not rehearse
-        self.on_step: Callable[[], None] | None = None  # in a rehearsal: inspects the state when a step is called
         for optimizer in self.optimizers():
             refuse_optimizer(optimizer)
-        self._snapshot = MetadataSnapshot()
-        self._module_values: ModuleValues | None = None
-        self._watched = WatchedTensors()
-        self._is_tracking = False  # the watched tensors are those of the current values
-        self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
-        self._statistics: ShardStatistics | None = None  # in strict mode
-        self._buffers: list[tuple[torch.Tensor, int]] = []  # with their versions at the last capture()
         step.on_decided(self._on_decided, self)
         self.track_optimizers()
 
     def track_optimizers(self) -> None:
         """Determine again which optimizers of the state decide steps. A plain optimizer steps unseen: it is part of the
         state, and does not decide."""
-        step.track(each for each in self._optimizers_by_name().values() if hasattr(each, "abandon_step"))
+        step.track(each for each in self._sorted.optimizers.values() if hasattr(each, "abandon_step"))
 
     # Methods that Horovod's scripts call -----------------------------------------------------------------
 
@@ -173,11 +171,11 @@ class StepState(ElasticState, Observer):
 
     def modules(self) -> list[torch.nn.Module]:
         """Return the modules that the state was given."""
-        return list(self._modules().values())
+        return list(self._sorted.modules.values())
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that the state was given."""
-        return list(self._optimizers_by_name().values())
+        return list(self._sorted.optimizers.values())
 
     # Progress --------------------------------------------------------------------------------------------
 
@@ -193,7 +191,8 @@ class StepState(ElasticState, Observer):
         """Complete the atomic step, inside optimizer.step(). The gradients are applied: the step counts even when a
         callback raises."""
         try:
-            if not step.is_left_out():
+            facts = step.facts()
+            if not facts.is_left_out:
                 if self._statistics is not None and batch is not None:
                     self._statistics.install(batch)
                 for callback in self.after_step:
@@ -201,8 +200,8 @@ class StepState(ElasticState, Observer):
         finally:
             if self.loader is not None and batch is not None:
                 SESSION.recorder.apply(batch)
-                if step.trains_nothing() or step.trains_in_part():
-                    self.loader.note_untrained(is_all=step.trains_nothing())
+                if facts.trains_nothing or facts.trains_in_part:
+                    self.loader.note_untrained(is_all=facts.trains_nothing)
                 self.loader.commit(batch.global_batch)
             self.step += 1
 
@@ -215,8 +214,8 @@ class StepState(ElasticState, Observer):
         self._snapshot.take(self._metadata())
         if is_whole or not self._is_tracking:
             self._track()
-        self._watched.capture(is_whole)
-        kinds = self._kinds or self._sort()
+        self.watched.capture(is_whole)
+        kinds = self._sorted
         if self.is_strict:
             self._buffers = [
                 (each, each._version) for module in kinds.modules.values() for each in buffers_of(module).values()
@@ -229,7 +228,7 @@ class StepState(ElasticState, Observer):
         packed = self._snapshot.read()
         if packed.skeleton:
             self.load_metadata(unpack(packed))
-            lost = self._watched.put_back()
+            lost = self.watched.put_back()
             if lost:
                 self.is_holder = False
                 logger.error(
@@ -260,7 +259,7 @@ class StepState(ElasticState, Observer):
         # BatchNorm writes its statistics without a new version (torch 2.13, native_functions.yaml, native_batch_norm).
         changed = [each for each, version in self._buffers if each._version != version]
         self._snapshot.put_back([*changed, *self._statistics_by_shard().values])
-        kinds, kept = self._kinds or self._sort(), self._snapshot.fresh()
+        kinds, kept = self._sorted, self._snapshot.fresh()
         if kept is None:
             return  # a warm-up, before the first capture()
         for each in kinds.states:
@@ -271,27 +270,27 @@ class StepState(ElasticState, Observer):
                 load_stateful(value, kept["stateful"][name])
         for name in kinds.extra:
             load_extra_state(kinds.modules[name], kept["extra"].get(name, {}))
-        self._values_of_modules().load(kept["flags"])
-        if lost := self._watched.put_back_run():
+        self._flags.load(kept["flags"])
+        if lost := self.watched.put_back_run():
             raise ConfigError(_lost_in_run(lost))
 
-    def before_change(self) -> Change:
-        """Note the values before a function is called whose changes put_back() is to keep."""
-        return Change(self.copy_of_metadata(), self._watched.mark())
+    def before_change(self) -> tuple[dict[str, Any], list[int]]:
+        """Return the values before a function is called whose changes put_back() is to keep."""
+        return self.copy_of_metadata(), self.watched.mark()
 
-    def keep_change(self, begun: Change) -> None:
+    def keep_change(self, before: dict[str, Any], mark: Sequence[int]) -> None:
         """Remember the new values of everything that has changed since before_change(): put_back() keeps them."""
         kept: dict[str, Any] = unpack(self._snapshot.read())
         after = self.copy_of_metadata()
         for part in ("buffers", "extra", "groups", "stateful", "values"):
             for name, value in after[part].items():
-                if not is_same(begun.metadata[part].get(name), value):
+                if not is_same(before[part].get(name), value):
                     kept[part][name] = value
         kept["boundary"], kept["flags"] = self.boundary_number, after["flags"]
         if self.loader is not None:
             kept["loader"] = self.loader.state_dict()  # it contains the number of calls
         self._snapshot.take(kept)
-        self._watched.adopt(begun.mark)
+        self.watched.adopt(mark)
 
     def copy_of_metadata(self) -> dict[str, Any]:
         """Return a copy of the current metadata that shares nothing with it."""
@@ -307,28 +306,21 @@ class StepState(ElasticState, Observer):
     def hash(self) -> str:
         """Return a SHA-256 of parameters, buffers and the optimizers' state, as 64 hexadecimal digits. It does not
         depend on a DistributedDataParallel around the model."""
-        from farandole.training.state.state_hash import hash_of  # loaded only in strict mode
-
-        kinds = self._kinds or self._sort()
-        modules = {name: without_parallel(each) for name, each in kinds.modules.items()}
-        kinds = dataclasses.replace(kinds, modules=modules, stateful={}, values=[])
+        modules = {name: without_parallel(each) for name, each in self._sorted.modules.items()}
+        kinds = Kinds(None, None, {**modules, **self._sorted.optimizers})
         return hash_of(named_tensors(kinds, {}, has_all_buffers=True))
 
     def pass_ended(self, batch: Batch) -> None:
-        """See step.Observer."""
         self._statistics_by_shard().record(batch)
 
     def combine_shards(self, batch: Batch) -> None:
-        """See step.Observer."""
         self._statistics_by_shard().combine(batch, world.current().transport)
 
     def digest_of_statistics(self, shard: int) -> int:
-        """See step.Observer."""
         return self._statistics_by_shard().digest_of(shard)
 
     def name_of(self, item: torch.Tensor | torch.nn.Module) -> str:
-        """See step.Observer."""
-        return (self._kinds or self._sort()).name_of(item)
+        return self._sorted.name_of(item)
 
     def _statistics_by_shard(self) -> ShardStatistics:
         if self._statistics is None or self._kinds is None:
@@ -339,27 +331,19 @@ class StepState(ElasticState, Observer):
         return self._statistics
 
     def before_applying(self) -> None:
-        """See step.Observer."""
         if self.on_step is not None:
             self.on_step()
         else:
-            self._watched.look()
+            self.watched.look()
 
     def keeps_scaler(self) -> bool:
-        """See step.Observer."""
-        return bool((self._kinds or self._sort()).scalers)
+        return bool(self._sorted.scalers)
 
     def aborted(self) -> None:
-        """See step.Observer."""
-        self._watched.save()
+        self.watched.save()
 
     def trust(self, parameters: Sequence[torch.Tensor]) -> None:
-        """See step.Observer."""
-        self._watched.trust(parameters)
-
-    def watched(self) -> WatchedTensors:
-        """Return the parameters, as user code may have changed them since the last capture()."""
-        return self._watched
+        self.watched.trust(parameters)
 
     def captured(self) -> Packed:
         """Return the metadata of the last capture(); the caller must not change it."""
@@ -367,15 +351,15 @@ class StepState(ElasticState, Observer):
 
     def load_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Load the metadata, captured here or on another worker."""
-        for name, module in self._modules().items():
+        for name, module in self._sorted.modules.items():
             for key, buffer in buffers_of(module).items():
                 buffer.detach().copy_(metadata["buffers"][name][key])
             load_extra_state(module, metadata["extra"].get(name, {}))
-        for each in (self._kinds or self._sort()).states:
+        for each in self._sorted.states:
             each.remove_groups(metadata["groups"])
             each.load_options(metadata["groups"])
         if "flags" in metadata:  # a checkpoint of an earlier release has none
-            self._values_of_modules().load(metadata["flags"])
+            self._flags.load(metadata["flags"])
         for name, saved in metadata["stateful"].items():
             load_stateful(getattr(self, name), saved)
         for name, value in metadata["values"].items():
@@ -383,8 +367,8 @@ class StepState(ElasticState, Observer):
         self.run_id, self.step, self.boundary_number = metadata["run_id"], metadata["step"], metadata["boundary"]
         self.has_rehearsed = metadata["has_rehearsed"]
         changing, changing_late = metadata["changing"]
-        self._watched.add_changing(changing)
-        self._watched.add_changing_late(changing_late)
+        self.watched.add_changing(changing)
+        self.watched.add_changing_late(changing_late)
         if self.loader is not None:
             self.loader.load_state_dict(metadata["loader"])
         if self.is_strict and metadata.get("arithmetic", "") not in ("", _arithmetic()):
@@ -393,26 +377,30 @@ class StepState(ElasticState, Observer):
             warn_of_other_arithmetic(self.step)
 
     def _metadata(self) -> dict[str, Any]:
-        kinds = self._kinds or self._sort()
+        kinds = self._sorted
         return {
             "run_id": self.run_id,
             "step": self.step,
             "boundary": self.boundary_number,  # the key in checkpoints
             "has_rehearsed": self.has_rehearsed,
-            "changing": self._watched.changing,
+            "changing": self.watched.changing,
             "loader": self.loader.state_dict() if self.loader is not None else None,
             "buffers": {name: buffers_of(module) for name, module in kinds.modules.items()},
-            "extra": {name: extra_state_of(modules) for name, modules in kinds.extra.items()},
+            "extra": {
+                name: {key: each.get_extra_state() for key, each in modules.items()}
+                for name, modules in kinds.extra.items()
+            },
             "groups": {name: groups for each in kinds.states for name, groups in each.options().items()},
-            "flags": self._values_of_modules().changed(),
+            "flags": self._flags.changed(),
             "stateful": {name: value.state_dict() for name, value in kinds.stateful.items()},
             "values": {name: getattr(self, name) for name in kinds.values},
             **({"arithmetic": _arithmetic()} if self.is_strict else {}),
         }
 
-    def _values_of_modules(self) -> ModuleValues:
+    @property
+    def _flags(self) -> ModuleValues:
         if self._module_values is None:
-            self._module_values = ModuleValues(self._modules())
+            self._module_values = ModuleValues(self._sorted.modules)
         return self._module_values
 
     def restore_module_values(self) -> None:
@@ -420,14 +408,14 @@ class StepState(ElasticState, Observer):
         first batch, may have set others, as `model.train()` does."""
         kept = self._snapshot.fresh()
         if kept is not None:
-            self._values_of_modules().load(kept["flags"])
+            self._flags.load(kept["flags"])
 
     def _track(self) -> None:
-        self._values_of_modules().search()
-        groups = (self._kinds or self._sort()).parameters().items()
+        self._flags.search()
+        groups = self._sorted.parameters().items()
         named = {f"{name}.{key}".lstrip("."): each for name, group in groups for key, each in group.items()}
         ids = {id(parameter) for each in self._sort().states for parameter in each.parameters}
-        self._watched.track(named, {name for name, each in named.items() if id(each) in ids})
+        self.watched.track(named, {name for name, each in named.items() if id(each) in ids})
         self._is_tracking = True
 
     # Tensors -----------------------------------------------------------------------------------------
@@ -442,10 +430,10 @@ class StepState(ElasticState, Observer):
     def load_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Load parameters and optimizer tensors from another worker. Raises ConfigError, with nothing changed, when its
         model has other parameters."""
-        named = {name: each for each, name in (self._kinds or self._sort()).names_of_parameters().items()}
+        named = {name: each for each, name in self._sorted.names_of_parameters().items()}
         for each in self._sort().states:
             each.add_groups(tensors.get("members", {}).get(each.name, []), named)
-        ours = (self._kinds or self._sort()).parameters()
+        ours = self._sorted.parameters()
         refuse_other_model(ours, tensors["parameters"])
         with torch.no_grad():
             for name, parameters in ours.items():
@@ -463,17 +451,16 @@ class StepState(ElasticState, Observer):
             object.__setattr__(self, "_module_values", None)
             object.__setattr__(self, "_is_tracking", False)
 
+    @property
+    def _sorted(self) -> Kinds:
+        """The values by their kinds, kept until one of them is replaced: they are needed in each step."""
+        return self._kinds or self._sort()
+
     def _sort(self) -> Kinds:
-        """Classify the values. The result is kept until one of them is replaced, since it is needed in each step."""
+        """Classify the values anew: an optimizer may have been replaced inside another one."""
         others = {name: getattr(self, name) for name in self._names}
-        self._kinds = kinds_of(self.model, self.optimizer, others)
+        self._kinds = Kinds(self.model, self.optimizer, others)
         return self._kinds
-
-    def _optimizers_by_name(self) -> dict[str, torch.optim.Optimizer]:
-        return (self._kinds or self._sort()).optimizers
-
-    def _modules(self) -> dict[str, torch.nn.Module]:
-        return (self._kinds or self._sort()).modules
 
 
 def _arithmetic() -> str:

@@ -1,11 +1,10 @@
-"""Agreement on the state: ranks compare progress and digests, and ranks that are behind or differ copy from the source
-rank.
-"""
+"""Agreement on the state: ranks compare progress and digests; those that are behind or differ copy from the source."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,9 +17,9 @@ from farandole.errors import FatalError
 from farandole.training.collectives.connection_pair import bytes_of
 from farandole.training.collectives.transport import Transport
 from farandole.training.state import packing
-from farandole.training.state.divergence import Divergence, choose_right, differing
 from farandole.training.state.optimizer_state import outline
-from farandole.training.state.state_digest import STRIKES, StateDigest, tensors_in
+from farandole.training.state.state_digest import STRIKES, StateDigest
+from farandole.training.state.state_kinds import nested_values
 from farandole.training.state.tensor_digest import digest_of
 
 
@@ -86,12 +85,36 @@ class Standing(msgspec.Struct, frozen=True):
     note: tuple[int, ...] = ()
 
 
+class Divergence(msgspec.Struct, frozen=True):
+    """The result of a comparison of states that differ.
+
+    step      decided steps at that time
+    name      the first object that differs, as "model.0.weight"
+    objects   number of objects that differ
+    ranks     the ranks that differ from the source
+    source    the rank that agrees with most ranks, the lowest such rank; only ranks with the most progress count
+    is_trained  parameters or optimizer state differ, not only buffers and tracked tensors
+    """
+
+    step: int
+    name: str
+    objects: int
+    ranks: tuple[int, ...]
+    source: int
+    is_trained: bool
+
+    def __str__(self) -> str:
+        more = f" and {self.objects - 1} more" if self.objects > 1 else ""
+        who = "rank" if len(self.ranks) == 1 else "ranks"
+        ranks = ", ".join(map(str, self.ranks))
+        return f"at step {self.step} {self.name}{more} of {who} {ranks} differed from that of rank {self.source}"
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """The result of a sync.
 
     behind        ranks that copied the tensors
-    copied_bytes  number of bytes that each of them received
     divergence    ranks at the same step had different states; they are equal now
     local         tensors that have turned out to be computed from each rank's own local batch
     notes         the note of each rank, by rank
@@ -99,7 +122,6 @@ class SyncReport:
 
     source: int
     behind: tuple[int, ...]
-    copied_bytes: int
     divergence: Divergence | None = None
     local: tuple[str, ...] = ()
     notes: tuple[tuple[int, ...], ...] = ()
@@ -188,9 +210,8 @@ def synchronize(
     state.is_holder = True
     if state.digests is not None:
         state.digests.resolved(state.progress.step, findings.repaired, findings.all_local)
-    copied_bytes = sum(standings[source].tensors) if copied else 0
     notes = tuple(each.note for each in standings)
-    return SyncReport(source, tuple(sorted(copied)), copied_bytes, findings.divergence, findings.local, notes)
+    return SyncReport(source, tuple(sorted(copied)), findings.divergence, findings.local, notes)
 
 
 def _standing(
@@ -271,8 +292,7 @@ class _SyncFindings:
         return self._judge(tables, peers, differing(tables, peers), is_trained=True)
 
     def judge_metadata(self, tables: Tables) -> int:
-        """Compare the other tensors of the peers. Return the source; if the tensors have differed, the one chosen for
-        them."""
+        """Compare the other tensors of the peers. Return the source: that of the tensors, if these have differed."""
         names = differing(tables, self.peers)
         strikes = {name: max(each.suspects.get(name, -1) for each in self._standings) + 1 for name in names}
         self.local = tuple(name for name in names if strikes[name] == STRIKES)
@@ -302,6 +322,23 @@ class _SyncFindings:
         return self._source
 
 
+def choose_right(table: Sequence[Mapping[str, int]], names: Sequence[str], ranks: Collection[int]) -> int:
+    """Return the rank that agrees with the majority on most of the objects `names`; among several, the lowest rank."""
+    scores = dict.fromkeys(sorted(ranks), 0)
+    for name in names:
+        counts = Counter(table[rank].get(name) for rank in ranks)
+        for rank in scores:
+            scores[rank] += counts[table[rank].get(name)]
+    return max(scores, key=lambda rank: scores[rank])
+
+
+def differing(table: Sequence[Mapping[str, int]], ranks: Collection[int]) -> list[str]:
+    """Return the names of the objects that are not equal on all of `ranks`, in their order in the tables."""
+    first, *others = (table[rank] for rank in sorted(ranks))
+    names = dict.fromkeys([*first, *(name for other in others for name in other)])
+    return [name for name in names if any(other.get(name) != first.get(name) for other in others)]
+
+
 def _tables(transport: Transport, mine: Mapping[str, int]) -> Tables:
     """Return the digests of each rank. All ranks read their state at the same time."""
     packed = transport.all_gather(msgspec.msgpack.encode(mine))
@@ -327,11 +364,10 @@ def receive(transport: Transport, source: int, mine: packing.Packed, sizes: tupl
 
 
 def _by_name(tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Return digests of all values in the tensors of a state. The skeleton is not hashed: equal values may be pickled
-    differently."""
+    """Return digests of all values in the tensors of a state, not of the skeleton: equal values may differ in it."""
     found = {}
     for group in ("parameters", "optimizer"):
-        for keys, value in tensors_in(tensors[group]):
+        for keys, value in nested_values(tensors[group]):
             name = ".".join(str(key) for key in keys if key != "")
             is_tensor = isinstance(value, torch.Tensor)
             found[name] = digest_of([value]) if is_tensor else zlib.crc32(outline(value).encode())

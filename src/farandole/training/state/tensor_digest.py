@@ -37,10 +37,7 @@ Piece: TypeAlias = torch.Tensor | memoryview
 
 
 def digest(pieces: Iterable[Piece]) -> int:
-    """Return the digest of the pieces.
-
-    The digest depends on the bytes and the lengths alone. It is never 0, which stands for "nothing was hashed".
-    """
+    """Return the digest of the pieces, which depends on bytes and lengths alone; never 0, which stands for none."""
     value, crc = 1, 0
     elsewhere: dict[torch.device, list[torch.Tensor]] = {}
     for piece in pieces:

@@ -7,7 +7,7 @@ data sets hold in their attributes is compared; no sample is read for it, which 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from io import IOBase
 from itertools import chain, islice
@@ -39,20 +39,18 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.nd
 
 
 class UndividedData:
-    """What the loops of this process read from DataLoaders that do not divide it; empty (False) when a loop reads
-    anything else, or what cannot be compared.
+    """What the loops of this process (None: all that it has) read from DataLoaders that do not divide it; empty (False)
+    when a loop reads anything else, or what cannot be compared.
 
     hash     of the data sets, below 2 ** 50; 0: there are none
     samples  their number in the largest
     sampler  the name of its sampler
-
-    Args:
-        loops: Iterators of torch's DataLoaders; None: all that this process has.
     """
 
     def __init__(self, loops: Sequence[Any] | None = None) -> None:
         self.hash, self.samples, self.sampler = 0, 0, ""
-        loops = list(_loops()) if loops is None else loops
+        if loops is None:
+            loops = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
         # Torch's private class has them only under private names (torch 2.13, torch/utils/data/dataloader.py).
         if not loops or not all(_is_undivided(each._index_sampler, each._dataset) for each in loops):
             return
@@ -73,11 +71,6 @@ class UndividedData:
             f"each worker trained on all {self.samples} samples: torch's DataLoader with a {self.sampler} does not "
             f"divide them among workers, as ElasticSampler(dataset) does"
         )
-
-
-def _loops() -> Iterator[Any]:
-    """Return the iterators of all DataLoaders that are being iterated over."""
-    return (each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter))
 
 
 def _is_undivided(batches: Any, dataset: Any) -> bool:
@@ -119,7 +112,10 @@ def _held(value: Any, depth: int) -> Any:
 def refuse_undivided(loader: Any) -> None:
     """Raise ConfigError for a torch DataLoader from which each worker would train all of the data, in a job that has,
     or may get, several workers. A sampler of the user's own may divide the data, and is trusted."""
-    if not isinstance(loader, DataLoader) or not _may_have_others():
+    if not isinstance(loader, DataLoader):
+        return
+    fixed = read_fixed_env()
+    if read_worker_env() is None and (fixed is None or fixed.size == 1):
         return
     is_iterable = isinstance(loader.dataset, IterableDataset)
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -133,8 +129,3 @@ def refuse_undivided(loader: Any) -> None:
             f"fd.elastic.ElasticSampler(dataset). Where the data set has only this worker's part, leave the loader "
             f"out of the state"
         )
-
-
-def _may_have_others() -> bool:
-    fixed = read_fixed_env()
-    return read_worker_env() is not None or (fixed is not None and fixed.size > 1)

@@ -4,18 +4,18 @@ An optimizer changes parameters only when a step is decided, so an aborted step 
 them at any time: a momentum encoder in the loop body, weights that are swapped for an evaluation. Copying all of them
 at each boundary would cost as much as a part of the optimizer step. So their versions, which autograd counts, are
 compared, and only tensors with a known change before the step are copied at each boundary; the change is found in the
-rehearsal (rehearsal.py), which compares bytes, or later. Tensors that no optimizer owns (an average of weights), and
-tensors that change only after the step, are copied when a step is aborted, before user code continues. At the end of an
-epoch all tensors are copied once, because an evaluation may write them through `.data`, which does not increase the
-version. For the same reason a few elements are checked in every other step, in turns: when one has changed before the
-step, all bytes of the next step are compared.
+rehearsal (worker/bodies_without_effect.py), which compares bytes, or later. Tensors that no optimizer owns (an average
+of weights), and tensors that change only after the step, are copied when a step is aborted, before user code continues.
+At the end of an epoch all tensors are copied once, because an evaluation may write them through `.data`, which does not
+increase the version. For the same reason a few elements are checked in every other step, in turns: when one has changed
+before the step, all bytes of the next step are compared.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Container, ItemsView, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -30,8 +30,7 @@ class WatchedTensors:
     """The tensors of the last track() call, by name."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._tensors: list[torch.Tensor] = []
+        self._live: dict[str, torch.Tensor] = {}
         self._untrained: list[tuple[int, torch.Tensor]] = []  # with their places: no optimizer changes them
         self._versions: list[int] = []
         self._changing: set[str] = set()
@@ -48,22 +47,21 @@ class WatchedTensors:
 
     def track(self, tensors: Mapping[str, torch.Tensor], owned: Container[str] = ()) -> None:
         """Watch these tensors from now on; `owned` are the names of optimizers' tensors. A capture() has to follow."""
-        self._names, self._tensors = list(tensors), list(tensors.values())
+        self._live = dict(tensors)
         self._untrained = [
             (place, each)
             for place, (name, each) in enumerate(self.items())
-            if not (name in owned and each.requires_grad) and _is_plain(each)
+            if not (name in owned and each.requires_grad) and is_plain_tensor(each)
         ]
-        self.add_changing_late(name for name in self._names if name not in owned)
-        self._sampled = SampledElements(
-            [(name, each) for name, each in self.items() if name not in owned], list(self.items())
-        )
+        not_owned = {name: each for name, each in self.items() if name not in owned}
+        self.add_changing_late(not_owned)
+        self._sampled = SampledElements(not_owned, self._live)
         self._copies = {name: copy for name, copy in self._copies.items() if name in tensors}
         self._after_step = None
 
-    def items(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def items(self) -> ItemsView[str, torch.Tensor]:
         """Return the tensors, live, with their names."""
-        return zip(self._names, self._tensors, strict=True)
+        return self._live.items()
 
     @property
     def changing(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -80,7 +78,7 @@ class WatchedTensors:
             return
         self._changing |= new
         self._changing_names = None
-        size = sum(_bytes(each) for name, each in self.items() if name in new)
+        size = sum(each.nbytes for name, each in self.items() if name in new)
         logger.info(
             "%d tensor%s (%s) of the state, %.1f MB, change in the loop body before optimizer.step(), or without a "
             "step: they are copied in each step, to be restored",
@@ -98,7 +96,7 @@ class WatchedTensors:
     def changed(self, since: Sequence[int] | None = None) -> list[str]:
         """Return the names of the tensors that were written since the last capture(), or since mark()."""
         versions = self._versions if since is None else since
-        return [name for name, now, version in zip(self._names, self.mark(), versions, strict=True) if now != version]
+        return [name for name, now, version in zip(self._live, self.mark(), versions, strict=True) if now != version]
 
     def inspect(self) -> None:
         """Find out by their bytes which tensors the loop body behind the next capture() changes, before its step and
@@ -130,13 +128,12 @@ class WatchedTensors:
         is_whole |= self._is_inspected
         if not (is_whole or self._changing or self._copied):
             return
-        wanted = self._names if is_whole else [name for name in self._names if name in self._changing]
-        live = dict(self.items())
-        self._copies = {name: self._room(name, live[name]) for name in wanted}
+        wanted = {name: each for name, each in self.items() if is_whole or name in self._changing}
+        self._copies = {name: self._room(name, each) for name, each in wanted.items()}
         self._copied = list(wanted)
         if wanted:
             with torch.no_grad():
-                torch._foreach_copy_([self._copies[name] for name in wanted], [live[name].detach() for name in wanted])
+                torch._foreach_copy_(list(self._copies.values()), [each.detach() for each in wanted.values()])
 
     def look(self) -> None:
         """Record the tensors that have changed since the last capture(): a step is about to be applied."""
@@ -145,12 +142,11 @@ class WatchedTensors:
         if self._is_inspected:
             self._is_inspected = False
             self.add_changing(name for name, each in self.items() if not are_equal(each, self._copies[name]))
-        elif self._sampled.have_changed(self._changing):
+        elif any(name not in self._changing for name in self._sampled.changed()):
             self._is_suspicious = True
 
     def save(self) -> None:
-        """Copy the tensors that the rest of the loop body may change, unless they have changed already: the step is
-        aborted."""
+        """Copy the tensors that the rest of an aborted step may change, unless they have changed already."""
         gone = {*self.changed(), *self._copied}
         live = {name: each for name, each in self.items() if name in self._changing_late and name not in gone}
         for name, each in live.items():
@@ -161,7 +157,7 @@ class WatchedTensors:
     def mark(self) -> list[int]:
         """Return the current versions, for adopt(). `tensor.data = ...`, which autograd does not count, gives a tensor
         another memory: that of tensors that no optimizer changes is part of their version."""
-        versions = [each._version for each in self._tensors]
+        versions = [each._version for each in self._live.values()]
         for place, each in self._untrained:
             versions[place] += each.data_ptr()
         return versions
@@ -190,10 +186,9 @@ class WatchedTensors:
             return []  # as usual
         copied = set(self._copied)
         lost = [name for name in self.changed() if name not in copied]
-        live = dict(self.items())
         with torch.no_grad():
             for name in self._copied:
-                live[name].detach().copy_(self._copies[name])
+                self._live[name].detach().copy_(self._copies[name])
         self._versions = self.mark()
         return lost
 
@@ -213,14 +208,12 @@ class WatchedTensors:
 
 
 class SampledElements:
-    """Elements of a few CPU tensors at a time, in turns.
+    """Elements of a few CPU tensors at a time, in turns: of two tensors of each group."""
 
-    Args:
-        groups: Tensors by name; two of each group are sampled at a time.
-    """
-
-    def __init__(self, *groups: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._groups = [[(name, each.detach()) for name, each in group if _can_be_sampled(each)] for group in groups]
+    def __init__(self, *groups: Mapping[str, torch.Tensor]) -> None:
+        self._groups = [
+            [(name, each.detach()) for name, each in group.items() if _can_be_sampled(each)] for group in groups
+        ]
         self._turn = 0
         self._taken: list[tuple[str, torch.Tensor, int, bytes]] = []  # name, tensor, byte offset, bytes
 
@@ -235,10 +228,6 @@ class SampledElements:
                 name, tensor = group[(self._turn + number) % len(group)]
                 place = self._turn * 7919 % tensor.numel() * tensor.element_size()
                 self._taken.append((name, tensor, place, _element(tensor, place)))
-
-    def have_changed(self, known: Container[str]) -> bool:
-        """Return whether one of the elements has changed; changes of the `known` tensors do not count."""
-        return any(name not in known for name in self.changed())
 
     def changed(self) -> Iterator[str]:
         """Yield the names of the tensors of which an element has changed."""
@@ -256,25 +245,18 @@ def are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(bytes_of(one), bytes_of(other))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.device.type != "meta"
+def is_plain_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a dense tensor of torch's own classes, on any device that has memory."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type != "meta"
 
 
 def _can_be_sampled(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0 and type(tensor) in _PLAIN
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return is_plain_tensor(tensor) and tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 0
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------
-
-ExtraState: TypeAlias = dict[str, torch.nn.Module]
-"""Modules that have an extra state (`get_extra_state()`), by their names in the containing module."""
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -300,19 +282,14 @@ def _collect(module: torch.nn.Module, prefix: str, found: dict[str, torch.Tensor
             _collect(child, f"{prefix}{name}.", found, seen)
 
 
-def modules_with_extra_state(module: torch.nn.Module) -> ExtraState:
+def modules_with_extra_state(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the submodules, `module` included, whose class defines get_extra_state()."""
     plain = torch.nn.Module.get_extra_state
     return {name: each for name, each in module.named_modules() if type(each).get_extra_state is not plain}
 
 
-def extra_state_of(modules: ExtraState) -> dict[str, Any]:
-    """Return the extra state of each module: the module's own object, not a copy."""
-    return {name: each.get_extra_state() for name, each in modules.items()}
-
-
 def load_extra_state(module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load the extra state that extra_state_of() returned into the submodules."""
+    """Load the result of get_extra_state() of submodules, by their names."""
     for name, value in saved.items():
         module.get_submodule(name).set_extra_state(value)
 

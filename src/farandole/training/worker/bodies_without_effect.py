@@ -1,7 +1,7 @@
 """The runs of a loop body without effect: when one is due, and what follows from it.
 
     rehearsal            the second batch of a job: which values the loop body changes before its step, and whether they
-                         can be put back (state/rehearsal.py)
+                         can be put back
     trial of the loss    behind it: whether the gradient of a batch is the mean of those of its samples (loss_trial.py)
     trial of newcomers   behind each of their admissions: whether they train as the others do (newcomer_trial.py)
     later trials         before some steps, and in some epochs: whether the workers have become different, and the loss
@@ -13,16 +13,19 @@ Each begins with `begin`, when a batch is handed out, and ends with `end`, at th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
+import torch
 
+from farandole.errors import ConfigError
 from farandole.registry import factory
 from farandole.training.collectives import world
 from farandole.training.data.elastic_loader import has_compiled
-from farandole.training.state.rehearsal import Rehearsal
+from farandole.training.state.packed_metadata import is_same
 from farandole.training.state.step_state import StepState
+from farandole.training.state.watched_tensors import are_equal
 from farandole.training.worker.loss_trial import LossTrial
 from farandole.training.worker.newcomer_trial import Trial, Tried, judge, judge_twice, own_values
 from farandole.training.worker.step_randomness import reseed
@@ -83,21 +86,14 @@ class ValuesOutside:
 
 
 class BodiesWithoutEffect:
-    """Those of one worker.
+    """Those of one worker. `is_in_job`: workers may be lost, and join.
 
-    Args:
-        state: Its state.
-        is_in_job: Workers may be lost, and join.
-        raise_if_interrupted: Raises RecoverableError where the workers are not those of the last boundary any more; it
-            is given what they were about to do.
-
-    Attributes:
-        is_untried: This worker is a newcomer that has not run a loop body with the others yet.
-        outside: What the loop keeps outside of the state.
+    is_untried  this worker is a newcomer that has not run a loop body with the others yet
+    outside     what the loop keeps outside of the state
     """
 
-    def __init__(self, state: StepState, is_in_job: bool, raise_if_interrupted: Callable[[str], None]) -> None:
-        self._state, self._is_in_job, self._raise_if_interrupted = state, is_in_job, raise_if_interrupted
+    def __init__(self, state: StepState, is_in_job: bool) -> None:
+        self._state, self._is_in_job = state, is_in_job
         self.is_untried = False
         # Strict mode runs a shard twice to find what is not repeated: nothing is brought back in between.
         is_brought_back = is_in_job and state.rehearse and not state.is_strict
@@ -178,7 +174,6 @@ class BodiesWithoutEffect:
         return self._compare_losses(self._loss_trial)
 
     def _compare_losses(self, trial: LossTrial) -> bool:
-        self._raise_if_interrupted("the rehearsal")
         here = replace(world.current(), told_size=None)
         world.enter(here)
         trial.take(here.transport, getattr(self._state.loader, "rows_on_trial", {}))
@@ -205,9 +200,8 @@ class BodiesWithoutEffect:
     def _compare_workers(self, trial: Trial) -> bool:
         """Say in the last line of the job if newcomers do not train as the others do, or these have become different.
         What differs is tried twice, since the loop body may have random numbers of its own."""
-        self._raise_if_interrupted("the trial of the workers")
         here = world.current()
-        tried = trial.end(here.placement.rank in self._newcomers, "")
+        tried = trial.end(here.placement.rank in self._newcomers)
         samples = sum(getattr(self._state.loader, "rows_on_trial", {}).values()) % 2**64
         tried = msgspec.structs.replace(tried, samples=samples, draws=self.outside.draws())
         self._trial, self._state.on_step = None, None
@@ -253,7 +247,7 @@ class BodiesWithoutEffect:
         """Drop a trial that is under way, since the workers regroup or the function is left."""
         self._first_tried, self._due = [], []
         if self._trial is not None:
-            self._trial.end(False, "")
+            self._trial.end(False)
             self._trial, self._state.on_step = None, None
         self._is_rehearsed = False
         if self._loss_trial is not None:
@@ -289,3 +283,82 @@ def _may_try(state: StepState) -> bool:
     """Return whether all workers may run a loop body with the same batch, which has another size than their own: not
     where it would be compiled for that."""
     return state.rehearse and not state.is_strict and is_plain(state) and not has_compiled()
+
+
+# A rehearsal of the effect of a fault: a run of the loop body whose step is aborted -----------------------------------
+#
+# All values that the body has changed before optimizer.step(), or because step() returned False, have to be restored
+# before the batch is repeated. The rehearsal checks whether they are.
+
+_PARTS = {
+    "buffers": "the buffers of state.{}",
+    "extra": "the extra state of state.{}",
+    "groups": "the options of the parameter groups of state.{}",
+    "stateful": "state.{}",
+    "values": "state.{}",
+}
+
+
+class Rehearsal:
+    """The state at the beginning of the rehearsal, right after capture(). Needs as much memory as the parameters, for
+    one run of the loop body."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state, self._watched = state, state.watched
+        self._mark = self._watched.mark()
+        self._copies = {name: each.detach().clone() for name, each in self._watched.items()}
+        self._metadata = state.copy_of_metadata()
+        self._before_step: set[str] | None = None
+        self._in_runs: set[str] = set()  # in strict mode, changed in runs of the loop body without a step
+
+    def look(self) -> None:
+        """Record the names changed so far as changing before a step. The loop body has called optimizer.step()."""
+        if self._before_step is None:
+            self._before_step = self._changed()
+
+    def end_run(self) -> None:
+        """Record the names changed so far, in strict mode, after a run of the loop body that another one follows: the
+        state is about to put them back."""
+        self._in_runs |= self._changed()
+
+    def begin_run(self) -> None:
+        """Note that the state has put them back, and another run of the loop body begins."""
+        self._mark = self._watched.mark()
+
+    def end(self) -> None:
+        """Restore everything after the loop body. Raises ConfigError, with its name, for a value that differs."""
+        changed, watched = self._changed() | self._in_runs, self._watched
+        with torch.no_grad():
+            for name, live in watched.items():
+                if name in changed:
+                    live.detach().copy_(self._copies[name])
+        watched.trust([live for _, live in watched.items()])
+        # In strict mode any change may come in a run of the loop body that makes no step, and has to be put back then.
+        before_step = changed if self._state.is_strict else self._before_step or set()
+        watched.add_changing(before_step)
+        watched.add_changing_late(changed - before_step)
+        self._state.put_back()
+        metadata = self._state.copy_of_metadata()
+        for part, what in _PARTS.items():
+            for name, value in self._metadata[part].items():
+                if not is_same(value, metadata[part][name]):
+                    raise ConfigError(_message(what.format(name), value, metadata[part][name]))
+
+    def _changed(self) -> set[str]:
+        """Return the names of the changed tensors. Tensors written with the bytes that they had are included: the next
+        loop body may write others."""
+        others = {name for name, live in self._watched.items() if not are_equal(live, self._copies[name])}
+        return others | (set(self._watched.changed(self._mark)) - self._watched.trusted)
+
+
+def _message(what: str, before: Any, after: Any) -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = [key for key in before if key not in after or not is_same(before[key], after[key])]
+        if keys:
+            what = f"{what} ({', '.join(map(str, keys[:3]))})"
+    return (
+        f"{what} changed in the loop body before optimizer.step() and is not restored: it differs after "
+        f"load_state_dict() of the value that was saved before the loop body. When a worker is lost, the step would be "
+        f"repeated with the changed value. Make its state_dict() and load_state_dict() save and load everything that "
+        f"the loop body changes, change it in TorchState(after_step=[...]), or leave it out of the state"
+    )

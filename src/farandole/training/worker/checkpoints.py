@@ -1,12 +1,10 @@
-"""Checkpoints of a worker: when it saves the state of the job, and when it begins from a saved one. The run loops call
-it.
-"""
+"""Checkpoints of a worker: when it saves the state of the job, and when it begins from a saved one."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -32,15 +30,13 @@ logger = logging.getLogger("farandole")
 Rule = Literal["step", "commit"]
 
 
+_TAKEN = "another job now uses this place for its checkpoints"
+
+
 def checkpoints(job: WorkerJob | None, state: Kept, rule: Rule) -> Checkpoints | None:
     """Return None for a job that writes no checkpoints. Raises ConfigError where none can be written."""
     settings = read_checkpoint_env()
-    if settings is None:
-        return None
-    authority = (
-        LocalAuthority(settings, world.current().placement.rank) if job is None else CoordinatorAuthority(job, settings)
-    )
-    return Checkpoints(authority, state, rule)
+    return None if settings is None else Checkpoints(job, settings, state, rule)
 
 
 class Checkpoints:
@@ -48,29 +44,41 @@ class Checkpoints:
 
     All ranks know when one is due. A worker that becomes rank 0 later writes its first one soon, since the previous
     rank 0 may have died during a write.
+
+    A job's coordinator, which knows the members, decides whether a checkpoint counts. Without one (torchrun, mpirun,
+    srun, or alone) rank 0 is the same process until the job ends: it locks the folder itself, and releases it when the
+    elastic function has returned or the process ends. Only the folder knows whether a later job has taken it.
     """
 
-    def __init__(self, authority: CheckpointAuthority, state: Kept, rule: Rule) -> None:
-        self._authority, self._state, self._rule = authority, state, rule
+    def __init__(self, job: WorkerJob | None, settings: CheckpointEnv, state: Kept, rule: Rule) -> None:
+        self._job, self._state, self._rule = job, state, rule
+        is_own_authority = job is None and world.current().placement.rank == 0
+        self._begun: LockedStore | None = begin_job(settings) if is_own_authority else None
+        for note in self._begun.notes if self._begun is not None else ():
+            logger.warning("%s", note)
+        self._settings = settings if self._begun is None else self._begun.settings
         self._staging = Staging()
-        settings = authority.settings
-        self._due = Due(parse_every(settings.every), now_s(), 0)
+        self._due = Due(parse_every(self._settings.every), now_s(), 0)
         self._restored = 0  # the run id that this worker has begun from a checkpoint
-        self._folder = CheckpointFolder(open_store(settings.folder))
-        self._writer = CheckpointWriter(self._folder, rule, settings.keep, self._ask, authority.report)
+        self._folder = CheckpointFolder(open_store(self._settings.folder))
+        self._writer = CheckpointWriter(self._folder, rule, self._settings.keep, self._ask, self._report)
         self._is_judged = threading.Event()  # whether all workers had the state that is being written is known
         self._is_judged.set()
         self._refusal = ""
         self._is_owed = False  # the last one was refused
+
+    def _run_id(self) -> int:
+        """Return the run id of the state that this worker has, or is about to get."""
+        return self._settings.run_id if self._job is None else world.current().id.run_id
 
     def before_sync(self, rank: int, bootstrap: bool) -> None:
         """Prepare for a sync, before a state is copied to others or another one is taken over. At the start of the job,
         and when all holders of its state are lost, the source, rank 0, begins from the newest checkpoint. Raises
         ConfigError when that is not possible."""
         self._staging.copies.finish()
-        run_id = self._authority.run_id()
+        run_id = self._run_id()
         if bootstrap and rank == 0 and run_id != self._restored:
-            if self._authority.settings.resume or run_id > self._authority.settings.run_id:
+            if self._settings.resume or run_id > self._settings.run_id:
                 self._restore(run_id)
             self._restored = run_id
 
@@ -111,11 +119,8 @@ class Checkpoints:
         self._due.restart(now_s(), self._state.progress.step)
 
     def begin_if_due(self, is_captured: bool = True) -> bool:
-        """Begin a checkpoint if one is due. Otherwise do nothing: the metadata need not be captured for that.
-
-        Returns:
-            True when one was begun. Under the step rule with several workers, it is published after compared().
-        """
+        """Begin a checkpoint if one is due, and return whether one was; otherwise the metadata need not be captured.
+        Under the step rule with several workers, it is published after compared()."""
         here = world.current()
         if here.placement.rank != 0:
             return False
@@ -144,11 +149,8 @@ class Checkpoints:
         that differ do not become the same by themselves."""
         if not self._is_judged.is_set():
             self._is_owed = not is_equal
-            self._judge(
-                ""
-                if is_equal
-                else "the states of the workers differ; the next checkpoint is written when they are equal"
-            )
+            differ = "the states of the workers differ; the next checkpoint is written when they are equal"
+            self._judge("" if is_equal else differ)
 
     def _judge(self, refusal: str) -> None:
         if not self._is_judged.is_set():
@@ -156,14 +158,27 @@ class Checkpoints:
             self._is_judged.set()
 
     def _ask(self, name: str, progress: Progress) -> str:
-        """Ask the authority. Runs in the writer's thread."""
+        """Return "" if a checkpoint may be published, else the reason. Runs in the writer's thread. Raises OSError."""
         self._is_judged.wait()
         refusal, self._refusal = self._refusal, ""
-        return refusal or self._authority.ask(name, progress)
+        if refusal:
+            return refusal
+        if has_lost_it(self._folder.store, self._settings.owner):
+            return _TAKEN
+        return self._job.may_publish(name, progress) if self._job is not None else ""
+
+    def _report(self, written: Written) -> None:
+        if self._job is not None:
+            self._job.link.send(CheckpointEnded(written.name, written.step, written.took_s, written.error))
+        elif written.error:
+            logger.warning(
+                "step %d could not be saved: %s; earlier checkpoints are untouched", written.step, written.error
+            )
+        else:
+            logger.info("saved step %d as %s in %.1f s", written.step, written.name, written.took_s)
 
     def at_end(self) -> None:
-        """Write the last checkpoint after all workers have finished, so that the same command has nothing left to
-        do."""
+        """Write the last checkpoint after all workers have finished: the same command then has nothing left to do."""
         self._judge("")  # no further comparison follows
         self._writer.wait()
         if world.current().placement.rank == 0:
@@ -172,7 +187,7 @@ class Checkpoints:
 
     def is_emergency_writer(self) -> bool:
         """Return whether the job has ended and this worker has to save the state."""
-        return self._authority.is_emergency_writer() and self._state.is_holder
+        return self._job is not None and self._job.link.is_emergency_writer and self._state.is_holder
 
     def in_emergency(self) -> None:
         """Save the live state of a job that ends unfinished, if this worker is the emergency writer."""
@@ -188,7 +203,8 @@ class Checkpoints:
         if world.is_forked_child():
             return
         self._give_up()
-        self._authority.close()
+        if self._begun is not None:
+            self._begun.lock.close()
 
     def _give_up(self) -> None:
         self._judge("the job has ended")
@@ -202,96 +218,4 @@ class Checkpoints:
             self._writer.write(lambda: live(self._state, progress), progress.step, here.id.number, here.placement.size)
 
     def _progress(self) -> Progress:
-        return msgspec.structs.replace(self._state.progress, run_id=self._authority.run_id())
-
-
-# Authorities ----------------------------------------------------------------------------------------------------------
-#
-# The authority decides whether a checkpoint counts, and learns the result of each: a job's coordinator, or only the
-# folder itself.
-
-_TAKEN = "another job now uses this place for its checkpoints"
-
-
-class CheckpointAuthority(Protocol):
-    """The authority over a job's checkpoints. `settings`: as far as the workers have to know them."""
-
-    settings: CheckpointEnv
-
-    def run_id(self) -> int:
-        """Return the run id of the state that this worker has, or is about to get."""
-        ...
-
-    def ask(self, name: str, progress: Progress) -> str:
-        """Ask whether a checkpoint may be published. Return "", or the reason for a refusal. Raises OSError."""
-        ...
-
-    def report(self, written: Written) -> None:
-        """Report the result of a checkpoint."""
-        ...
-
-    def is_emergency_writer(self) -> bool:
-        """Return whether the job has ended and this worker has to save the state."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class CoordinatorAuthority:
-    """The coordinator of `farandole run`, which knows the members. Only the folder knows whether a later job has taken
-    it."""
-
-    def __init__(self, job: WorkerJob, settings: CheckpointEnv) -> None:
-        self.settings = settings
-        self._job = job
-        self._store = open_store(settings.folder)
-
-    def run_id(self) -> int:
-        return world.current().id.run_id
-
-    def ask(self, name: str, progress: Progress) -> str:
-        if has_lost_it(self._store, self.settings.owner):
-            return _TAKEN
-        return self._job.may_publish(name, progress)
-
-    def report(self, written: Written) -> None:
-        self._job.link.send(CheckpointEnded(written.name, written.step, written.took_s, written.error))
-
-    def is_emergency_writer(self) -> bool:
-        return self._job.link.is_emergency_writer
-
-    def close(self) -> None:
-        """Do nothing: no resources are held."""
-
-
-class LocalAuthority:
-    """The folder alone. Without a coordinator (torchrun, mpirun, srun, or alone) rank 0 is the same process until the
-    job ends. It locks the folder itself, and releases it when the elastic function has returned or the process ends."""
-
-    def __init__(self, settings: CheckpointEnv, rank: int) -> None:
-        self._begun: LockedStore | None = begin_job(settings) if rank == 0 else None
-        self.settings = settings if self._begun is None else self._begun.settings
-        for note in self._begun.notes if self._begun is not None else ():
-            logger.warning("%s", note)
-
-    def run_id(self) -> int:
-        return self.settings.run_id
-
-    def ask(self, name: str, progress: Progress) -> str:
-        assert self._begun is not None, "only rank 0 writes"
-        return _TAKEN if has_lost_it(self._begun.lock.store, self.settings.owner) else ""
-
-    def report(self, written: Written) -> None:
-        if written.error:
-            logger.warning(
-                "step %d could not be saved: %s; earlier checkpoints are untouched", written.step, written.error
-            )
-        else:
-            logger.info("saved step %d as %s in %.1f s", written.step, written.name, written.took_s)
-
-    def is_emergency_writer(self) -> bool:
-        return False  # without a coordinator there is no order to do so
-
-    def close(self) -> None:
-        if self._begun is not None:
-            self._begun.lock.close()
+        return msgspec.structs.replace(self._state.progress, run_id=self._run_id())

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -38,13 +38,14 @@ class FixedJob:
         self._start: Start | None = None
         self._session = 0
 
-    def meet(self) -> None:
+    def meet(self) -> Literal[True]:
         """Find the other ranks through the launcher's rendezvous, the first time, and enter their world, also after
         leave(). Raises what Rendezvous and WorldBuilder raise."""
         if self._start is None:
             self._start = Rendezvous(self._env, self._timeout_s).meet(self._listener.address)
         self._session += 1
-        world.enter(self._builder.build(self._start, self._session, self._timeout_s).world)
+        world.enter(self._builder.build(self._start, self._session, self._timeout_s)[0])
+        return True
 
     def leave(self) -> None:
         """Close the connections to the other ranks, for shutdown()."""
@@ -86,14 +87,17 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._prefix = f"farandole/{restart_count()}"
         self._is_host = env.rank == 0 and not uses_agent_store()
-        self._secret = derive_key(user_secret(), *_names_of(env, self._prefix))
+        # What tells this job from others of the same user, which have the same secret.
+        names = (env.launcher, env.size, env.master_addr, env.master_port, run_name(), self._prefix)
+        self._secret = derive_key(user_secret(), b"job of fixed size", *(str(each).encode() for each in names))
         try:
             self._store = _within(timeout_s + _GRACE_S, self._open)
         except (futures.TimeoutError, RuntimeError, OSError) as error:
+            why = str(error).partition("\n")[0] or type(error).__name__
             raise JobEnded(
                 f"rank {env.rank} of {env.size} under {env.launcher} cannot {'serve' if self._is_host else 'reach'} "
                 f"the rendezvous {env.master_addr}:{env.master_port} within {timeout_s:g} s "
-                f"({_first_line(error)}); see MASTER_ADDR and MASTER_PORT"
+                f"({why}); see MASTER_ADDR and MASTER_PORT"
             ) from error
 
     def meet(self, address: DataAddress) -> Start:
@@ -182,12 +186,6 @@ class Rendezvous:
             return "unknown, the rendezvous cannot be reached"
 
 
-def _names_of(env: FixedEnv, prefix: str) -> tuple[bytes, ...]:
-    """Return what tells this job from others of the same user: they have the same secret."""
-    names = (env.launcher, env.size, env.master_addr, env.master_port, run_name(), prefix)
-    return (b"job of fixed size", *(str(each).encode() for each in names))
-
-
 def _listen(host: str, port: int) -> int:
     """Return the descriptor of a listening socket on this address alone; TCPStore itself would listen on all."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -207,7 +205,3 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="farandole-rendezvous", daemon=True).start()
     return result.result(timeout=limit_s)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

@@ -113,15 +113,13 @@ class Link:
             threading.Event().wait(_GIVE_WAY_S)
 
     def send(self, message: WorkerMessage) -> None:
-        """Send a message to the coordinator, through the agent. Never blocks for long: both ends are on this
-        machine."""
+        """Send a message to the coordinator. Never blocks for long: the agent passes it on, on this machine."""
         # An error needs no handling here: the listening thread sees the same end, and acts on it.
         with self._send_lock, contextlib.suppress(OSError):
             self._socket.sendall(frame(encode(message)))
 
     def ask_to_leave(self) -> None:
-        """Ask to leave, from a signal handler: the link's thread sends Leaving, since the main thread may hold the
-        lock."""
+        """Ask to leave, from a signal handler: the link's thread sends it, since the main thread may hold the lock."""
         with contextlib.suppress(BlockingIOError):
             self._wake_write.send(b"L")
 
@@ -132,35 +130,34 @@ class Link:
         this worker may leave.
         """
         with self._changed:
-            while True:
-                self._raise_if_over()
-                if self._start is not None and self._start.id.number >= self.ordered:
-                    start, self._start = self._start, None
-                    return start
-                if self.ordered > above:
-                    return self.ordered
-                self._changed.wait(_SLICE_S)
+            self._wait_until(lambda: self._has_newest_start() or self.ordered > above)
+            return self._take_start() if self._has_newest_start() else self.ordered
 
     def wait_for_admission(self) -> Start | None:
         """Block until the job's first START; None for a newcomer, which is admitted later."""
         with self._changed:
-            while True:
-                self._raise_if_over()
-                if self._start is not None:
-                    start, self._start = self._start, None
-                    return start
-                if self.is_newcomer:
-                    return None
-                self._changed.wait(_SLICE_S)
+            self._wait_until(lambda: self._start is not None or self.is_newcomer)
+            return self._take_start() if self._start is not None else None
 
     def wait_for_abort(self, above: int) -> int:
         """Block until an ABORT with a number above `above`, after a failed collective, which is only a hint."""
         with self._changed:
-            while True:
-                self._raise_if_over()
-                if self.ordered > above:
-                    return self.ordered
-                self._changed.wait(_SLICE_S)
+            self._wait_until(lambda: self.ordered > above)
+            return self.ordered
+
+    def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        self._raise_if_over()
+        while not is_met():
+            self._changed.wait(_SLICE_S)
+            self._raise_if_over()
+
+    def _has_newest_start(self) -> bool:
+        return self._start is not None and self._start.id.number >= self.ordered
+
+    def _take_start(self) -> Start:
+        assert self._start is not None
+        start, self._start = self._start, None
+        return start
 
     def wait_for_release(self, number: int) -> bool:
         """Block until all members have finished generation `number` (True), or it was aborted (False)."""
@@ -306,10 +303,9 @@ def _dial(address: str, timeout_s: float = 10.0) -> socket.socket:
     return connection
 
 
-# Link probes ----------------------------------------------------------------------------------------------------------
+# Probes of a worker's neighbours when no byte moves -------------------------------------------------------------------
 #
-# Probes of a worker's neighbours when no byte moves; the results go to the coordinator. The link's thread calls it,
-# so that it works while the main thread is blocked.
+# The results go to the coordinator. The link's thread calls it, so that it works while the main thread is blocked.
 
 LONGEST_PROBE_S = 0.4
 """Seconds for one attempt. A peer that answers at all answers much sooner, on any network that carries gradients."""
@@ -416,10 +412,8 @@ _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 def find_answering(addresses: Collection[Address], within_s: float) -> set[Address]:
-    """Return the addresses that answer within `within_s` seconds, at once when all have.
-
-    An address that does not answer is given the whole time.
-    """
+    """Return the addresses that answer within `within_s` seconds, at once when all have. A silent one has the whole
+    time."""
     begin_s, made = now_s(), 0
     with contextlib.closing(_Attempts(addresses)) as attempts:
         while attempts.unanswered:

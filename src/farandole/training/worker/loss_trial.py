@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from farandole.training.collectives.transport import Transport
 from farandole.training.data.elastic_loader import has_compiled
 from farandole.training.state import step
 from farandole.training.state.step_state import StepState
-from farandole.training.worker.trial_body import TrialBody
 from farandole.training.worker.warm_up import is_plain
 
 PARTS = ((0, 1), (0, 2), (1, 2))
@@ -56,11 +59,7 @@ class Taken(msgspec.Struct, array_like=True):
 
 
 class LossTrial:
-    """The trial on this worker. All workers have as many runs.
-
-    Attributes:
-        runs: Number of those that are over.
-    """
+    """The trial on this worker. All workers have as many runs, of which `runs` are over."""
 
     def __init__(self, state: StepState, rank: int, size: int) -> None:
         self._is_possible = not has_compiled() and is_plain(state)  # it would be compiled for layers that are off
@@ -160,12 +159,8 @@ class LossTrial:
 
 
 def judge(parts: Sequence[Taken], again: Taken | None) -> str:
-    """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told. Pure.
-
-    Args:
-        parts: The runs of PARTS.
-        again: The first one with other random numbers.
-    """
+    """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told. Pure. `again`:
+    the first of the PARTS with other random numbers."""
     whole, first, second = map(_values, parts)
     shares = [each.share for each in parts]
     tolerance = _DIFFERENT_COARSELY if any(each.is_coarse for each in parts) else _DIFFERENT
@@ -219,3 +214,96 @@ def _some_of(gradient: torch.Tensor, most: int) -> torch.Tensor:
     """Return a copy of at most so many elements of a gradient, at places that follow from its shape."""
     flat = gradient.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // most))].clone()
+
+
+# A run of the loop body without effect, of which only the gradients are of interest -----------------------------------
+#
+# Layers of chance, and those that compute statistics of a batch, are off in it: their gradients are no means over
+# samples by intention.
+
+Gradients = dict[str, torch.Tensor]
+
+
+class TrialBody:
+    """From before the run to its end; the next run may follow. Layers of the modules are off. Of their parameters'
+    gradients `part` returns what is kept, which must not be the gradient's own memory. `is_coarse`: a layer has
+    computed in half precision."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._modules, self._part = list(modules), part
+        self._hooks: list[Any] = []
+        self._switched: set[torch.nn.Module] = set()
+        self._statistics: list[tuple[torch.Tensor, torch.Tensor]] = []  # with their values
+        self._gradients, self.is_coarse = Gradients(), False
+
+    def begin(self) -> None:
+        self._gradients = {}
+        self._hooks += hook_gradients(self._modules, self._note)
+        for module in self._modules:
+            for each in module.modules():
+                if _is_off(each):
+                    self._hooks.append(each.register_forward_pre_hook(self._switch_off))
+                if not any(True for _ in each.children()):
+                    self._hooks.append(each.register_forward_hook(self._note_precision))
+
+    def end(self) -> Gradients:
+        """Switch the layers on again. Return the gradients, summed up over the backward passes of the run, by name: the
+        same names on all workers. Idempotent."""
+        for each in self._hooks:
+            each.remove()
+        self._hooks.clear()
+        for module in self._switched:
+            module.training = True
+        self._switched.clear()
+        with torch.no_grad():
+            for buffer, value in self._statistics:
+                buffer.copy_(value)
+        self._statistics.clear()
+        return self._gradients
+
+    def _switch_off(self, module: torch.nn.Module, _: object) -> None:
+        if not module.training:
+            return
+        self._switched.add(module)
+        module.training = False
+        if isinstance(module, _NormBase) and module.running_mean is not None and module.running_var is not None:
+            # Statistics are each worker's own between the ends of epochs, and all are to compute the same.
+            for buffer, value in ((module.running_mean, 0.0), (module.running_var, 1.0)):
+                self._statistics.append((buffer, buffer.clone()))
+                with torch.no_grad():
+                    buffer.fill_(value)
+
+    def _note_precision(self, _: torch.nn.Module, __: object, output: object) -> None:
+        self.is_coarse |= isinstance(output, torch.Tensor) and output.is_floating_point() and output.itemsize < 4
+
+    def _note(self, name: str, gradient: torch.Tensor) -> None:
+        values, before = self._part(gradient), self._gradients.get(name)
+        self._gradients[name] = values if before is None else before.add_(values)
+
+
+def hook_gradients(modules: Iterable[torch.nn.Module], note: Callable[[str, torch.Tensor], None]) -> list[Any]:
+    """Have `note` called with each gradient of a parameter, dense and without a graph, and with the parameter's name,
+    which is the same on all workers. Returns the handles of the hooks."""
+
+    @torch.no_grad()
+    def dense(name: str, gradient: torch.Tensor) -> None:
+        values = gradient.detach()
+        note(name, values.to_dense() if values.layout is not torch.strided else values)
+
+    return [
+        parameter.register_hook(partial(dense, f"{name} (model {number})" if number else name))  # type: ignore[no-untyped-call]
+        for number, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and parameter.is_leaf
+    ]
+
+
+def _is_off(module: torch.nn.Module) -> bool:
+    """Return whether a layer is one of BatchNorm, or of chance: also DropPath of other libraries, and attention, which
+    often has a dropout of its own."""
+    if isinstance(module, (_DropoutNd, _NormBase, torch.nn.MultiheadAttention)):
+        return True
+    name, has_children = type(module).__name__.lower(), any(True for _ in module.children())
+    if "attention" in name or "attn" in name:
+        return any("drop" in key.lower() and isinstance(each, float) for key, each in vars(module).items())
+    return ("drop" in name or "stochastic" in name) and not has_children

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 
 from farandole.training.state.step_state import StepState
 from farandole.training.state.tensor_digest import digest_of
+from farandole.training.worker.loss_trial import hook_gradients
 
 _ROUNDING = 1e-3
 """Relative difference of gradients up to which it may be of rounding: on a GPU, or on hosts of different processors."""
@@ -137,17 +138,9 @@ class Trial:
         self._notes: dict[str, list[GradientNote]] = {}
         self._options: dict[str, str] = {}
         self._is_on_cpu = True
-        self._hooks = [
-            parameter.register_hook(_Hook(self, name))  # type: ignore[no-untyped-call]
-            for name, parameter in _parameters(state)
-            if parameter.is_leaf
-        ]
+        self._hooks = hook_gradients(state.modules(), self._note)
 
-    @torch.no_grad()
-    def note(self, name: str, gradient: torch.Tensor) -> None:
-        """Note a gradient of one parameter, of one backward pass."""
-        values = gradient.detach()
-        values = values.to_dense() if values.layout is not torch.strided else values
+    def _note(self, name: str, values: torch.Tensor) -> None:
         self._is_on_cpu &= values.device.type == "cpu"
         flat = values.reshape(-1).to(torch.complex128 if values.is_complex() else torch.float64)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
@@ -164,28 +157,13 @@ class Trial:
                 options = {key: _text(value) for key, value in group.items() if key != "params"}
                 self._options |= {f"{of}[{key!r}]": text for key, text in options.items()}
 
-    def end(self, is_newcomer: bool, other_place: str) -> Tried:
+    def end(self, is_newcomer: bool, other_place: str = "") -> Tried:
         """Return the result, the arguments as in Tried. No further gradient is noted."""
         for each in self._hooks:
             each.remove()
         exact = platform.node() if self._is_on_cpu else ""
         gradients = {name: _united(notes) for name, notes in self._notes.items()}
         return Tried(is_newcomer, exact, gradients, self._options, other_place)
-
-
-class _Hook:
-    def __init__(self, trial: Trial, name: str) -> None:
-        self._trial, self._name = trial, name
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._trial.note(self._name, gradient)
-
-
-def _parameters(state: StepState) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for number, module in enumerate(state.modules()):
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                yield f"{name} (model {number})" if number else name, parameter
 
 
 def _united(notes: Sequence[GradientNote]) -> GradientNote:

@@ -128,7 +128,6 @@ _LOG_LEVELS = {
 def set_log_level(level: str) -> None:
     """Set the level of the logger `farandole` ("trace", "debug", "info", "warning", "error", "fatal"). Its output goes
     where the script has set up logging, else to stderr."""
-    logger = logging.getLogger("farandole")
     logger.setLevel(_LOG_LEVELS[level])
     if not logger.hasHandlers():
         handler = logging.StreamHandler()

@@ -23,9 +23,9 @@ from farandole.training.ledger.records import (
 )
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
-from farandole.training.state.divergence import Divergence
 from farandole.training.state.session import SESSION, Recorder, Samples
 from farandole.training.state.step_state import StepState
+from farandole.training.state.sync import Divergence
 
 
 class SampleRecords(Recorder):
@@ -39,11 +39,8 @@ class SampleRecords(Recorder):
         self._updates: list[int] = []  # optimizers, by id, that have moved weights since the last applied step
 
     def started(self, has_copied: bool) -> None:
-        """Record that the members of the generation all have this state.
-
-        Args:
-            has_copied: parameters and optimizer state of this worker are copies of another worker's.
-        """
+        """Record that the members of the generation all have this state. `has_copied`: parameters and optimizer state
+        of this worker are copies of another worker's."""
         if has_copied:
             self._updates.clear()
         here, progress = world.current(), self._state.progress
@@ -83,18 +80,11 @@ class SampleRecords(Recorder):
     def differed(self, found: Divergence) -> None:
         """Record that the states of the members differed. This worker may have replaced its own since."""
         self._updates.clear()
-        self._writer.write(
-            Differed(
-                *self._generation(),
-                found.step,
-                world.current().placement.rank,
-                found.name,
-                found.objects,
-                found.ranks,
-                found.source,
-                found.is_trained,
-            )
+        key, rank = self._generation(), world.current().placement.rank
+        differed = Differed(
+            *key, found.step, rank, found.name, found.objects, found.ranks, found.source, found.is_trained
         )
+        self._writer.write(differed)
 
     def found_local(self, step: int, names: Sequence[str]) -> None:
         """Record that some tensors are computed from each worker's own samples, and are no longer compared."""
@@ -113,25 +103,11 @@ class SampleRecords(Recorder):
         self._intended = self._agreed = None
 
     def intend(self, batch: Batch) -> int:
-        """Record the samples, once for each global batch, also when several optimizers reduce their gradients for
-        it."""
+        """Record the samples, once for each global batch, also when several optimizers reduce gradients for it."""
         if self._intended is None:
-            global_batch = batch.global_batch
-            ids, key = compact(self._ids), self._generation()
-            rank, number = world.current().placement.rank, self._state.step
-            self._writer.write(
-                Intent(
-                    *key,
-                    number,
-                    rank,
-                    global_batch.epoch,
-                    global_batch.start,
-                    global_batch.stop,
-                    global_batch.low,
-                    global_batch.high,
-                    ids,
-                )
-            )
+            whole, rank = batch.global_batch, world.current().placement.rank
+            place = (whole.epoch, whole.start, whole.stop, whole.low, whole.high)
+            self._writer.write(Intent(*self._generation(), self._state.step, rank, *place, compact(self._ids)))
             self._intended = ids_hash(self._ids)
         return self._intended
 
@@ -145,7 +121,7 @@ class SampleRecords(Recorder):
             global_batch, key = batch.global_batch, self._generation()
             updates = max(Counter(self._updates).values(), default=0)
             place = (self._state.step, global_batch.epoch, global_batch.start, global_batch.stop)
-            digest, is_skipped = SESSION.run_loop.digest(), step.trains_nothing()
+            digest, is_skipped = SESSION.run_loop.digest(), step.facts().trains_nothing
             self._writer.write(Applied(*key, *place, *self._agreed, digest, updates, is_skipped))
         self._ids, self._intended, self._agreed = [], None, None
         self._updates.clear()

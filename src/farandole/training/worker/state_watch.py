@@ -1,7 +1,4 @@
-"""The comparison of the workers' states.
-
-The workers' states are hashed at boundaries, and compared by step headers. The step loop repairs a state that differs.
-"""
+"""The comparison of the workers' states, which are hashed at boundaries. The step loop repairs one that differs."""
 
 from __future__ import annotations
 
@@ -11,9 +8,8 @@ from collections.abc import Collection
 from farandole.base.wire.link_messages import StatesDiffered
 from farandole.errors import StateDiverged
 from farandole.training.collectives import world
-from farandole.training.state.divergence import Divergence
 from farandole.training.state.step_state import StepState
-from farandole.training.state.sync import SyncReport
+from farandole.training.state.sync import Divergence, SyncReport
 from farandole.training.worker.checkpoints import Checkpoints
 from farandole.training.worker.sample_records import SampleRecords
 from farandole.training.worker.worker_job import WorkerJob
@@ -55,12 +51,7 @@ class StateWatch:
         return self._state.digests.of_sample(self._state.step, trained_only=False)
 
     def compare_headers(self, digests: Collection[int], is_asked: bool) -> None:
-        """Compare the digests in the headers of all ranks.
-
-        Args:
-            digests: the digest of each rank.
-            is_asked: some rank has begun a checkpoint.
-        """
+        """Compare the digests in the headers of all ranks. `is_asked`: some rank has begun a checkpoint."""
         self._is_asked = is_asked
         self.compare(digests, self._is_sample)
 
@@ -73,8 +64,7 @@ class StateWatch:
             self._judge_checkpoint(is_equal=True)
 
     def synchronized(self, report: SyncReport) -> None:
-        """Note that all have the same state. Raises StateDiverged when they had differed, and the state is set to fail
-        then."""
+        """Note that all have the same state. Raises StateDiverged when they had differed, if that ends the job."""
         self.digest, self._is_asked, self._is_sample = 0, False, False
         self._judge_checkpoint(is_equal=report.divergence is None)
         if report.local:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from farandole.base.liveness.status_reporting import InPhase
 from farandole.base.membership import Phase
 from farandole.base.wire.link_messages import Elastic, Synced
-from farandole.errors import CollectiveMismatch, GenerationEnded, JobEnded, RecoverableError
+from farandole.errors import GenerationEnded, JobEnded, RecoverableError
 from farandole.registry import factory
 from farandole.training.collectives import agreement, world
 from farandole.training.collectives.transport import Transport
@@ -29,18 +29,15 @@ from farandole.training.state.step_state import StepState
 from farandole.training.state.sync import SyncReport, synchronize
 from farandole.training.state.watched_tensors import layers_with_statistics, make_statistics_equal
 from farandole.training.worker.bodies_without_effect import BodiesWithoutEffect
-from farandole.training.worker.boundary_reports import report_boundary
 from farandole.training.worker.checkpoints import checkpoints
-from farandole.training.worker.epoch_ends import meet_at_call, meet_at_epoch_end
-from farandole.training.worker.final_remarks import remark_training
-from farandole.training.worker.leaving import all_have_finished
-from farandole.training.worker.left_out_batches import LeftOutBatches
+from farandole.training.worker.meetings import LeftOutBatches, all_have_finished, meet_at_call, meet_at_epoch_end
 from farandole.training.worker.place import BEFORE, BEHIND, BODY, ENTERING, JOINED, moved, without_batch
 from farandole.training.worker.sample_records import sample_records
 from farandole.training.worker.signals import Signals
 from farandole.training.worker.state_watch import StateWatch
 from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.strict_steps import strict_steps
+from farandole.training.worker.training_reports import remark_training, report_boundary
 from farandole.training.worker.warm_up import reserve_memory, warm_up
 from farandole.training.worker.worker_job import WorkerJob
 from farandole.training.worker.worker_recovery import BodyCalls, Connection, connect, regroup, report_first_step
@@ -71,7 +68,7 @@ class StepLoop(RunLoop, LoaderHooks):
         self._watch = StateWatch(job, state, self._records, self._checkpoints)
         self._strict = strict_steps(job, state, self._records)
         self._left_out = LeftOutBatches(state)
-        self._without_effect = BodiesWithoutEffect(state, job is not None, self._raise_if_connected)
+        self._without_effect = BodiesWithoutEffect(state, job is not None)
         self._connection: Connection | None = None  # made in the middle of a loop body, whose states are not compared
         self._has_warmed_up = False  # the function was called before, for the warm-up
         self._calls = BodyCalls(
@@ -96,7 +93,7 @@ class StepLoop(RunLoop, LoaderHooks):
         if adopt(state.modules(), state.optimizers(), lambda: getattr(state.loader, "accumulates", False)):
             state.track_optimizers()
         self._left_out.watch()
-        SESSION.open(self, recorder=self._records, auditor=self._strict.auditor, timer=self._balance)
+        SESSION.open(self, recorder=self._records, auditor=self._strict, timer=self._balance)
         agreement.install(self._calls)
         if state.loader is not None:
             state.loader.hooks = self
@@ -161,7 +158,7 @@ class StepLoop(RunLoop, LoaderHooks):
         step.close()
         if self._job is not None and self._job.is_newcomer():
             reserve_memory(self._state)
-            self._has_warmed_up = self._warm_up(self._job, call)
+            self._has_warmed_up = warm_up(self._job, self._state, call)
         with self._signals.waiting:
             self._begin()
             if self._checkpoints is not None:
@@ -194,15 +191,10 @@ class StepLoop(RunLoop, LoaderHooks):
         if self._records is not None:
             self._records.started(here.placement.rank in report.behind)
 
-    def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
-        """Run the loop body without effect. Returns whether `call` was called."""
-        return warm_up(job, self._state, call)
-
     # Requests of the loader (data/elastic_loader.py) -----------------------------------------------------------
 
     def reach_boundary(self) -> None:
-        """Pass the boundary before a batch: each next(loader). The only place in the middle of an epoch where workers
-        regroup."""
+        """Pass the boundary before a batch: the only place in the middle of an epoch where workers regroup."""
         with self._signals.waiting:
             if self._job is not None:
                 self._job.link.catch_up()
@@ -232,9 +224,7 @@ class StepLoop(RunLoop, LoaderHooks):
         batch = step.batch()
         assert batch is not None
         try:
-            prepared = self._left_out.agree(batch, self.prepared(), self._raise_if_connected)
-        except CollectiveMismatch:
-            raise
+            prepared = self._left_out.agree(batch, self.prepared())
         except RecoverableError:
             if self._job is None:
                 raise
@@ -294,8 +284,7 @@ class StepLoop(RunLoop, LoaderHooks):
             return True
 
     def _regroup_before_batch(self, error: RecoverableError) -> None:
-        """Regroup because of this error, and pass the boundary before a batch. Raises the error in a job of fixed
-        size."""
+        """Regroup, and pass the boundary before a batch. Raises the error in a job of fixed size."""
         if self._job is None:
             raise error
         self._regroup()
@@ -309,14 +298,13 @@ class StepLoop(RunLoop, LoaderHooks):
                 self._raise_if_connected("the end of an epoch")
                 state_hash = self._strict.hash()
                 digest = int(state_hash[:16], 16) if state_hash else self._watch.sample()
-                end = meet_at_epoch_end(self._state.progress.epoch, self._state.step, self.prepared(), digest)
-            except CollectiveMismatch:
-                raise
+                place = (self._state.progress.epoch, self._state.step)
+                prepared, digests = meet_at_epoch_end(*place, self.prepared(), digest)
             except RecoverableError as error:
                 self._regroup_before_batch(error)
                 return False
-            self.agree(end.prepared)
-            self._watch.compare(end.digests, is_sample=True)
+            self.agree(prepared)
+            self._watch.compare(digests, is_sample=True)
             if self._state.digests.is_suspicious:
                 if not self._mend():
                     self._pass_boundary()
@@ -336,15 +324,14 @@ class StepLoop(RunLoop, LoaderHooks):
             self._state.capture()
 
     def once(self, epoch: int, call: int, function: Callable[[], object]) -> None:
-        """Run `function` once, as described in data/elastic_loader.py. A worker that has completed it is ahead of the
-        others."""
+        """Run `function` once (data/elastic_loader.py). A worker that has completed it is ahead of the others."""
         state = self._state
         meet_at_call(epoch, state.step, call)
-        begun = state.before_change()
+        before = state.before_change()
         function()
         with self._signals.waiting:
             state.boundary_number += 1
-            state.keep_change(begun)
+            state.keep_change(*before)
 
     def _pass_boundary(self) -> None:
         """Remember the metadata, and set the step's random numbers: a step that is repeated gets the same ones."""
@@ -381,8 +368,7 @@ class StepLoop(RunLoop, LoaderHooks):
         return self._job is not None and step.batch() is not None
 
     def _raise_if_connected(self, op: str) -> None:
-        """Raise GenerationEnded where a call in the loop body has connected to a generation whose states still
-        differ."""
+        """Raise GenerationEnded where a call in the loop body has connected to others, whose states still differ."""
         if self._connection is not None:
             raise GenerationEnded(op, self._connection.start.id.number, _INTERRUPTED)
 
@@ -398,8 +384,7 @@ class StepLoop(RunLoop, LoaderHooks):
             world.interrupt_collectives(_INTERRUPTED)
 
     def _mend(self) -> bool:
-        """Repair states that differ, as all workers know: compare all of the state, and copy it. False: there was a
-        regroup instead."""
+        """Repair states that differ: compare all of them, and copy. False: there was a regroup instead."""
         self._state.capture()
         here = world.current()
         try:
@@ -416,34 +401,32 @@ class StepLoop(RunLoop, LoaderHooks):
     def _regroup(self) -> None:
         """Move to the same state on all members of the next generation, after a fault or an agreed change."""
         with self._signals.waiting:
-            self._regroup_now()
-
-    def _regroup_now(self) -> None:
-        assert self._job is not None
-        state = self._state
-        self._without_effect.drop()
-        self._strict.decided()
-        begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
-        if step.is_undecided() or self._place is BEHIND:
-            self._put_back()
-        else:
-            state.capture()  # at a boundary nothing has changed; or a collective has left the loop body behind its step
-        step.close()
-        connection, self._connection = self._connection, None
-        world.interrupt_collectives(None)
-        done = regroup(self._job, self._agree, connection)
-        step.take_handed_out()  # the boundary behind it has been counted, or the batch comes again
-        self._place = without_batch(self._place)
-        if state.loader is not None:
-            state.loader.set_world(done.rank, done.size)
-        if self._records is not None:
-            self._records.started(done.report is not None and done.rank in done.report.behind)
-        state.on_reset()  # on every member, so that the callbacks change the same everywhere
-        is_redone = in_flight is not None and state.step == begun  # otherwise some worker had applied it
-        samples = in_flight.global_batch.global_samples if in_flight is not None and is_redone else 0
-        report_first_step(self._job, done, state.step, "step", int(is_redone), samples)
-        self._without_effect.regrouped(done.size)
-        done.log(f"step {state.step}")
+            assert self._job is not None
+            state = self._state
+            self._without_effect.drop()
+            self._strict.decided()
+            begun, in_flight = state.step, step.batch() if step.is_undecided() and not step.is_rehearsal() else None
+            if step.is_undecided() or self._place is BEHIND:
+                self._put_back()
+            else:
+                state.capture()  # at a boundary nothing has changed; or a collective has left the body behind its step
+            step.close()
+            connection, self._connection = self._connection, None
+            world.interrupt_collectives(None)
+            done = regroup(self._job, self._agree, connection)
+            step.take_handed_out()  # the boundary behind it has been counted, or the batch comes again
+            self._place = without_batch(self._place)
+            here = done.connection.start.placement
+            if state.loader is not None:
+                state.loader.set_world(here.rank, here.size)
+            if self._records is not None:
+                self._records.started(done.report is not None and here.rank in done.report.behind)
+            state.on_reset()  # on every member, so that the callbacks change the same everywhere
+            is_redone = in_flight is not None and state.step == begun  # otherwise some worker had applied it
+            samples = in_flight.global_batch.global_samples if in_flight is not None and is_redone else 0
+            report_first_step(self._job, done, state.step, "step", int(is_redone), samples)
+            self._without_effect.regrouped(here.size)
+            done.log(f"step {state.step}")
 
     def _agree(self, transport: Transport, bootstrap: bool, compares_all: bool = False) -> SyncReport:
         if self._checkpoints is not None:

@@ -40,17 +40,12 @@ def reserve_memory(state: StepState) -> None:
 
 
 def warm_up(job: WorkerJob, state: StepState, call: Callable[[], object]) -> bool:
-    """Call the elastic function with batches without effect, and return the state to what it was.
+    """Call the elastic function with batches without effect, and return the state to what it was. Return whether it was
+    called. Raises JobEnded when the job is over.
 
     Meanwhile rank() and size() have the values of the last member of the next generation, so that this worker skips the
     work of rank 0; every collective is local. An exception of the function is ignored here: it is raised again after
     the admission, if its cause persists.
-
-    Returns:
-        Whether the function was called.
-
-    Raises:
-        JobEnded: The job is over.
     """
     loader = state.loader
     if loader is None or not state.rehearse or not is_plain(state):

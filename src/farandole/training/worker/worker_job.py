@@ -20,7 +20,7 @@ from farandole.training.collectives.ring_builder import RingBuilder
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.world import World
 from farandole.training.worker.link import Connections, Link, LinkProbe
-from farandole.training.worker.worker_recovery import AbortRegistry
+from farandole.training.worker.worker_recovery import AbortRegistry, connect
 from farandole.training.worker.world_builder import WorldBuilder
 
 # Seconds from START, when all members are quiescent, until the data connections exist. The agent of a peer that died
@@ -43,6 +43,7 @@ class WorkerJob:
         self._retired: list[World] = []
         self._agreed = 0
         self._start: Start | None = None  # of the generation that this worker is in, or was before shutdown()
+        self._has_met = False
         self._session = 0
         self.ready_s = 0.0  # when READY was last sent
         self.has_finished = False  # an elastic function has returned on all workers
@@ -65,16 +66,14 @@ class WorkerJob:
         self.link.open(env, self._listener.address)
 
     def meet(self) -> bool:
-        """Wait for the first generation and enter it; False for a newcomer, which is admitted later."""
-        start = self.link.wait_for_admission()
-        if start is None:
-            return False
-        self.build(start)
-        return True
-
-    def meet_again(self) -> bool:
-        """Enter the same generation anew after leave(), with all its members, or the one that replaces it. False for a
-        worker that is not a member yet. Raises PeerLost when a member does not arrive in time."""
+        """Enter the first generation; after leave() the same one anew, with all its members, or the one that replaces
+        it. False for a worker that is not a member yet. Raises PeerLost when a member does not arrive in time."""
+        if not self._has_met:
+            self._has_met = True
+            start = self.link.wait_for_admission()
+            if start is not None:
+                self.build(start)
+            return start is not None
         if self._start is None:
             return False
         while not self.has_orders():
@@ -87,14 +86,8 @@ class WorkerJob:
                 self.link.wait_for_abort(above=self._start.id.number)
             else:
                 return True
-        while True:
-            start = self.wait_for_start()
-            try:
-                self.build(start)
-            except RecoverableError:
-                self.link.wait_for_abort(above=start.id.number)
-            else:
-                return True
+        connect(self)
+        return True
 
     def leave(self) -> None:
         """Close the connections to the other workers, for shutdown(). The coordinator still knows this worker; it may
@@ -109,17 +102,14 @@ class WorkerJob:
         self._aborts.close_all()
 
     def build(self, start: Start) -> Transport:
-        """Open the data connections of a generation and enter its world.
-
-        Raises PeerLost or GenerationEnded; the next order from the coordinator then determines the next action.
-        """
+        """Open the data connections of a generation and enter its world. Raises PeerLost or GenerationEnded; the
+        coordinator's next order then says what to do."""
         self._session = 0
         self._enter(start, CONNECT_TIMEOUT_S)
         return world.current().transport
 
     def may_publish(self, name: str, progress: Progress, file: str = "") -> str:
-        """Ask whether a checkpoint, or a file of the script's own, counts. Return "", or the reason for a refusal. From
-        any thread."""
+        """Ask whether a checkpoint, or a file of the script, counts. Return "", or why not. From any thread."""
         return self.link.may_publish(MayPublish(name, progress, file), _ANSWER_S)
 
     def quiesce(self) -> None:
@@ -140,20 +130,17 @@ class WorkerJob:
         self._listener.close()
 
     def _enter(self, start: Start, timeout_s: float) -> None:
-        built = self._builder.build(start, self._session, timeout_s)
+        entered, carries_over = self._builder.build(start, self._session, timeout_s)
         was_newcomer = self.is_newcomer()
         if world.is_entered():
-            self._retire(world.current())
-        world.enter(built.world)
+            world.current().end_extensions("its generation is over")
+            self._retired.append(world.current())
+        world.enter(entered)
         self._aborts.enter(start.id.number)
         self._start, self._agreed = start, 0
-        if built.carries_over:
+        if carries_over:
             for each in extenders().values():
                 each.carry_over(was_newcomer)
-
-    def _retire(self, old: World) -> None:
-        old.end_extensions("its generation is over")
-        self._retired.append(old)
 
     def _close_retired(self) -> None:
         for old in self._retired:
@@ -198,11 +185,8 @@ class WorkerJob:
         self._report_broken(self._start.id.number, self._start.next.worker, "left", reason)
 
     def demanded_number(self) -> int:
-        """Return the generation to be READY for; 0 for a newcomer, which is ready for any.
-
-        After a collective that failed before any order came, wait for the order: the failure is only a hint, and the
-        coordinator decides.
-        """
+        """Return the generation to be READY for; 0 for a newcomer, which is ready for any. After a collective that
+        failed before any order came, wait for the order: the failure is only a hint."""
         here = self._start.id.number if self._start is not None else 0
         if self.link.ordered > here:
             return self.link.ordered

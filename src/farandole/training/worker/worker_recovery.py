@@ -39,42 +39,34 @@ Agree = Callable[[Transport, bool], SyncReport | None]
 
 
 @dataclass(frozen=True)
-class Regrouped:
-    """The course of one regroup on this worker; times in seconds."""
+class Connection:
+    """A connection to the members of a new generation; their states are not compared yet. Times in seconds."""
 
-    number: int
-    rank: int
-    size: int
-    report: SyncReport | None
+    start: Start
+    transport: Transport
     ready_s: float  # from the ABORT to READY; 0 for a planned change
     waited_s: float  # from READY to START: the others, and the coordinator
     built_s: float  # data connections
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """The course of one regroup on this worker."""
+
+    connection: Connection
+    report: SyncReport | None
     synced_s: float  # progress compared, state copied
 
     def log(self, position: str) -> None:
         logger.info(
             "generation %d with %d workers, %s: waited %.1f ms, connected %.1f ms, synced %.1f ms",
-            self.number,
-            self.size,
+            self.connection.start.id.number,
+            self.connection.start.placement.size,
             position,
-            self.waited_s * 1e3,
-            self.built_s * 1e3,
+            self.connection.waited_s * 1e3,
+            self.connection.built_s * 1e3,
             self.synced_s * 1e3,
         )
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A connection to the members of a new generation; their states are not compared yet.
-
-    Times in seconds, as in Regrouped.
-    """
-
-    start: Start
-    transport: Transport
-    ready_s: float
-    waited_s: float
-    built_s: float
 
 
 def connect(job: WorkerJob) -> Connection:
@@ -117,16 +109,7 @@ def regroup(job: WorkerJob, agree: Agree, connection: Connection | None = None) 
                 continue
             job.link.send(Synced(start.id.number))
             job.settle()
-            return Regrouped(
-                number=start.id.number,
-                rank=start.placement.rank,
-                size=start.placement.size,
-                report=report,
-                ready_s=connection.ready_s,
-                waited_s=connection.waited_s,
-                built_s=connection.built_s,
-                synced_s=now_s() - agreeing_s,
-            )
+            return Regrouped(connection, report, synced_s=now_s() - agreeing_s)
 
 
 def report_first_step(
@@ -137,17 +120,16 @@ def report_first_step(
     steps_redone: int = 0,
     samples_redone: int = 0,
 ) -> None:
-    """Report to the coordinator when the first step after this regroup is decided here, with its cost. Arguments as in
-    FirstStep."""
-    synced_s = now_s()
+    """Report the cost of this regroup when the first step after it is decided here. Arguments as in FirstStep."""
+    connection, synced_s = done.connection, now_s()
 
     def decided() -> None:
         job.link.send(
             FirstStep(
-                done.number,
-                ready_s=done.ready_s,
-                waited_s=done.waited_s,
-                connected_s=done.built_s,
+                connection.start.id.number,
+                ready_s=connection.ready_s,
+                waited_s=connection.waited_s,
+                connected_s=connection.built_s,
                 synced_s=done.synced_s,
                 stepped_s=now_s() - synced_s,
                 steps_redone=steps_redone,
@@ -160,9 +142,7 @@ def report_first_step(
     step.when_next_decided(decided)
 
 
-# The registry of what an abort reaches --------------------------------------------------------------------------------
-#
-# The registry of the objects that an ABORT must reach: the only way from the worker's link to a blocked collective.
+# The registry of what an abort reaches: the only way from the worker's link to a blocked collective -------------------
 #
 # While a worker connects, or runs a collective, its main thread can be blocked for as long as a peer does not answer.
 # The coordinator then ends the generation, and the link's thread ends the call:
@@ -190,8 +170,7 @@ class Abortable(Protocol):
     """A builder or a transport."""
 
     def abort(self, reason: str) -> None:
-        """End running and later calls with GenerationEnded. Returns at once. Called from any thread, also after
-        close()."""
+        """End running and later calls with GenerationEnded, at once. From any thread, also after close()."""
         ...
 
     def close(self) -> None:
@@ -208,7 +187,7 @@ class AbortRegistry:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._references: dict[int, list[_Reference]] = {}
+        self._references: dict[int, list[Callable[[], Abortable | None]]] = {}
         self._entered = 0
         self._aborted_below = 0
         self._reason = ""
@@ -216,22 +195,17 @@ class AbortRegistry:
     def register(
         self, number: int, abortable: Abortable, *, is_builder: bool = False, replaces: Abortable | None = None
     ) -> None:
-        """Let aborts reach an object of generation `number` from now on.
+        """Let aborts reach an object of generation `number` from now on. Raises GenerationEnded if that was aborted
+        before; so is the object now.
 
-        Args:
-            number: The generation.
-            abortable: The object.
-            is_builder: It still connects to its neighbours. If it fails, it stays registered: the coordinator may ask
-                which of them answer.
-            replaces: The builder of this object, which is forgotten.
-
-        Raises:
-            GenerationEnded: The generation was aborted before; so is the object now.
+        is_builder  it still connects to its neighbours. If it fails, it stays registered: the coordinator may ask which
+                    of them answer
+        replaces    the builder of this object, which is forgotten
         """
         with self._lock:
-            others = [each for each in self._references.get(number, ()) if _is_kept(each, replaces)]
+            others = [each for each in self._references.get(number, ()) if each() not in (None, replaces)]
             is_weak = number == self._entered and not is_builder
-            self._references[number] = [*others, _reference(abortable, is_weak)]
+            self._references[number] = [*others, weakref.ref(abortable) if is_weak else lambda: abortable]
             is_aborted, reason = number < self._aborted_below, self._reason
         if is_aborted:
             abortable.abort(reason)
@@ -258,8 +232,7 @@ class AbortRegistry:
         self.abort_below(sys.maxsize, reason)
 
     def close_all_but(self, number: int) -> None:
-        """Close and forget the objects of all other generations, including those of worlds that were never
-        completed."""
+        """Close and forget the objects of other generations, also of worlds that were never completed."""
         with self._lock:
             ended = [each for other in self._references if other != number for each in self._living(other)]
             self._references = {other: kept for other, kept in self._references.items() if other == number}
@@ -285,22 +258,7 @@ class AbortRegistry:
         return [each for reference in self._references.get(number, ()) if (each := reference()) is not None]
 
 
-_Reference = Callable[[], Abortable | None]
-
-
-def _reference(abortable: Abortable, is_weak: bool) -> _Reference:
-    return weakref.ref(abortable) if is_weak else lambda: abortable
-
-
-def _is_kept(reference: _Reference, replaced: Abortable | None) -> bool:
-    """Return whether the object still exists, and is not the replaced one."""
-    abortable = reference()
-    return abortable is not None and abortable is not replaced
-
-
-# Calls in a loop body -------------------------------------------------------------------------------------------------
-#
-# Calls of fd.mean and fd.any in a loop body, which survive the loss of a worker.
+# Calls of fd.mean and fd.any in a loop body, which survive the loss of a worker ---------------------------------------
 #
 # Such a call must not leave the loop body: after a decided step the rest of the body (a scheduler's step, an average
 # of weights) could not be repeated. So this worker connects to the members of the next generation inside the body,
@@ -381,20 +339,14 @@ class BodyCalls:
         mine: Callable[[], bytes],
         combine: Callable[[list[bytes]], bytes],
     ) -> bytes:
-        """Carry out a collective that the remaining workers complete when a worker is lost in a loop body.
+        """Carry out a collective that the remaining workers complete when a worker is lost in a loop body. Return its
+        result. Raises RecoverableError if calls are not completed here, and StepError in a run of the loop body that is
+        not the last one where workers may run it another number of times.
 
-        Args:
-            what: The kind of the call: calls of different kinds are counted apart.
-            first_try: Carries it out among all workers, and returns the result.
-            mine: Returns the contribution of this worker.
-            combine: Returns the result from the contributions of the workers in this call, in the order of their ranks.
-
-        Returns:
-            The result.
-
-        Raises:
-            RecoverableError: A worker was lost, and calls are not completed here.
-            StepError: Workers may run the loop body another number of times, and this is not the last one.
+        what       the kind of the call: calls of different kinds are counted apart
+        first_try  carries it out among all workers, and returns the result
+        mine       returns the contribution of this worker
+        combine    returns the result from the contributions of the workers in this call, in the order of their ranks
         """
         batch = step.batch()
         if batch is not None and batch.global_batch.has_own_bodies and not batch.is_last:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import torch
@@ -62,14 +63,6 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Built:
-    """A new world, to be entered; then, if `carries_over` (on any member), carry_over() of the extenders is due."""
-
-    world: World
-    carries_over: bool
-
-
-@dataclass(frozen=True)
 class _Settings:
     """What the environment says of the worlds; `reconfigures` is None where it does not mention that."""
 
@@ -107,7 +100,6 @@ class WorldBuilder:
     ) -> None:
         self._listener, self._worker, self._host, self._extenders = listener, worker, host, extenders
         self._transports = 1 + len(extenders)  # of every world: for the steps, and for each extension
-        self._settings: _Settings | None = None
         self._on_way, self._slot, self._on_remark = on_way, slot, on_remark
         self._last_way = ""
         self._on_broken, self._check, self._aborts = on_broken, check, aborts
@@ -115,24 +107,25 @@ class WorldBuilder:
 
     def forget_settings(self) -> None:
         """Read the environment anew for the next world: scripts change it between shutdown() and init()."""
-        self._settings = None
+        vars(self).pop("_settings", None)
 
-    def _current(self) -> _Settings:
-        if self._settings is None:
-            self._settings = _Settings(read_job_env().transport, read_reconfigure())
-        return self._settings
+    @cached_property
+    def _settings(self) -> _Settings:
+        return _Settings(read_job_env().transport, read_reconfigure())
 
-    def build(self, start: Start, session: int, timeout_s: float) -> Built:
+    def build(self, start: Start, session: int, timeout_s: float) -> tuple[World, bool]:
         """Build the world of `start`; all its members build it with the same `session`, each within `timeout_s` of the
-        first. Raises PeerLost, GenerationEnded, and the errors of `check`."""
+        first. Return it, and whether carry_over() of the extenders is due once it is entered: one on any member carries
+        over. Raises PeerLost, GenerationEnded, and the errors of `check`."""
         channel = session * _CHANNELS_PER_SESSION
         ring = self._ring(start, channel + _STEPS, timeout_s)
         for_p2p = DataListener(*self._listener.address.hosts, tls=self._listener.tls)
         try:
-            own = OwnControlBlocks(start.placement.rank, self._transports if self._may_share_memory(start) else 0)
+            may_share_memory = start.placement.size > 1 and self._settings.transport != "tcp"
+            own = OwnControlBlocks(start.placement.rank, self._transports if may_share_memory else 0)
             directory = _directory(ring, self._member(for_p2p.address, own.refs))
             p2p = self._p2p(for_p2p, start, directory)
-            control_blocks = _open_pages(ring, own, directory, self._current().transport, self._transports)
+            control_blocks = _open_pages(ring, own, directory, self._settings.transport, self._transports)
             return self._build_upon(ring, start, directory, channel, timeout_s, p2p, control_blocks)
         except BaseException:
             for_p2p.close()
@@ -147,10 +140,9 @@ class WorldBuilder:
         timeout_s: float,
         p2p: PointToPoint,
         control_blocks: Sequence[ControlBlocks | str | None],
-    ) -> Built:
-        settings = self._current()
+    ) -> tuple[World, bool]:
         host, way = self._upon(ring, start, directory, channel + _STEPS, timeout_s, control_blocks[_STEPS])
-        hosts, choice = [each.host for each in directory], settings.transport
+        hosts, choice = [each.host for each in directory], self._settings.transport
         steps, description = for_devices(
             host,
             ring,
@@ -172,7 +164,7 @@ class WorldBuilder:
         is_homogeneous = len(set(Counter(member.host for member in directory).values())) == 1
         entered = World(start.id, start.placement, steps, extensions, is_homogeneous, p2p, self._on_remark)
         self._report_way(description, start)
-        return Built(entered, any(member.carries_over for member in directory))
+        return entered, any(member.carries_over for member in directory)
 
     def _connector(self, start: Start, directory: list[Member], channel: int, place: int) -> Connect:
         """Return what connects some of the ranks for the extension at this place."""
@@ -188,12 +180,9 @@ class WorldBuilder:
         return connect
 
     def _member(self, p2p: DataAddress, control_blocks: ControlBlockRefs) -> Member:
-        devices = own_devices(self._current().transport, self._slot)
+        devices = own_devices(self._settings.transport, self._slot)
         carries_over = any(each.carries_over for each in self._extenders.values())
         return Member(self._worker, self._listener.address, self._host, carries_over, p2p, devices, control_blocks)
-
-    def _may_share_memory(self, start: Start) -> bool:
-        return start.placement.size > 1 and self._current().transport != "tcp"
 
     def _p2p(self, listener: DataListener, start: Start, directory: list[Member]) -> PointToPoint:
         endpoints = [
@@ -233,18 +222,15 @@ class WorldBuilder:
             return connected
 
         hosts = [member.host for member in members]
-        transport, way = choose(ring, hosts, self._current().transport, connect, control_blocks)
+        transport, way = choose(ring, hosts, self._settings.transport, connect, control_blocks)
         if transport is not ring:
             self._register(start, transport)
         return transport, way
 
     def _kept_group(self) -> KeptGroup | None:
-        """Return the process group of the devices, which lives through the generations; None: each has its own, unless
-        FARANDOLE_RECONFIGURE requires it.
-
-        Raises ConfigError if this torch does not have such groups.
-        """
-        settings = self._current()
+        """Return the process group of the devices that lives through the generations; None: FARANDOLE_RECONFIGURE does
+        not require it. Raises ConfigError if this torch does not have such groups."""
+        settings = self._settings
         if not settings.reconfigures or settings.transport not in ("auto", "nccl"):
             return None
         if torch_versions.can_reconfigure():

@@ -30,8 +30,8 @@ import torch
 from farandole.training.collectives.transport import Transport
 from farandole.training.data.augmentation import generators_kept
 from farandole.training.state.step_state import StepState
+from farandole.training.worker.loss_trial import Gradients, TrialBody
 from farandole.training.worker.step_randomness import reseed
-from farandole.training.worker.trial_body import Gradients, TrialBody
 
 _HALVES = ("whole", *("first", "second") * 3)
 _SIZES = ("many", "few")

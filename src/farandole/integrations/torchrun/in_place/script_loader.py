@@ -253,7 +253,7 @@ class ScriptLoader(DataLoader):
         left out the first batches of the job, and steps for each batch. These bodies are dropped, and run again."""
         if self._world != self._counted_by:
             self._counted_by = 0  # further bodies belong to a step now
-        elif step.has_early_step() and step.expects_micro_batch():
+        elif step.facts().has_early_step and step.expects_micro_batch():
             self._counted_by = 0
             self.hooks.drop_bodies()
             self.set_batches_of_step(1)

@@ -4,7 +4,6 @@ from the iterator of the script's DataLoader (script_loader.py)."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import msgspec
@@ -405,7 +404,3 @@ class InPlaceLoop(StepLoop, ScriptHooks):
         if not loader.static_because:
             loader.static_because = self.number.why_static()
             loader.leaves_before_batch |= bool(loader.static_because)
-
-    def _warm_up(self, job: WorkerJob, call: Callable[[], object]) -> bool:
-        """Do nothing: the first batch of the newcomer was one without effect."""
-        return False

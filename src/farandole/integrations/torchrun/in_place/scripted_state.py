@@ -19,12 +19,12 @@ class ScriptedState(StepState):
 
     def capture(self, is_whole: bool = False) -> None:
         if not self.step:
-            self._watched.inspect()
+            self.watched.inspect()
         super().capture(is_whole)
 
     def _on_decided(self, batch: Batch | None) -> None:
         super()._on_decided(batch)
-        self._watched.applied()
+        self.watched.applied()
 
     def before_applying(self) -> None:
         super().before_applying()

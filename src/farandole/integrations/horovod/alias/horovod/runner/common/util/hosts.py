@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farandole.job.coordinator.placements import placements
 from msgspec.structs import asdict
 
+from farandole.job.coordinator.capacity import placements
 from farandole.job.engines import host_list
 
 

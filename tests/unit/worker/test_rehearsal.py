@@ -12,8 +12,8 @@ import torch
 import farandole as fd
 from farandole.errors import ConfigError
 from farandole.training.state import step
-from farandole.training.state.rehearsal import Rehearsal
 from farandole.training.state.step_state import StepState
+from farandole.training.worker.bodies_without_effect import Rehearsal
 
 pytestmark = pytest.mark.core
 
@@ -76,7 +76,7 @@ def test_all_that_a_loop_body_changes_is_put_back_and_covered_from_then_on() -> 
     assert state.model[2].calls == 0
     assert (center.tolist(), losses, best) == ([0, 0, 0, 0], [1.0], {"loss": [2.0]})
     assert (state.center is center, state.losses is losses, state.best["loss"] is best["loss"]) == (True,) * 3
-    before_step, behind_it = map(set, state.watched().changing)
+    before_step, behind_it = map(set, state.watched.changing)
     assert before_step == {"teacher.weight", "model.0.bias"}
     assert behind_it == {"teacher.weight", "teacher.bias", "model.0.weight"}
 
@@ -89,7 +89,7 @@ def test_a_worker_that_joins_copies_what_the_rehearsal_has_found() -> None:
     rehearsal.end()
     state.capture()
     newcomer.load_metadata(state.copy_of_metadata())
-    assert newcomer.watched().changing[0] == ("teacher.weight",)
+    assert newcomer.watched.changing[0] == ("teacher.weight",)
 
 
 class Forgetful:
@@ -119,7 +119,7 @@ def test_a_body_that_changes_nothing_costs_no_copies() -> None:
     copy.deepcopy(state.teacher).weight.data.zero_()
     rehearsal.look()
     rehearsal.end()
-    assert state.watched().changing[0] == ()
+    assert state.watched.changing[0] == ()
 
 
 def test_a_step_whose_callback_raises_is_applied_once_and_counted() -> None:
