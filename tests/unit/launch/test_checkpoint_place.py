@@ -19,7 +19,7 @@ from farandole.job.launch.checkpoint_place import beginning
 def publish(folder: Path, step: int, run_id: int, generation: int) -> Path:
     checkpoints = CheckpointFolder(folder)
     name = checkpoints.begin(step)
-    files = {"state.json": write_file(checkpoints.store, f"{name}/state.json", b"{}")}
+    files = {"state.json": write_file(checkpoints.store, f"{name}/state.json", [b"{}"])}
     checkpoints.publish(name, Manifest(FORMAT, "step", run_id, step, 1, 2, 3, generation, 4, 0.0, files))
     return folder / name
 
