@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "farandole"
 
 LINES = {
-    "base": 7441,
-    "job": 21345,
-    "training": 29530,
-    "integrations": 27997,
-    "testing": 2580,
-    "doors": 590,
+    "base": 6953,
+    "job": 19840,
+    "training": 27993,
+    "integrations": 26910,
+    "testing": 2527,
+    "doors": 572,
 }
 """The most lines of each storey, in its Python files."""
 

@@ -43,6 +43,7 @@ from farandole.integrations.torchrun.in_place.script_search import (
 )
 from farandole.training.collectives import world
 from farandole.training.state.step_state import StepState
+from farandole.training.state.watched_tensors import are_equal
 
 logger = logging.getLogger("farandole")
 
@@ -171,17 +172,26 @@ class _Everything:
         limit = most if sum(each.nbytes for each in live.values()) <= most else _SMALL_BYTES
         small = {name: each for name, each in live.items() if each.nbytes <= limit}
         self._tensors = {name: (each, each.detach().clone()) for name, each in small.items()}
-        self._versions = {name: (each, _mark_of(each)) for name, each in live.items()}
+        self._arrays = {name for name, each in small.items() if hasattr(each, "_array")}
+        self._marks = {name: (each, _mark_of(each)) for name, each in live.items() if name not in self._arrays}
         self._randoms = [(each, state_of(each), place_of(each)) for each in found.randoms]
 
     def changed(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that were written. Their values may be the same: an average of equal weights."""
-        return ((name, live) for name, (live, mark) in self._versions.items() if _mark_of(live) != mark)
+        for name, (live, mark) in self._marks.items():
+            if _mark_of(live) != mark:
+                yield name, live
+        for name in self._arrays:
+            live, value = self._tensors[name]
+            if not are_equal(live, value):
+                yield name, live
 
     def bring_back(self) -> list[str]:
         """Return the names of what stays as it is."""
         stay = _restore(self.copies, self._tensors.values(), [each[:2] for each in self._randoms])
-        large = [name for name, _ in self.changed() if name not in self._tensors]
+        large = [
+            name for name, (live, mark) in self._marks.items() if name not in self._tensors and _mark_of(live) != mark
+        ]
         return [*stay, *self.many.put_back(known=frozenset()), *large]
 
     def drawn(self) -> Iterator[Any]:
