@@ -109,6 +109,7 @@ FACTORIES = {
     "Horovod settings": "integrations.horovod.launcher_options:asked_for",
     "launcher in Slurm": "integrations.slurm.slurm_launcher:launch_in_slurm",
     "meeting": "integrations.torchrun.process_group.autoload:note_meeting",
+    "note of a wrapped module": "integrations.ddp.module:note_wrapped",
     "path without a loader": "integrations.horovod.named_path:NamedPath",
     "pod watch": "integrations.kubernetes.kubernetes_pods:PodWatch",
     "Slurm allocation": "integrations.slurm.slurm_allocation:allocation_of",

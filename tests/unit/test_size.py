@@ -16,7 +16,7 @@ LINES = {
     "training": 27993,
     "integrations": 26910,
     "testing": 2527,
-    "doors": 572,
+    "doors": 573,
 }
 """The most lines of each storey, in its Python files."""
 

@@ -26,7 +26,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from farandole.base.env import read_job_env, read_worker_env, set_torchrun_world_size
 from farandole.errors import ConfigError
-from farandole.integrations.ddp.module import note_wrapped
 from farandole.integrations.torchrun.in_place.script_objects import Noted, Registry
 from farandole.integrations.torchrun.in_place.script_samplers import NUMBERED
 from farandole.integrations.torchrun.in_place.torchs_loaders import torchs_iterator, torchs_length
@@ -34,6 +33,7 @@ from farandole.integrations.torchrun.in_place.training import Training
 from farandole.integrations.torchrun.process_group.autoload import BACKEND
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.registration import let_whole_groups_follow
+from farandole.registry import factory
 from farandole.training.worker import context
 
 _training: Training | None = None
@@ -245,7 +245,7 @@ def _replace_iteration(training: Training) -> None:
 
 
 def _note_constructions(registry: Registry) -> None:
-    _note(DistributedDataParallel, registry.parallel, note_wrapped)
+    _note(DistributedDataParallel, registry.parallel, factory("note of a wrapped module"))
     _note(AveragedModel, registry.averages)
     _note(torch.optim.Optimizer, registry.optimizers)
     _note(DataLoader, registry.loaders)
