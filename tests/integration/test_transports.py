@@ -108,15 +108,25 @@ def in_background(function: Callable[[], object]) -> Future[object]:
     return future
 
 
-def test_a_rank_that_waits_hears_that_another_one_has_begun() -> None:
+WITHOUT_TENSORS: list[Callable[[Transport], object]] = [
+    lambda transport: transport.barrier(),
+    lambda transport: transport.all_gather(b"here"),
+    lambda transport: transport.all_reduce(torch.empty(0), b"here"),  # a round of named operations
+    lambda transport: transport.broadcast(torch.empty(0), 0),
+]
+
+
+@pytest.mark.parametrize("operation", WITHOUT_TENSORS)
+def test_a_rank_that_waits_hears_that_another_one_has_begun(operation: Callable[[Transport], object]) -> None:
     with ring(3) as world, os.fdopen(os.eventfd(0), "wb", buffering=0) as wake:
         waiting = [in_background(lambda t=t: t.wait_for_peer(wake.fileno())) for t in world.transports[1:]]
-        begun = in_background(world.transports[0].barrier)
+        begun = in_background(lambda: operation(world.transports[0]))
         assert waiting[0].result(DEADLINE_S) is True
-        joined = in_background(world.transports[1].barrier)
+        joined = in_background(lambda: operation(world.transports[1]))
         assert waiting[1].result(DEADLINE_S) is True
-        world.transports[2].barrier()
-        assert [each.result(DEADLINE_S) for each in (begun, joined)] == [None, None]
+        operation(world.transports[2])
+        for each in (begun, joined):
+            each.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -100,9 +100,15 @@ class SharedMemoryTransport(TensorsInMemory):
         return self._ring.running(header)
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
-        if len(trailer) > MAX_PAYLOAD_BYTES:
+        if not tensor.numel() or len(trailer) > MAX_PAYLOAD_BYTES:  # without a tensor: it calls in wait_for_peer()
             return self._ring.all_reduce(tensor, trailer, op)
         return super().all_reduce(tensor, trailer, op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        if tensor.numel():
+            super().broadcast(tensor, source)
+        else:
+            self._ring.broadcast(tensor, source)
 
     def all_reduce_shards(
         self, rows: Sequence[torch.Tensor], division: Division, trailer: bytes = b"", factor: float = 1.0
