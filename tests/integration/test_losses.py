@@ -59,6 +59,12 @@ def test_random_numbers_of_each_worker_and_an_average_of_the_weights_are_no_such
     assert OWN_VALUES not in job.stdout + job.stderr
 
 
+def test_workers_of_which_only_one_has_compiled_something_agree_not_to_try() -> None:
+    job = farandole_run("-np", "3", sys.executable, SCRIPT, "compiled")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "1 joined" in job.stderr
+
+
 def test_an_average_of_the_weights_is_that_of_each_step_once() -> None:
     """Its first step copies them: in the rehearsal it changes nothing."""
     alone, others = (

@@ -22,6 +22,7 @@ import torch
 from farandole.errors import ConfigError
 from farandole.registry import factory
 from farandole.training.collectives import world
+from farandole.training.collectives.transport import Transport
 from farandole.training.data.elastic_loader import has_compiled
 from farandole.training.state.packed_metadata import is_same
 from farandole.training.state.step_state import StepState
@@ -105,6 +106,7 @@ class BodiesWithoutEffect:
         self._trial: Trial | None = None  # of the workers
         self._first_tried = list[Tried]()  # the results of the first of two trials
         self._boundary = (0, 0, 0)  # generation, step and epoch of the last one
+        self._agreed_at = (0, 0, 0)  # the one at which all workers have said whether they may try
         self._due = list[str]()  # the later trials that are due at this boundary
         self._found = dict[str, tuple[int, str]]()  # why another number of workers than this trains something else
 
@@ -115,7 +117,9 @@ class BodiesWithoutEffect:
         step."""
         state, here = self._state, world.current()
         self._note_boundary(here.id.number, here.transport.size)
-        if (self._newcomers or self._due[:1] == ["workers"]) and state.has_rehearsed and _may_try(state):
+        if state.has_rehearsed and (self._newcomers or self._due):
+            self._agree_to_try(here.transport)
+        if state.has_rehearsed and (self._newcomers or self._due[:1] == ["workers"]):
             self.outside.begin_trial()
             self._trial = Trial(state)
             state.on_step = self._trial.look
@@ -145,9 +149,15 @@ class BodiesWithoutEffect:
         before, self._boundary = self._boundary, (generation, state.step, epoch)
         if before[:2] == (generation, state.step - 1):
             is_new_epoch = epoch != before[2] and epoch & (epoch - 1) == 0
-            is_possible = self._is_in_job and state.has_rehearsed and size > 1 and _may_try(state)
+            is_possible = self._is_in_job and state.has_rehearsed and size > 1
             is_later = state.step in LATER_STEPS and not (state.step > 100 and state.loader.is_stream)
             self._due = ["workers", "loss"] if is_possible and (is_new_epoch or is_later) else []
+
+    def _agree_to_try(self, transport: Transport) -> None:
+        """Drop what is due unless all workers may try it: only some of them may have compiled something."""
+        before, self._agreed_at = self._agreed_at, self._boundary
+        if before != self._boundary and b"" in transport.all_gather(b"1" if _may_try(self._state) else b""):
+            self._newcomers, self._due = (), []
 
     def part(self) -> tuple[int, int] | None:
         """Return the part of a batch that the run has; None: the worker's own local batch."""

@@ -259,7 +259,11 @@ class StepLoop(RunLoop, LoaderHooks):
 
     def rehearses(self) -> bool:
         """Return whether the batch that is handed out now is one without effect."""
-        return self._without_effect.begin()
+        while True:
+            try:
+                return self._without_effect.begin()
+            except RecoverableError as error:
+                self._regroup_before_batch(error)
 
     def part_on_trial(self) -> tuple[int, int] | None:
         """Return the part of a batch that a run without effect has; None: the worker's own local batch."""
