@@ -53,7 +53,7 @@ async def end():
     processes = WorkerProcesses(lambda guard: Spawner(), None, None, None)
     processes.start()
     (processes.scratch / "file").touch()
-    print(processes._guard._process.pid, flush=True)
+    print(processes.guard._process.pid, flush=True)
     sys.stdin.readline()
     shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     await processes.end(0.0)
