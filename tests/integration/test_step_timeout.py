@@ -27,7 +27,7 @@ def test_those_that_hang_are_stopped_and_those_that_are_slow_are_not(tmp_path: P
     collective that the others do not call."""
     events, records = tmp_path / "events", tmp_path / "records"
     records.mkdir()
-    acts = ("1:3:spin", "2:5:lock", "0:9:pause", "0:11:pause", "0:13:alone")
+    acts = ("1:3:spin", "2:5:lock", "0:9:pause", "0:11:pause", "0:14:alone")
     flags = ("-np", "4", "--restarts", "0", "--step-timeout", "2", "--events", str(events))
     done = farandole_run(*flags, *hurt(*acts), "--records", str(records))
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def test_those_that_hang_are_stopped_and_those_that_are_slow_are_not(tmp_path: P
     assert "in wait_for_a_lock" in done.stderr
     assert [each["workers"] for each in told if each["event"] == "WorkersHung"] == [["w1"], ["w2"]]
     assert [each["worker"] for each in told if each["event"] == "WorkerLost"] == ["w1", "w2"]
-    assert [each["step"] for each in told if each["event"] == "CollectiveStalled"] == [13]
+    assert [each["step"] for each in told if each["event"] == "CollectiveStalled"] == [14]
 
 
 def test_the_stacks_of_a_worker_that_hangs_are_shown_as_often_as_one_asks(

@@ -694,3 +694,21 @@ def test_a_generator_of_torch_goes_to_a_newcomer_as_one_that_all_have_drawn_from
     newcomer = SimpleNamespace(chance=torch.Generator().manual_seed(3))
     ScriptState(list, lambda: [Holder("", newcomer, "object")]).apply(states[0].pack())
     assert torch.equal(torch.rand(3, generator=newcomer.chance), torch.rand(3, generator=workers[0].chance))
+
+
+@pytest.mark.parametrize(
+    "kind", [type, dict, list, tuple, torch.utils.data.DataLoader, torch.utils.data.Dataset, partial]
+)
+def test_a_proxy_that_says_it_is_of_another_class_is_looked_at_as_what_it_is(kind: type) -> None:
+    class Proxy:
+        def __init__(self) -> None:
+            self.count = 0
+
+        __class__ = property(lambda _: kind)  # type: ignore[assignment]
+
+    proxy = Proxy()
+    state = ScriptState(list, lambda: [Holder("", SimpleNamespace(proxy=proxy), "object")])
+    state.take(is_due=True)
+    proxy.count += 1
+    state.roll_back()
+    assert proxy.count == 0

@@ -194,41 +194,42 @@ def is_of_own_module(value: FunctionType | type) -> bool:
 
 
 def holder_of(path: str, value: Any) -> Holder | None:
-    """Return the holder that a value is; None for one that holds nothing of the script's."""
+    """Return the holder that a value is; None for one that holds nothing of the script's. A proxy says that it is of
+    the class of another object, and is not: isinstance() would believe it."""
     kind = type(value)
-    if kind in PLAIN or isinstance(value, _NOT_ENTERED):
+    if kind in PLAIN or issubclass(kind, _NOT_ENTERED):
         return None
-    if isinstance(value, DataLoader):
+    if issubclass(kind, DataLoader):
         return Holder(path, (value.dataset,), "tuple")
-    if isinstance(value, Dataset):
+    if issubclass(kind, Dataset):
         return Holder(path, value, "data")
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return Holder(path, (value.func, *value.args, *value.keywords.values()), "tuple")
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return Holder(path, value, "dict")
-    if isinstance(value, list | deque):
+    if issubclass(kind, list | deque):
         return Holder(path, value, "list")
-    if isinstance(value, set):
+    if issubclass(kind, set):
         return Holder(path, value, "set")
-    if isinstance(value, tuple):
+    if issubclass(kind, tuple):
         return Holder(path, value, "tuple")
-    if isinstance(value, CellType):
+    if issubclass(kind, CellType):
         return Holder(path, value, "cell")
-    if isinstance(value, FunctionType):
+    if issubclass(kind, FunctionType):
         is_own = _is_own(value.__code__.co_filename) or is_of_own_module(value)  # also where torch has decorated it
         return Holder(path, value, "function") if is_own and kept_by(value) else None
-    if isinstance(value, MethodType):
+    if issubclass(kind, MethodType):
         return holder_of(path, value.__self__)
-    if isinstance(value, ContextVar):
+    if issubclass(kind, ContextVar):
         return Holder(path, value, "context")
     if is_memory(data := shared_data(value)):
         return Holder(path, data, "memory")
-    if isinstance(value, type):
+    if issubclass(kind, type):
         is_own = is_of_own_module(value) and not issubclass(value, enum.Enum)
         return Holder(path, value, "object") if is_own else None
-    if isinstance(value, enum.Enum):
+    if issubclass(kind, enum.Enum):
         return None
-    if kind.__module__.partition(".")[0] in _FOREIGN and not isinstance(value, _NAMESPACES):
+    if kind.__module__.partition(".")[0] in _FOREIGN and not issubclass(kind, _NAMESPACES):
         return None
     return Holder(path, value, "object") if hasattr(value, "__dict__") or hasattr(kind, "__slots__") else None
 
