@@ -194,7 +194,7 @@ def is_of_own_module(value: FunctionType | type) -> bool:
 
 
 def holder_of(path: str, value: Any) -> Holder | None:
-    """Return the holder that a value is; None if it holds nothing of the script's. isinstance() would believe proxies."""
+    """Return the holder that a value is; None if it holds nothing of the script's. isinstance() believes proxies."""
     kind = type(value)
     if kind in PLAIN or issubclass(kind, _NOT_ENTERED):
         return None
