@@ -60,7 +60,8 @@ def test_random_numbers_of_each_worker_and_an_average_of_the_weights_are_no_such
 
 
 def test_workers_of_which_only_one_has_compiled_something_agree_not_to_try() -> None:
-    job = farandole_run("-np", "3", sys.executable, SCRIPT, "compiled")
+    """The others wait for the newcomer, which has compiled nothing either."""
+    job = farandole_run("-np", "3", "--min-np", "3", sys.executable, SCRIPT, "compiled")
     assert job.returncode == 0, job.stdout + job.stderr
     assert "1 joined" in job.stderr
 

@@ -3,7 +3,7 @@
     rehearsal            the second batch of a job: which values the loop body changes before its step, and whether they
                          can be put back
     trial of the loss    behind it: whether the gradient of a batch is the mean of those of its samples (loss_trial.py)
-    trial of newcomers   behind each of their admissions: whether they train as the others do (newcomer_trial.py)
+    trial of newcomers   behind each of their admissions: whether they train as the others do (workers_trial.py)
     later trials         before some steps, and in some epochs: whether the workers have become different, and the loss
                          again, with other samples
 
@@ -28,9 +28,9 @@ from farandole.training.state.packed_metadata import is_same
 from farandole.training.state.step_state import StepState
 from farandole.training.state.watched_tensors import are_equal
 from farandole.training.worker.loss_trial import LossTrial
-from farandole.training.worker.newcomer_trial import Trial, Tried, judge, judge_twice, own_values
 from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.warm_up import is_plain
+from farandole.training.worker.workers_trial import Trial, Tried, judge, judge_twice, own_values
 
 logger = logging.getLogger("farandole")
 
@@ -44,8 +44,8 @@ _NO_MEAN = (
     "else"
 )
 _OWN_VALUES = (
-    "with equal samples {}: the loop has values outside its TorchState{}, which each worker has of its own samples, so "
-    "that each number of workers trains something else"
+    "workers do not train alike with equal samples ({}): the loop has values outside its TorchState{}, which each "
+    "worker has of its own samples, so that each number of workers trains something else"
 )
 LATER_STEPS = frozenset({13, *(10**exponent + 13 for exponent in range(2, 10))})
 """The numbers of decided steps before which trials come again: few, and none at which loops log something. So do they

@@ -121,7 +121,7 @@ class LoopValues:
 
     def changing(self) -> str:
         """Return the names of the tensors that a loop body changes; empty: none is known."""
-        return some(list(dict.fromkeys(map(_first_part, sorted(self._changing, key=_is_of_no_module)))))
+        return some(_first_parts(self._changing))
 
     def draws(self) -> bool:
         """Return whether generators of the loop have gone on since begin_trial()."""
@@ -133,7 +133,7 @@ class LoopValues:
         self._many, self._groups = ManyContainers(), {}
 
     def _name(self, names: Iterable[str], so_that: str) -> None:
-        if parts := list(dict.fromkeys(map(_first_part, sorted(names, key=_is_of_no_module)))):
+        if parts := _first_parts(names):
             text = f"the loop body changes {', '.join(parts)}, which is in no TorchState: {so_that}"
             world.remark(so_that, f"{text}; write TorchState(..., {parts[0]}={parts[0]})")
 
@@ -178,20 +178,18 @@ class _Everything:
 
     def changed(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that were written. Their values may be the same: an average of equal weights."""
-        for name, (live, mark) in self._marks.items():
-            if _mark_of(live) != mark:
-                yield name, live
-        for name in self._arrays:
-            live, value = self._tensors[name]
-            if not are_equal(live, value):
-                yield name, live
+        yield from self._marked()
+        arrays = ((name, *self._tensors[name]) for name in self._arrays)
+        yield from ((name, live) for name, live, value in arrays if not are_equal(live, value))
+
+    def _marked(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield those of them that have another mark."""
+        return ((name, live) for name, (live, mark) in self._marks.items() if _mark_of(live) != mark)
 
     def bring_back(self) -> list[str]:
         """Return the names of what stays as it is."""
         stay = _restore(self.copies, self._tensors.values(), [each[:2] for each in self._randoms])
-        large = [
-            name for name, (live, mark) in self._marks.items() if name not in self._tensors and _mark_of(live) != mark
-        ]
+        large = [name for name, _ in self._marked() if name not in self._tensors]
         return [*stay, *self.many.put_back(known=frozenset()), *large]
 
     def drawn(self) -> Iterator[Any]:
@@ -276,5 +274,7 @@ def _mark_of(tensor: torch.Tensor) -> int:
     return digest(tensor) if hasattr(tensor, "_array") or tensor.is_inference() else tensor._version
 
 
-def _first_part(name: str) -> str:
-    return re.split(r"[.\[]", name.rpartition("().")[2], maxsplit=1)[0]
+def _first_parts(names: Iterable[str]) -> list[str]:
+    """Return the variables in which these values are, each once; those of modules first."""
+    inside = (name.rpartition("().")[2] for name in sorted(names, key=_is_of_no_module))
+    return list(dict.fromkeys(re.split(r"[.\[]", each, maxsplit=1)[0] for each in inside))

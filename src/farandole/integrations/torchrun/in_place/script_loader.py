@@ -96,7 +96,7 @@ class ScriptLoader(DataLoader):
         next_batches: The batches that the script's samplers have listed last, for the epoch that it has begun, or is
             about to begin; None: they cannot be listed.
         why_not_listed: The reason in this case.
-        is_of_trial: The next batch is that of a trial (newcomer_trial.py): on all workers the same samples.
+        is_of_trial: The next batch is that of a trial (workers_trial.py): on all workers the same samples.
         change: Makes another batch of the next one, which has these samples, in a trial (division_trial.py).
 
     Raises:

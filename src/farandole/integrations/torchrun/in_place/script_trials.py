@@ -1,5 +1,5 @@
 """The trials of a script: bodies of its loop without effect, which show whether fewer workers train alike
-(division_trial.py), and whether newcomers train as the others do (worker/newcomer_trial.py).
+(division_trial.py), and whether newcomers train as the others do (worker/workers_trial.py).
 
 Those who find something wait until the coordinator has announced the change of workers that follows from it.
 """
@@ -21,9 +21,9 @@ from farandole.integrations.torchrun.in_place.script_state import ScriptState
 from farandole.training.collectives import world
 from farandole.training.data.listed_batches import ListedBatches
 from farandole.training.state.step_state import StepState
-from farandole.training.worker.newcomer_trial import Trial, Tried, Verdict, judge
 from farandole.training.worker.step_randomness import reseed
 from farandole.training.worker.worker_job import WorkerJob
+from farandole.training.worker.workers_trial import Trial, Tried, Verdict, judge
 
 logger = logging.getLogger("farandole")
 

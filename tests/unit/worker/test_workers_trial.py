@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from farandole.training.worker.newcomer_trial import (
+from farandole.training.worker.workers_trial import (
     GradientNote,
     Trial,
     Tried,
