@@ -138,7 +138,7 @@ class Draws:
         generator = torch.default_generator
         with self._lock:
             if self._base is None:
-                self._base = int(torch.empty((), dtype=torch.int64).random_())
+                self._base = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
                 self._after = generator.get_state()
             parts = struct.pack("<3Q", self._base, replica, number)
             seed = int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest(), "little")

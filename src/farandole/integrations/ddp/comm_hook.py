@@ -31,7 +31,7 @@ from farandole.errors import ConfigError
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.works import failure, plain_collectives
 from farandole.training.collectives import world
-from farandole.training.collectives.transport import Transport
+from farandole.training.collectives.transport import NOTHING, Transport
 from farandole.training.optim.buckets import Bucket
 from farandole.training.optim.compression import BF16Compressor, Compressor, FP16Compressor
 from farandole.training.state import step as current_step
@@ -141,7 +141,7 @@ class HookedReduce:
         batch = current_step.batch()
         buckets[place].flat.mul_(transport.size)  # the hook takes the mean
         self.reduce(buckets, place, None if batch is None else batch.global_batch)
-        return transport.all_reduce(torch.empty(0), trailer) if trailer else []
+        return transport.all_reduce(NOTHING, trailer) if trailer else []
 
     def reduce(self, buckets: Sequence[Bucket], place: int, step: GlobalBatch | None) -> None:
         """Overwrite a bucket with the mean over all ranks."""

@@ -347,7 +347,7 @@ class Mean:
     def _unused_everywhere(self) -> list[torch.Tensor]:
         if not self._finds_unused:
             return []
-        counts = torch.tensor([each.grad is not None for each in self._parameters], dtype=torch.int32)
+        counts = torch.tensor([each.grad is not None for each in self._parameters], dtype=torch.int32, device="cpu")
         world.current().transport.all_reduce(counts)
         return [each for each, count in zip(self._parameters, counts.tolist(), strict=True) if not count]
 

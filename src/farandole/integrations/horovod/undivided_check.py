@@ -26,7 +26,7 @@ class UndividedCheck:
         self._divisor = 1 if options.op == Average else None
         self._reductions = 0
         self._data: UndividedData | None = None
-        self._sum = torch.zeros(1, dtype=torch.float64)
+        self._sum = torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def begin(self, name: str) -> Reduced | None:
         """Return what is reduced with the gradients of this reduction; None in most. `name` is that of the first

@@ -109,7 +109,7 @@ def read_tensors(store: Store, name: str, expected: FileSum) -> dict[str, torch.
         crc = zlib.crc32(text, zlib.crc32(prefix))
         tensors = {}
         for key, dtype, shape in _layout(bytes(text), size - len(prefix) - length, path):
-            tensors[key] = torch.empty(shape, dtype=dtype)
+            tensors[key] = torch.empty(shape, dtype=dtype, device="cpu")
             crc = zlib.crc32(_read_exactly(file, path, byte_view(as_bytes(tensors[key]))), crc)
     if crc != expected.crc32:
         raise ConfigError(f"{path} is damaged: its checksum is {crc:08x}, expected {expected.crc32:08x}")

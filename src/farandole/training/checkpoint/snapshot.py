@@ -72,7 +72,7 @@ class Staging:
         kept = self._targets.get(name)
         if kept is not None and (kept.shape, kept.dtype) == (source.shape, source.dtype):
             return kept
-        return torch.empty(source.shape, dtype=source.dtype)
+        return torch.empty(source.shape, dtype=source.dtype, device="cpu")
 
 
 # Python values as JSON and named tensors ------------------------------------------------------------------------------

@@ -49,9 +49,11 @@ def mean(value: float | torch.Tensor, weight: float = 1.0) -> float | torch.Tens
     if weight < 0:
         raise ValueError(f"mean: weight must not be negative, got {weight}")
     tensor = (
-        value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        value.detach().cpu()
+        if isinstance(value, torch.Tensor)
+        else torch.tensor(float(value), dtype=torch.float64, device="cpu")
     )
-    sums = torch.empty(tensor.numel() + 1, dtype=torch.float64)
+    sums = torch.empty(tensor.numel() + 1, dtype=torch.float64, device="cpu")
     # A worker with weight 0 contributes nothing, not even NaN.
     sums[:-1] = tensor.reshape(-1).double() * weight if weight else 0.0
     sums[-1] = weight
@@ -81,7 +83,7 @@ def any(flag: bool) -> bool:
         >>> fd.any(False)
         False
     """
-    return bool(_sum(torch.tensor([1 if flag else 0], dtype=torch.int64), "any").item())
+    return bool(_sum(torch.tensor([1 if flag else 0], dtype=torch.int64, device="cpu"), "any").item())
 
 
 class CallHandler(Protocol):

@@ -49,7 +49,7 @@ class StagedTransport:
     ) -> None:
         self.rank, self.size = below.rank, below.size
         self.below, self._is_host, self._reason = below, is_host, reason
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def all_reduce(self, tensor: torch.Tensor, trailer: bytes = b"", op: Reduction = Reduction.SUM) -> list[bytes]:
         if self._is_host(tensor):
@@ -86,7 +86,7 @@ class StagedTransport:
 
     def close(self) -> None:
         self.below.close()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _room_for(self, flat: torch.Tensor) -> torch.Tensor:
         """Return uninitialized memory; all operations share it, and it is as large as the largest tensor needs."""
@@ -96,7 +96,7 @@ class StagedTransport:
         nbytes = flat.nbytes
         if self._memory.numel() < nbytes:
             # Pinned, so that the device copies by itself, at full speed.
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=flat.is_cuda)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=flat.is_cuda, device="cpu")
         return self._memory[:nbytes].view(flat.dtype)
 
 

@@ -170,7 +170,9 @@ class NcclGroup:
 
         Raises RuntimeError when it cannot be made, or after shut_down().
         """
-        begun = self.all_reduce(self.take(torch.ones(1, device=self._device), torch.float32, True), Reduction.SUM)
+        begun = self.all_reduce(
+            self.take(torch.ones(1, dtype=torch.float32, device=self._device), torch.float32, True), Reduction.SUM
+        )
         pause = threading.Event()
         while not begun.is_completed():
             if self._aborting is not None:

@@ -42,7 +42,7 @@ from farandole.training.collectives.ring_schedules import (
     is_gathering_cheaper,
     reduce_around,
 )
-from farandole.training.collectives.transport import Reduction, refuse_source
+from farandole.training.collectives.transport import NOTHING, Reduction, refuse_source
 
 if TYPE_CHECKING:
     from farandole.training.collectives.shard_tree import Division, Forest
@@ -55,8 +55,6 @@ _CHECK_EVERY_S = 1.0
 # The first block of an all_gather: the length, and the payload if it is short.
 _SLIP_BYTES = 512
 _SHORT_BYTES = _SLIP_BYTES - 8
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class RingTransport(NumberedOperations):
@@ -200,7 +198,7 @@ class RingTransport(NumberedOperations):
             lengths = [len(forest) * nbytes + len(trailer) for forest in forests]
             blobs = self._gather(header, b"".join([*map(byte_view, mine), trailer]), lengths)
             if nbytes:
-                packed = [torch.frombuffer(blob, dtype=torch.uint8) if blob else _NOTHING for blob in blobs]
+                packed = [torch.frombuffer(blob, dtype=torch.uint8) if blob else NOTHING for blob in blobs]
                 add_packed(rows[0], packed, forests, header.source, factor, may_overwrite=True)
             return [bytes(blob[len(blob) - len(trailer) :]) for blob in blobs]
         return self._run_with(

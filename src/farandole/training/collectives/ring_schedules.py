@@ -86,7 +86,7 @@ def reduce_around(
     bits.
     """
     chunks, outgoing = Chunks(flat, len(trailers)), turn.outgoing
-    arrived = torch.empty(min(chunks.block, flat.numel()), dtype=flat.dtype)
+    arrived = torch.empty(min(chunks.block, flat.numel()), dtype=flat.dtype, device="cpu")
     staging, item_bytes = byte_view(arrived), flat.element_size()
     outgoing.append(memoryview(turn.packed + trailers[turn.rank]))
     outgoing.append(chunks.part(*chunks.bounds[turn.rank]))

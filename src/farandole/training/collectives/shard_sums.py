@@ -59,7 +59,7 @@ class Scratch:
     def place(self, number: int, numel: int) -> torch.Tensor:
         """Return uninitialized memory, which is that of an earlier call with this number."""
         while len(self._places) <= number:
-            self._places.append(torch.empty(self._numel, dtype=self._dtype))
+            self._places.append(torch.empty(self._numel, dtype=self._dtype, device="cpu"))
         return self._places[number][:numel]
 
 
@@ -166,7 +166,8 @@ def add_around(
         passed = set(plan.sums)  # nodes that only travel on need memory until they are sent
         begin, end = chunks.bounds[owner]
         travelling = [
-            torch.empty(end - begin, dtype=result.dtype) if node in passed else None for node in range(len(before))
+            torch.empty(end - begin, dtype=result.dtype, device="cpu") if node in passed else None
+            for node in range(len(before))
         ]
         for start, stop in chunks.runs(owner):
             arrived = []

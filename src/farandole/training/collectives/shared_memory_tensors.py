@@ -52,11 +52,11 @@ def shareable_zeros(numel: int, dtype: torch.dtype, device: torch.device = _CPU)
     if device.type != "cpu":
         return torch.zeros(numel, dtype=dtype, device=device)
     if nbytes < _LEAST_BYTES or not can_share_memory():
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     try:
         return create_tensor(nbytes).view(dtype)
     except OSError:
-        return torch.zeros(numel, dtype=dtype)  # raises the clearest error if there is no memory at all
+        return torch.zeros(numel, dtype=dtype, device="cpu")  # raises the clearest error if there is no memory at all
 
 
 def create_tensor(nbytes: int) -> torch.Tensor:

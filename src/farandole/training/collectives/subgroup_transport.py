@@ -25,7 +25,7 @@ from farandole.training.collectives.point_to_point import PointToPoint
 from farandole.training.collectives.ring_header import HEADER_BYTES, Header, NumberedOperations, TransportOperation
 from farandole.training.collectives.shared_memory_group import MAX_PAYLOAD_BYTES, Wanted
 from farandole.training.collectives.shared_memory_transport import TensorsInMemory
-from farandole.training.collectives.transport import Reduction
+from farandole.training.collectives.transport import NOTHING, Reduction
 
 logger = logging.getLogger("farandole")
 
@@ -84,7 +84,7 @@ class SubgroupTransport(TensorsInMemory):
         return trailers
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else NOTHING
         header = self._members.next_header(TransportOperation.ALL_GATHER)
         with self._running(header):
             length = len(payload).to_bytes(_LENGTH_BYTES, "big")
@@ -93,7 +93,7 @@ class SubgroupTransport(TensorsInMemory):
             if max(lengths) <= DATA_BYTES:
                 gathered = [each.data[:length] for each, length in zip(message_slots, lengths, strict=True)]
                 return [bytes(byte_view(each)) for each in gathered]
-        outputs = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        outputs = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
         self.exchange(mine, [Wanted(0, output) for output in outputs])
         return [bytes(byte_view(output)) for output in outputs]
 

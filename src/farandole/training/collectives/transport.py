@@ -7,6 +7,9 @@ from typing import Protocol
 
 import torch
 
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""What is reduced where only trailers travel: the same on all ranks, whatever the defaults of a script are."""
+
 
 class Reduction(enum.IntEnum):
     """The `op` of a reducing collective, numbered as in Horovod.

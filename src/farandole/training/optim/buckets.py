@@ -167,7 +167,7 @@ class Buckets:
         groups = cut(sizes, [str(parameter.dtype) for parameter in self._order], least_bytes)
         self.buckets = [self._bucket([self._order[place] for place in group]) for group in groups]
         if not self.buckets:
-            self.buckets = [Bucket(torch.empty(0), ())]
+            self.buckets = [Bucket(torch.empty(0, dtype=torch.float32, device="cpu"), ())]
         self.known_uses += self.uses() - before
 
     def _bucket(self, parameters: list[torch.Tensor]) -> Bucket:

@@ -216,7 +216,7 @@ def _self_test() -> str:
     generator = torch.Generator().manual_seed(24)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).requires_grad_()
+        return torch.randn(*shape, generator=generator, device="cpu").requires_grad_()
 
     def take(result: torch.Tensor, *inputs: torch.Tensor) -> None:
         gradients = torch.autograd.grad(result.float().square().sum(), inputs)

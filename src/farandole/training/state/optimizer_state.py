@@ -393,7 +393,7 @@ class _Putter:
         if kind == STRIDED:
             tensor, strides = saved[1]
             if not isinstance(live, torch.Tensor) or live.stride() != tuple(strides):
-                tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+                tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
                 return self._tensor(_MISSING, tensor, None)
             return self._tensor(live, tensor, None)
         if kind is not None:

@@ -44,7 +44,10 @@ def unpack(packed: Packed) -> Any:
 def make_room(skeleton: bytes) -> list[torch.Tensor]:
     """Return uninitialized tensors for `Packed.tensors`. The value can be unpacked once they are filled, not before:
     what it is made of may read them. Only for bytes from an authenticated peer."""
-    return [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in _read_forms(io.BytesIO(skeleton))]
+    return [
+        torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        for shape, dtype in _read_forms(io.BytesIO(skeleton))
+    ]
 
 
 def _read_forms(file: io.BytesIO) -> list[tuple[tuple[int, ...], str]]:
@@ -94,7 +97,7 @@ def broadcast_all(transport: Transport, tensors: Sequence[torch.Tensor] | None, 
     A rank that needs no data passes None: it forwards the pieces and drops them. On all other ranks the tensors have
     the same shapes and dtypes as the source's, in the same order, on the CPU.
     """
-    piece = torch.empty(min(PIECE_BYTES, total_bytes), dtype=torch.uint8)
+    piece = torch.empty(min(PIECE_BYTES, total_bytes), dtype=torch.uint8, device="cpu")
     pieces = _in_pieces(tensors) if tensors is not None else None
     for start in range(0, total_bytes, PIECE_BYTES):
         part = piece[: min(PIECE_BYTES, total_bytes - start)]

@@ -347,7 +347,7 @@ def _tables(transport: Transport, mine: Mapping[str, int]) -> Tables:
 
 def receive(transport: Transport, source: int, mine: packing.Packed, sizes: tuple[int, int], needed: bool) -> Any:
     """Broadcast one packed value from `source`. Returns the value in staging memory where it is needed, else None."""
-    skeleton = torch.empty(sizes[0], dtype=torch.uint8)
+    skeleton = torch.empty(sizes[0], dtype=torch.uint8, device="cpu")
     if transport.rank == source:
         skeleton.copy_(torch.frombuffer(bytearray(mine.skeleton), dtype=torch.uint8))
     transport.broadcast(skeleton, source)

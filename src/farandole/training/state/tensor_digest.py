@@ -91,7 +91,7 @@ def _row_sums(words: torch.Tensor) -> Iterator[int]:
 
 @functools.cache
 def _room() -> torch.Tensor:
-    return torch.empty(_ROWS, _ROW_WORDS, dtype=torch.int64)
+    return torch.empty(_ROWS, _ROW_WORDS, dtype=torch.int64, device="cpu")
 
 
 @functools.cache

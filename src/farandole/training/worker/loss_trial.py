@@ -202,7 +202,11 @@ def _is_by_chance(whole: torch.Tensor, again: Taken, tolerance: float) -> bool:
 
 
 def _values(taken: Taken) -> torch.Tensor:
-    return torch.frombuffer(bytearray(taken.values), dtype=torch.float64) if taken.values else torch.zeros(0)
+    return (
+        torch.frombuffer(bytearray(taken.values), dtype=torch.float64)
+        if taken.values
+        else torch.zeros(0, dtype=torch.float64, device="cpu")
+    )
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

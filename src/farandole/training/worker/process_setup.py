@@ -175,7 +175,7 @@ def map_memory_ahead(modules: Iterable[torch.nn.Module]) -> None:
         return
     nbytes = _STATE_AND_GRADIENTS * sum(p.numel() * p.element_size() for each in modules for p in each.parameters())
     pieces = min(nbytes, _MOST_AHEAD_BYTES) // _PIECE_BYTES
-    mapped = [torch.zeros(_PIECE_BYTES, dtype=torch.uint8) for _ in range(pieces)]
+    mapped = [torch.zeros(_PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(pieces)]
     mapped.clear()
 
 

@@ -280,7 +280,7 @@ def splits_of(call: Call, tensor: torch.Tensor, splits: torch.Tensor | Sequence[
                 f"{call.name}: {rows} rows cannot be divided evenly among {size} ranks; give their numbers in splits"
             )
         return [rows // size] * size
-    values = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32)
+    values = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, dtype=torch.int32, device="cpu")
     if values.is_floating_point() or values.is_complex() or values.dtype is torch.bool or values.dim() != 1:
         raise ValueError(
             f"{call.name}: splits must be one dimension of 32-bit integers, got {values.dtype} of shape "

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-import torch
 
 from farandole.base.env import HorovodSettings
 from farandole.base.liveness.status_reporting import WaitingForPeers
@@ -46,7 +45,7 @@ from farandole.training.collectives import world
 from farandole.training.collectives.alone import AloneTransport
 from farandole.training.collectives.connection_pair import Wake
 from farandole.training.collectives.extension import Connect
-from farandole.training.collectives.transport import Transport
+from farandole.training.collectives.transport import NOTHING, Transport
 
 logger = logging.getLogger("farandole")
 
@@ -399,7 +398,6 @@ TRAILER_BYTES = 64
 
 _TOO_LONG = 0xFF
 _NO_REQUESTS = RequestList()
-_NOTHING = torch.empty(0)
 
 _encode: Callable[[RequestList], bytes] = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], RequestList] = msgspec.msgpack.Decoder(RequestList).decode
@@ -408,7 +406,7 @@ _decode: Callable[[bytes], RequestList] = msgspec.msgpack.Decoder(RequestList).d
 def exchange(request_list: RequestList, transport: Transport) -> list[RequestList]:
     """Return the request list of every rank, by rank. Raises the errors of the transport."""
     encoded = b"" if request_list == _NO_REQUESTS else _encode(request_list)
-    trailers = transport.all_reduce(_NOTHING, _trailer(encoded))
+    trailers = transport.all_reduce(NOTHING, _trailer(encoded))
     if all(trailer[0] != _TOO_LONG for trailer in trailers):
         return [_received(trailer[1 : 1 + trailer[0]]) for trailer in trailers]
     return [_received(each) for each in transport.all_gather(encoded)]

@@ -14,7 +14,7 @@ from farandole.training.collectives.connection_pair import as_bytes, byte_view, 
 from farandole.training.collectives.ring import RingTransport
 from farandole.training.collectives.shared_memory_tensors import shareable_zeros
 from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
-from farandole.training.collectives.transport import Reduction, Transport
+from farandole.training.collectives.transport import NOTHING, Reduction, Transport
 from farandole.training.collectives.transport_choice import host_transport
 
 
@@ -60,7 +60,7 @@ def all_gather(operation: MatchedOperation, own: Submission, transport: Transpor
     """Gather all ranks' rows, in the order of the ranks. The handle also gets the number of rows from each."""
     requests = _all_requests(operation)
     rows = [request.shape[0] for request in requests]
-    whole = torch.empty((sum(rows), *requests[0].shape[1:]), dtype=dtype_named(requests[0].dtype))
+    whole = torch.empty((sum(rows), *requests[0].shape[1:]), dtype=dtype_named(requests[0].dtype), device="cpu")
     _gather_bytes(own.read(), [as_bytes(slot) for slot in torch.split(whole, rows)], transport)
     own.deliver(whole, rows)
 
@@ -71,7 +71,7 @@ def broadcast(operation: MatchedOperation, own: Submission, transport: Transport
     if transport.rank == root or (own.in_place and own.stream is None):
         tensor = own.buffer()
     else:
-        tensor = torch.empty(own.request.shape, dtype=dtype_named(own.request.dtype))
+        tensor = torch.empty(own.request.shape, dtype=dtype_named(own.request.dtype), device="cpu")
     transport.broadcast(as_bytes(tensor), root)
     own.deliver(tensor)
 
@@ -83,18 +83,18 @@ def all_to_all(operation: MatchedOperation, own: Submission, transport: Transpor
     dtype, row_shape = dtype_named(requests[0].dtype), requests[0].shape[1:]
     row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
     received = [request.splits[place] for request in requests]
-    whole = torch.empty((sum(received), *row_shape), dtype=dtype)
+    whole = torch.empty((sum(received), *row_shape), dtype=dtype, device="cpu")
     sent = [sum(request.splits) for request in requests]
     own_rows = own.read()[: sent[place]]
     if _travels_together([rows * row_bytes for rows in sent]):
-        everything = [torch.empty((rows, *row_shape), dtype=dtype) for rows in sent]
+        everything = [torch.empty((rows, *row_shape), dtype=dtype, device="cpu") for rows in sent]
         _gather_bytes(own_rows, [as_bytes(each) for each in everything], transport)
         for slot, tensor, request in zip(torch.split(whole, received), everything, requests, strict=True):
             slot.copy_(_cut(tensor, request, place))
     else:
         for source, (slot, request) in enumerate(zip(torch.split(whole, received), requests, strict=True)):
             # One rank's tensor after the other, so that they are never all in memory at once.
-            tensor = own_rows if source == place else torch.empty((sent[source], *row_shape), dtype=dtype)
+            tensor = own_rows if source == place else torch.empty((sent[source], *row_shape), dtype=dtype, device="cpu")
             transport.broadcast(as_bytes(tensor), source)
             slot.copy_(_cut(tensor, request, place))
     own.deliver(whole, received)
@@ -110,7 +110,7 @@ def _gather_bytes(own: torch.Tensor, slots: list[torch.Tensor], transport: Trans
                 transport.broadcast(slot, source)
         return
     trailer = bytes(byte_view(as_bytes(own))).ljust(max(lengths), b"\0")
-    for slot, arrived in zip(slots, transport.all_reduce(torch.empty(0), trailer), strict=True):
+    for slot, arrived in zip(slots, transport.all_reduce(NOTHING, trailer), strict=True):
         if slot.numel():
             byte_view(slot)[:] = arrived[: slot.numel()]
 
@@ -160,7 +160,7 @@ class FusionBuffers:
 def all_reduce(operation: MatchedOperation, own: Submission | None, transport: Transport) -> None:
     """Reduce one tensor in its own memory or in a copy of it."""
     request = operation.any_request
-    tensor = torch.zeros(request.shape, dtype=dtype_named(request.dtype)) if own is None else own.buffer()
+    tensor = torch.zeros(request.shape, dtype=dtype_named(request.dtype), device="cpu") if own is None else own.buffer()
     _reduce(_numbers(tensor), request, transport)
     if own is not None:
         own.deliver(tensor)

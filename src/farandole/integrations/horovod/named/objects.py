@@ -76,10 +76,10 @@ def broadcast_object(
     name = name or "broadcast_object"
     is_root = world.current().placement.rank == root_rank
     payload = _to_bytes(obj) if is_root else None
-    length = torch.tensor([payload.numel() if payload is not None else 0])
+    length = torch.tensor([payload.numel() if payload is not None else 0], device="cpu")
     broadcast_(length, root_rank, f"{name}.length", process_set)
     if payload is None:
-        payload = torch.empty(int(length), dtype=torch.uint8)
+        payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     broadcast_(payload, root_rank, f"{name}.bytes", process_set)
     return obj if is_root else _from_bytes(payload)
 
@@ -105,7 +105,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     name = name or "allgather_object"
     payload = _to_bytes(obj)
-    lengths = allgather(torch.tensor([payload.numel()]), f"{name}.length").tolist()
+    lengths = allgather(torch.tensor([payload.numel()], device="cpu"), f"{name}.length").tolist()
     gathered = allgather(payload, f"{name}.bytes")
     return [_from_bytes(piece) for piece in torch.split(gathered, lengths)]
 

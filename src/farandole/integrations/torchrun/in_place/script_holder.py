@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections import Counter, deque
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset
 
 from farandole.integrations.torchrun.in_place.script_frames import set_locals
 from farandole.integrations.torchrun.in_place.script_memory import read_context, read_memory, write_memory
-from farandole.integrations.torchrun.in_place.script_places import copied, is_iterator
+from farandole.integrations.torchrun.in_place.script_places import ITERATORS, copied, is_iterator
 
 PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 LARGE = 20_000
@@ -49,7 +50,8 @@ class _Items(Values):
 
 class Holder:
     """Something that holds values by key: variables of a function, or what it keeps from call to call; attributes of an
-    object, a dictionary, a list."""
+    object, a dictionary, a list. Other threads of the script may change it: each is copied at once, before it is looked
+    at."""
 
     def __init__(self, path: str, target: Any, kind: str) -> None:
         self.path, self.target, self.kind = path, target, kind
@@ -64,12 +66,11 @@ class Holder:
         if self.kind == "function":
             return kept_by(target)
         if self.kind == "data":  # plain values, as the stage of a curriculum; the samples may be many
-            own = vars(target).items()
+            own = dict(vars(target)).items()
             return {key: value for key, value in own if type(value) in PLAIN or isinstance(value, Dataset)}
         if self.kind == "cell":
             return {"": target.cell_contents} if _is_filled(target) else {}
         if self.kind == "globals":
-            # A copy first: another thread may add to it.
             return {key: value for key, value in dict(target).items() if not key.startswith("__")}
         if self.kind == "set":
             return {"": frozenset(target)}
@@ -78,7 +79,7 @@ class Holder:
         if self.kind == "context":
             return read_context(target)
         # Not dict(target): a class may construct what it is asked for, as that of transformers' activations does.
-        return dict(dict.items(target)) if self.kind == "dict" else dict(enumerate(target))
+        return dict.copy(target) if self.kind == "dict" else dict(enumerate([*target]))
 
     def write(self, values: Mapping[Any, Any]) -> None:
         """Set some of the values."""
@@ -155,7 +156,8 @@ class Holder:
         if self.kind == "dict":
             for key in now.keys() - values.keys():
                 if not _is_passing(now[key]):
-                    del self.target[key]
+                    with contextlib.suppress(KeyError):  # another thread has removed it
+                        del self.target[key]
         is_set = self.kind == "set"
         changed = values if is_set else {key: each for key, each in values.items() if now.get(key, now) is not each}
         if changed:
@@ -175,7 +177,9 @@ class Holder:
             kept = values.all
         if not _are_same(_kept_items(items), kept):
             items.clear()
-            items.extend(copied(each) if is_iterator(each) else each for each in _there(kept))
+            if ITERATORS.union([_Weakly]).intersection(map(type, kept)):
+                kept = [copied(each) if is_iterator(each) else each for each in _there(kept)]
+            items.extend(kept)
 
     def name_of(self, key: Any) -> str:
         if self.kind in ("frame", "object", "globals", "function", "data"):
@@ -185,9 +189,10 @@ class Holder:
 
 def _attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, type):
-        return {key: each for key, each in vars(value).items() if not key.startswith("__") and not callable(each)}
+        own = dict(vars(value)).items()
+        return {key: each for key, each in own if not key.startswith("__") and not callable(each)}
     if isinstance(value, torch.nn.Module):
-        return {key: each for key, each in vars(value).items() if key not in _MODULE_KEYS}
+        return {key: each for key, each in dict(vars(value)).items() if key not in _MODULE_KEYS}
     found = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())

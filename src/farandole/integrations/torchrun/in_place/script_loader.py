@@ -213,7 +213,7 @@ class ScriptLoader(DataLoader):
     def draw_seed(self) -> None:
         """Draw the seed of an iteration's loader processes as torch does at its beginning, so that what the script
         draws afterwards is the same (torch 2.13, torch/utils/data/dataloader.py, _BaseDataLoaderIter.__init__)."""
-        drawn = torch.empty((), dtype=torch.int64).random_(generator=self.theirs.generator)
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.theirs.generator)
         self._seeds.next = int(drawn)
 
     @contextlib.contextmanager

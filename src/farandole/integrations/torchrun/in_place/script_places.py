@@ -20,7 +20,7 @@ import torch
 
 _OVER_SEQUENCES: tuple[type, ...] = (type(iter([])), type(iter(())))
 _COUNTS = (itertools.count, type(iter(range(0))))
-_ITERATORS = frozenset({*_OVER_SEQUENCES, *_COUNTS})
+ITERATORS = frozenset({*_OVER_SEQUENCES, *_COUNTS})
 _RANDOM = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 RandomGenerator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
@@ -47,7 +47,7 @@ def _generators_of_process(has_cuda: bool) -> SimpleNamespace:
 
 def is_iterator(value: object) -> bool:
     """Return whether a value is an iterator that can be copied."""
-    return type(value) in _ITERATORS
+    return type(value) in ITERATORS
 
 
 def is_random(value: object) -> bool:

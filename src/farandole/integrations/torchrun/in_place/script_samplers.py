@@ -174,7 +174,7 @@ def _of_distributed(batches: Any, sampler: DistributedSampler[Any], workers: int
     if sampler.shuffle:
         generator = torch.Generator()
         generator.manual_seed(sampler.seed + sampler.epoch)
-        order = torch.randperm(count, generator=generator).numpy()
+        order = torch.randperm(count, generator=generator, device="cpu").numpy()
     else:
         order = np.arange(count)
     placed = copy.copy(sampler)

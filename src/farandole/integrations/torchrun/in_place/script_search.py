@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence, Set
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -47,6 +48,7 @@ MOST_HOLDERS = 500  # in a copy at a boundary; of more, only those in which some
 _MOST_DEPTH = 12
 SAMPLED_BYTES = 64 << 20  # a larger tensor is compared where it may have changed; and only a sample of it, if it has
 MOST_WHOLE = 1 << 30  # more than these
+_CONTAINERS = frozenset({list, tuple, set, frozenset, deque, dict})
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, torch.nn.Module)
 _NOT_ENTERED = (torch.Tensor, np.ndarray, ModuleType, torch.distributed.ProcessGroup, Sampler, BatchSampler)
 _HOOKS = (
@@ -58,11 +60,18 @@ _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "farandole", "builtins"}
 
 
 def _is_plain(value: Any) -> bool:
-    if type(value) in PLAIN or isinstance(value, np.generic | enum.Enum):
-        return True
-    if type(value) in (list, tuple, set, frozenset, deque):
-        return PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
-    return type(value) is dict and all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    """Return whether it is a plain value, or a container of those. By the depth, not one by one: a profiler of the
+    script would note a call for each, maybe in the very list that is looked at."""
+    level, seen = [value], set[int]()
+    while level:
+        kinds = set(map(type, level)) - PLAIN
+        if not all(kind in _CONTAINERS or issubclass(kind, np.generic | enum.Enum) for kind in kinds):
+            return False
+        held = [each for each in level if type(each) in _CONTAINERS and id(each) not in seen] if kinds else []
+        seen.update(map(id, held))
+        values = (each.values() for each in held if type(each) is dict)
+        level = [*chain.from_iterable(map(list, [*held, *values]))]  # copies first: other threads may add to them
+    return True
 
 
 def _is_value(value: Any) -> bool:
@@ -331,7 +340,7 @@ class Found:
             copies.append((holder, holder.keep(is_whole=True)))
         values = {} if is_long else holder.read()
         if is_long and holder.kind != "set":
-            self._add_many(holder.path, [*holder.target.values()] if holder.kind == "dict" else holder.target, True)
+            self._add_many(holder.path, [*(holder.target.values() if holder.kind == "dict" else holder.target)], True)
         for key, value in values.items():
             if type(value) in PLAIN or id(value) in self._seen or depth >= _MOST_DEPTH:
                 continue

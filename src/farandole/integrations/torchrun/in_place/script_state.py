@@ -289,7 +289,7 @@ class ScriptState:
             for key, value in each.read().items()
             if type(value) is float and value and each.name_of(key) in self._unequal
         ]
-        return set(torch.tensor(values, dtype=torch.float64).to(dtype).double().tolist())
+        return set(torch.tensor(values, dtype=torch.float64, device="cpu").to(dtype).double().tolist())
 
     def digests_of_tensors(self) -> dict[str, int]:
         """Return the digests of tensors of real numbers, by name."""

@@ -22,7 +22,7 @@ from farandole.training.collectives.p2p_transport import P2PTransport
 from farandole.training.collectives.shared_memory_group import Wanted
 from farandole.training.collectives.shared_memory_transport import SharedMemoryTransport
 from farandole.training.collectives.subgroup_transport import SubgroupTransport
-from farandole.training.collectives.transport import Reduction, Transport
+from farandole.training.collectives.transport import NOTHING, Reduction, Transport
 from farandole.training.collectives.transport_choice import host_transport
 
 # Up to this size every rank's bytes travel in one exchange; beyond, in one broadcast each.
@@ -74,11 +74,11 @@ def gather(transport: Transport, outputs: Sequence[torch.Tensor], mine: torch.Te
             raise ValueError(f"gather: {len(outputs)} tensors to write into, for {size} ranks")
         require_same_size("gather", outputs, mine)
         dense = [_writable(output) for output in outputs]
-    own, parts = as_bytes(contiguous(mine)), [as_bytes(each) for each in dense] or [_EMPTY] * size
+    own, parts = as_bytes(contiguous(mine)), [as_bytes(each) for each in dense] or [NOTHING] * size
     if shared is not None:
         shared.exchange(own, [Wanted(0, part) for part in parts])
     elif isinstance(transport, P2PTransport):
-        transport.deliver([own if place == root else _EMPTY for place in range(size)], parts)
+        transport.deliver([own if place == root else NOTHING for place in range(size)], parts)
     _write_back(outputs, dense)
 
 
@@ -89,18 +89,18 @@ def scatter(transport: Transport, output: torch.Tensor, inputs: Sequence[torch.T
         if len(inputs) != size:
             raise ValueError(f"scatter: {len(inputs)} tensors for {size} ranks")
         require_same_size("scatter", inputs, output)
-    given = [as_bytes(contiguous(each)) for each in inputs] if is_root else [_EMPTY] * size
+    given = [as_bytes(contiguous(each)) for each in inputs] if is_root else [NOTHING] * size
     with in_place(output) as dense:
         part = as_bytes(dense)
         nbytes = part.numel()
-        parts = [part if place == root else _EMPTY for place in range(size)]
+        parts = [part if place == root else NOTHING for place in range(size)]
         if shared is not None:
             begin = transport.rank * nbytes
             shared.exchange(torch.cat(given), [Wanted(begin if each is part else 0, each) for each in parts])
         elif isinstance(transport, P2PTransport):
             transport.deliver(given, parts)
         else:
-            whole = torch.cat(given) if is_root else torch.empty(size * nbytes, dtype=torch.uint8)
+            whole = torch.cat(given) if is_root else torch.empty(size * nbytes, dtype=torch.uint8, device="cpu")
             transport.broadcast(whole, root)
             part.copy_(whole[transport.rank * nbytes :][:nbytes])
 
@@ -143,7 +143,7 @@ def _broadcast_all(
     """Broadcast the bytes of each rank, of which this rank keeps its part. `sizes`: by rank, those of its parts."""
     for source, gives in enumerate(sizes):
         # One rank's tensors after the other, so that they are never all in memory at once.
-        whole = mine if source == transport.rank else torch.empty(sum(gives), dtype=torch.uint8)
+        whole = mine if source == transport.rank else torch.empty(sum(gives), dtype=torch.uint8, device="cpu")
         transport.broadcast(whole, source)
         parts[source].copy_(whole[sum(gives[: transport.rank]) :][: gives[transport.rank]])
 
@@ -163,9 +163,6 @@ def all_to_all_single(
             torch.split(dense, taken),
             torch.split(contiguous(whole), _cut("input", whole, input_splits, transport.size)),
         )
-
-
-_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def _sharing_memory(transport: Transport) -> SharedMemoryTransport | SubgroupTransport | None:
@@ -192,7 +189,7 @@ def gather_tensors(transport: Transport, mine: torch.Tensor, slots: Sequence[tor
             transport.broadcast(part, source)
         return
     trailer = bytes(byte_view(own)).ljust(longest, b"\0")
-    for part, arrived in zip(parts, transport.all_reduce(torch.empty(0), trailer), strict=True):
+    for part, arrived in zip(parts, transport.all_reduce(NOTHING, trailer), strict=True):
         if part.numel():
             byte_view(part)[:] = arrived[: part.numel()]
 
@@ -216,7 +213,7 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a contiguous one in the memory of the host for _write_back()."""
     require_dense(tensor)
     is_usable = is_in_host_memory(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return tensor.detach() if is_usable else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return tensor.detach() if is_usable else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _write_back(outputs: Sequence[torch.Tensor], dense: Sequence[torch.Tensor]) -> None:
