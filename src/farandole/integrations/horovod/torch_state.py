@@ -26,6 +26,7 @@ from farandole.integrations.horovod.state_handlers import (
 )
 from farandole.training.collectives import world
 from farandole.training.state.deep_copy import BackgroundCopy, TensorPair, finish_all
+from farandole.training.state.optimizer_state import refuse_shards
 from farandole.training.state.session import SESSION
 from farandole.training.state.step_state import StepState
 from farandole.training.state.undivided_data import refuse_undivided
@@ -112,6 +113,7 @@ class TorchState(ObjectState):
             if handler is None:
                 values[name] = value
             else:
+                refuse_shards(value.parameters() if isinstance(value, torch.nn.Module) else ())
                 object.__setattr__(self, name, value)
                 self._handlers[name] = handler
         self._handle_samplers_once()

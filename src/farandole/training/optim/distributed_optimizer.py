@@ -27,6 +27,7 @@ from farandole.training.optim.optimizer_mixin import (
 from farandole.training.optim.options import Options, groups_of, recommend_fused
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
+from farandole.training.state.optimizer_state import refuse_shards
 from farandole.training.state.step import StepStatus
 
 
@@ -156,6 +157,7 @@ class ReducingOptimizer(WrappedOptimizer):
     }
 
     def distribute(self, named_parameters: Iterable[Any] | None, passes_per_step: int, options: Options) -> None:
+        refuse_shards(self._all_parameters())
         self._set_up(named_parameters, passes_per_step)
         self._loader_path = LoaderPath(self._all_parameters, lambda: self._parameter_names, options, self._passes)
         self._path_without_loader: PathWithoutLoader = factory("path without a loader")(

@@ -9,7 +9,7 @@ as functions and hooks, stay in place. StepState, commits and Undo take the stat
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -441,6 +441,18 @@ _WHY_REFUSED = {
         "needs sparse gradients, and those of the global batch are dense; use torch.optim.Adam for them"
     ),
 }
+
+
+def refuse_shards(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ConfigError for a parameter of which each worker has a part of its own: states and gradients of those are
+    other ones on each worker."""
+    for each in parameters:
+        if any(kind.__name__ == "DTensor" for kind in type(each).__mro__):  # importing it takes half a second
+            raise ConfigError(
+                f"a parameter of shape {tuple(each.shape)} is divided among the workers, as by fully_shard(), and has "
+                f"other values on each: let farandole.sharding.ShardedState hold model and optimizer, and do not wrap "
+                f"the optimizer (docs/hybrid-sharding.md)"
+            )
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
