@@ -14,7 +14,7 @@ LINES = {
     "base": 6953,
     "job": 19840,
     "training": 28041,
-    "integrations": 26921,
+    "integrations": 26924,
     "testing": 2527,
     "doors": 573,
 }

@@ -88,7 +88,10 @@ def line_that_collects() -> str:
     is_asked = inner.f_code.co_name == "__next__" or inner.f_code.co_flags & inspect.CO_GENERATOR
     if frame is None or not is_asked:
         return ""
-    nodes, operation = _nodes_at(frame), dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    code, place = frame.f_code.co_code, frame.f_lasti
+    while code[place] == 0:  # Python 3.12 stands in the cache behind an instruction that has entered a generator
+        place -= 2
+    nodes, operation = _nodes_at(frame), dis.opname[code[place]]
     if operation == "FOR_ITER":
         collects = frame.f_code.co_name in _COMPREHENSIONS or any(isinstance(each, _COLLECTING) for each in nodes[-3:])
     elif operation in ("CALL", "CALL_KW"):
