@@ -60,6 +60,18 @@ def test_the_gpt_learns_in_bfloat16(tmp_path: Path) -> None:
     assert float(loss) < 4.0
 
 
+def test_a_gpt_that_fsdp2_divides_learns_while_a_worker_is_killed_and_another_one_joins(tmp_path: Path) -> None:
+    saved = tmp_path / "gpt.pt"
+    words = ("--text", "20000", "--length", "16", "--width", "32", "--layers", "1", "--save", str(saved))
+    printed = run_with_a_kill_and_a_join(tmp_path, "fsdp/train.py", *words)
+    check_ledger(tmp_path, epochs=2)
+    lines = re.findall(r"loss on unseen text (\S+) .* has (\S+) of (\S+) parameters", printed)
+    assert float(lines[1][0]) < float(lines[0][0]) < 4.0
+    mine, whole = (int(number.replace(",", "")) for number in lines[1][1:])
+    assert mine < 0.6 * whole
+    assert sum(each.numel() for each in torch.load(saved).values()) == whole
+
+
 @pytest.mark.long
 def test_a_resnet_learns_is_resumed_and_is_evaluated_where_farandole_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,11 +11,8 @@ fd.init(default_group=True)
 model = torch.nn.Linear(6, 4)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
-loader = fd.elastic.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 6)), global_batch_size=4)
 if sys.argv[1] == "optimizer":
     fd.DistributedOptimizer(optimizer)
-elif sys.argv[1] == "commits":
-    fd.elastic.TorchState(model=model, optimizer=optimizer)
 else:
-    fd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader)
+    fd.elastic.TorchState(model=model, optimizer=optimizer)
 print("NOT REFUSED")

@@ -13,6 +13,8 @@ Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 class State:
     """The part of a TorchState that a trial looks at."""
 
+    shards = None  # the model is not divided
+
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
 

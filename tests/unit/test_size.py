@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[2] / "src" / "farandole"
 LINES = {
     "base": 6953,
     "job": 19840,
-    "training": 28041,
-    "integrations": 26924,
+    "training": 28195,
+    "integrations": 27945,
     "testing": 2527,
-    "doors": 573,
+    "doors": 574,
 }
 """The most lines of each storey, in its Python files."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import deque
 from collections.abc import Callable
@@ -349,3 +350,21 @@ def test_tensors_in_another_order_of_dimensions_are_told_from_those_with_holes(
     tensor: torch.Tensor, expected: bool
 ) -> None:
     assert _is_permuted(tensor) is expected
+
+
+def test_the_state_of_parameters_of_which_each_worker_has_a_part_stays_when_that_of_another_worker_is_loaded() -> None:
+    class DTensor(torch.nn.Parameter):
+        pass
+
+    part, whole = DTensor(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([part, whole])
+    part.grad, whole.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    state = OptimizerState("optimizer", optimizer)
+    received = copy.deepcopy(state.entries())
+    optimizer.step()
+    mean = optimizer.state[part]["exp_avg"].clone()
+    state.load(received)
+    assert optimizer.state[part]["step"] == 2
+    assert torch.equal(optimizer.state[part]["exp_avg"], mean)
+    assert optimizer.state[whole]["step"] == 1

@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole.errors import ConfigError, RecoverableError
 from farandole.integrations.ddp.comm_hook import CommHook, registered_hook
 from farandole.integrations.ddp.module_path import ModuleGradients
-from farandole.integrations.ddp.stepping import SteppingOptimizer, make_stepping
 from farandole.integrations.torchrun.process_group.autoload import BACKEND
 from farandole.integrations.torchrun.process_group.c10d_group import FarandoleGroup
 from farandole.integrations.torchrun.process_group.works import plain_collectives
 from farandole.training.collectives import world
 from farandole.training.optim.optimizer_mixin import WrappedOptimizer
 from farandole.training.optim.step_agreement import absorb, check_devices
+from farandole.training.optim.stepping import SteppingOptimizer, make_stepping
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
 

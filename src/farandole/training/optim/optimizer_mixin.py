@@ -25,7 +25,7 @@ from farandole.training.optim.passes import Passes
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
 from farandole.training.state.deep_copy import deep_copy, finish_all
-from farandole.training.state.optimizer_state import OptimizerState, load_state_dict_in_place, with_inner
+from farandole.training.state.optimizer_state import OptimizerState, is_shard, load_state_dict_in_place, with_inner
 from farandole.training.state.session import SESSION
 
 # The user's optimizer class: its step by GradScaler's rules, and the methods that it adds to torch's ------------------
@@ -193,10 +193,19 @@ def protect(optimizer: torch.optim.Optimizer) -> Undo:
     decided."""
     undo = step.undo_of(optimizer)
     if undo is None:
+        _refuse_parts(optimizer)
         undo = Undo(optimizer)
         step.undo_by(optimizer, undo)
     assert isinstance(undo, Undo)
     return undo
+
+
+def _refuse_parts(optimizer: torch.optim.Optimizer) -> None:
+    if any(is_shard(each) for group in optimizer.param_groups for each in group["params"]):
+        raise ConfigError(
+            f"step(closure), or a method of {type(optimizer).__name__} besides step(), with a model that fully_shard() "
+            f"has divided is not supported: call backward(), and then step() without arguments"
+        )
 
 
 def overriding_methods(base: type[torch.optim.Optimizer]) -> dict[str, Any]:

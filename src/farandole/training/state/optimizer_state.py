@@ -111,7 +111,7 @@ class OptimizerState:
         for name, optimizer in self._with_state():
             own = _own_entries(optimizer, parameters)
             found.update({f"{name}.{place}": take(optimizer.state[parameters[place]]) for place in own})
-            keyed = {parameters[place] for place in own}
+            keyed = {parameters[place] for place in own} | {each for each in parameters if is_shard(each)}
             found[f"{name}.state"] = take({key: each for key, each in optimizer.state.items() if key not in keyed})
         for name, optimizer in self.optimizers.items():
             attributes = {key: take(each) for key, each in vars(optimizer).items() if not _is_ours(optimizer, key)}
@@ -155,7 +155,7 @@ class OptimizerState:
         for place in _own_entries(optimizer, parameters):
             if f"{name}.{place}" not in entries:
                 del state[parameters[place]]
-        keyed = set()
+        keyed = {each for each in parameters if is_shard(each)}  # not among the entries: each worker has its own part
         for place, parameter in enumerate(parameters):
             entry = entries.get(f"{name}.{place}")
             if entry is not None:
@@ -285,7 +285,11 @@ def with_inner(name: str, optimizer: torch.optim.Optimizer) -> dict[str, torch.o
 def _own_entries(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[int]:
     """Return the places of the parameters whose state is a dictionary, as in torch's own optimizers."""
     state = optimizer.state
-    return [place for place, each in enumerate(parameters) if each in state and isinstance(state[each], dict)]
+    return [
+        place
+        for place, each in enumerate(parameters)
+        if each in state and isinstance(state[each], dict) and not is_shard(each)
+    ]
 
 
 def _is_ours(optimizer: torch.optim.Optimizer, attribute: str) -> bool:
@@ -443,15 +447,20 @@ _WHY_REFUSED = {
 }
 
 
+def is_shard(tensor: object) -> bool:
+    """Return whether each worker has a part of a tensor."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)  # importing it takes half a second
+
+
 def refuse_shards(parameters: Iterable[torch.Tensor]) -> None:
     """Raise ConfigError for a parameter of which each worker has a part of its own: states and gradients of those are
     other ones on each worker."""
     for each in parameters:
-        if any(kind.__name__ == "DTensor" for kind in type(each).__mro__):  # importing it takes half a second
+        if is_shard(each):
             raise ConfigError(
                 f"a parameter of shape {tuple(each.shape)} is divided among the workers, as by fully_shard(), and has "
-                f"other values on each: let farandole.sharding.ShardedState hold model and optimizer, and do not wrap "
-                f"the optimizer (docs/hybrid-sharding.md)"
+                f"other values on each: give model and optimizer to TorchState(model=..., optimizer=..., loader=...) "
+                f"with a loader of Farandole, and do not wrap the optimizer (docs/sharded-models.md)"
             )
 
 

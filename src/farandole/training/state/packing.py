@@ -67,6 +67,8 @@ class _Pickler(pickle.Pickler):
     # Instead of persistent_id(), which is called for every number and string, too: a state is packed in each step.
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) not in (torch.Tensor, torch.nn.Parameter):
+            if type(obj).__name__ == "DTensor":  # importing it takes half a second
+                raise TypeError("a tensor that is divided among the workers, as by fully_shard(), has no value alone")
             return NotImplemented
         self.tensors.append(obj)
         return _tensor, (len(self.tensors) - 1,)

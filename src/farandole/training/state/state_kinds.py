@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole.base.membership import Shortfall
 from farandole.training.collectives.connection_pair import bytes_of
 from farandole.training.state.batch import GlobalBatch
-from farandole.training.state.optimizer_state import OptimizerState, with_inner
+from farandole.training.state.optimizer_state import OptimizerState, is_shard, with_inner
 from farandole.training.state.packed_metadata import is_stateful
 from farandole.training.state.watched_tensors import is_plain_tensor, modules_with_extra_state
 
@@ -58,14 +58,15 @@ class Kinds:
     def parameters(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return parameters by module and name; an optimizer's parameters outside of all modules, by place in it."""
         named: dict[str, dict[str, torch.Tensor]] = {
-            name: dict(module.named_parameters()) for name, module in self.modules.items()
+            name: {key: each for key, each in module.named_parameters() if not is_shard(each)}
+            for name, module in self.modules.items()
         }
         known = {id(parameter) for group in named.values() for parameter in group.values()}
         loose = {
             f"{each.name}.{index}": parameter
             for each in self.states
             for index, parameter in enumerate(each.parameters)
-            if id(parameter) not in known
+            if id(parameter) not in known and not is_shard(parameter)
         }
         return {**named, "": loose}
 

@@ -17,7 +17,7 @@ from farandole.training.state.batch import Batch
 from farandole.training.state.deep_copy import refuse_circles, refuse_learnable
 from farandole.training.state.elastic_state import ElasticState
 from farandole.training.state.module_values import ModuleValues
-from farandole.training.state.optimizer_state import refuse_optimizer, refuse_shards
+from farandole.training.state.optimizer_state import refuse_optimizer
 from farandole.training.state.packed_metadata import (
     MetadataSnapshot,
     is_same,
@@ -124,6 +124,7 @@ class StepState(ElasticState, Observer):
         self._is_tracking = False  # the watched tensors are those of the current values
         self._scalers: list[tuple[torch.amp.GradScaler, dict[str, Any]]] = []
         self._statistics: ShardStatistics | None = None  # in strict mode
+        self.shards: Any = None  # where the model is divided among workers
         self._buffers: list[tuple[torch.Tensor, int]] = []  # with their versions at the last capture()
         refuse_learnable(tracked)
         refuse_circles(tracked)
@@ -132,7 +133,6 @@ class StepState(ElasticState, Observer):
             if hasattr(self, name) and name != "log":  # a value of that name is older than the method, and replaces it
                 raise ConfigError(f"TorchState: the name {name!r} is reserved; give the value another name")
             setattr(self, name, value)
-        refuse_shards(each for group in self._sorted.parameters().values() for each in group.values())
         for optimizer in self.optimizers():
             refuse_optimizer(optimizer)
         step.on_decided(self._on_decided, self)

@@ -6,6 +6,9 @@ so: `loss="sum"`, or fd.weight(n). No list of losses would be complete, so the r
 three batches instead of the workers' own: one as a whole, and both of its halves. Each is run by another worker where
 there are so many; each further worker, or all of them where something differs, runs the whole again with other random
 numbers, which may be the reason. docs/decisions/loop-bodies.md.
+
+Of a model that is divided among workers each has the gradients of its shard only, which all of them have computed
+together: there all workers run the same part, one part after the other.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from farandole.training.collectives.transport import Transport
 from farandole.training.data.elastic_loader import has_compiled
 from farandole.training.state import step
+from farandole.training.state.optimizer_state import is_shard
 from farandole.training.state.step_state import StepState
 from farandole.training.worker.warm_up import is_plain
 
@@ -62,7 +66,9 @@ class LossTrial:
     """The trial on this worker. All workers have as many runs, of which `runs` are over."""
 
     def __init__(self, state: StepState, rank: int, size: int) -> None:
-        self._is_possible = not has_compiled() and is_plain(state)  # it would be compiled for layers that are off
+        self._is_sharded = state.shards is not None
+        # What is compiled would be so for layers that are off.
+        self._is_possible = not has_compiled() and (is_plain(state) or self._is_sharded)
         modules = state.modules()
         count = sum(1 for module in modules for _ in module.parameters())
         self._body = TrialBody(modules, lambda gradient: _some_of(gradient, max(16, _ELEMENTS // max(count, 1))))
@@ -74,6 +80,8 @@ class LossTrial:
     @property
     def seed(self) -> int:
         """A number for the random numbers of the next run: another one for each run, unless one is repeated."""
+        if self._is_sharded:
+            return 0 if self._is_resized else self.runs
         return self._rank if self._is_resized else self._rank + self._size * self.runs
 
     @property
@@ -102,10 +110,14 @@ class LossTrial:
         samples. Raises RecoverableError."""
         gradients = self._body.end()
         role = _RESIZED if self._is_resized else self._role
-        parts = [gradients[key].reshape(-1).double().cpu() for key in sorted(gradients)]
+        share = step.share()
+        workers = self._size * share if self._is_sharded and share else 1  # whose equal gradients were added up
+        parts = [gradients[key].reshape(-1).double().cpu() / workers for key in sorted(gradients)]
         values = torch.cat(parts).numpy().tobytes() if parts else b""
-        taken = Taken(role, step.share(), values, self._body.is_coarse, self._asks, rows)
-        if role == _AGAIN:  # by another worker than the whole, if there is one: workers may have different data
+        taken = Taken(role, share, values, self._body.is_coarse, self._asks, rows)
+        if self._is_sharded:
+            is_needed = True
+        elif role == _AGAIN:  # by another worker than the whole, if there is one: workers may have different data
             is_needed = self._size == 1 or self._rank == 1 or (self.seed == _AGAIN and self._rank > 0)
         else:
             is_needed = role < _AGAIN or self._rank == 0
@@ -114,12 +126,12 @@ class LossTrial:
         self._is_possible = _IMPOSSIBLE not in gathered
         if not self._is_possible:
             return
-        for rank, packed in enumerate(gathered):
-            if packed:
-                each = msgspec.msgpack.decode(packed, type=Taken)
-                self._taken.setdefault(each.role, each)
-                for row, digest in each.rows.items():
-                    self._rows[row][rank].add(digest)
+        by_rank = {rank: msgspec.msgpack.decode(packed, type=Taken) for rank, packed in enumerate(gathered) if packed}
+        for rank, each in by_rank.items():
+            whole = _joined([*by_rank.values()]) if self._is_sharded else each
+            self._taken.setdefault(each.role, whole)
+            for row, digest in each.rows.items():
+                self._rows[row][rank].add(digest)
         self.runs += 1
         self._is_possible = self.runs <= len(PARTS) + 2
 
@@ -158,6 +170,13 @@ class LossTrial:
         self._body.end()
 
 
+def _joined(shards: Sequence[Taken]) -> Taken:
+    """Return a run of which each worker has taken the gradients of its shard."""
+    values, is_coarse = b"".join(each.values for each in shards), any(each.is_coarse for each in shards)
+    asks = any(each.asks for each in shards)
+    return msgspec.structs.replace(shards[0], values=values, is_coarse=is_coarse, asks=asks)
+
+
 def judge(parts: Sequence[Taken], again: Taken | None) -> str:
     """Return what the loss is, and what to do about it; empty: what it has to be, as far as can be told. Pure. `again`:
     the first of the PARTS with other random numbers."""
@@ -175,7 +194,7 @@ def judge(parts: Sequence[Taken], again: Taken | None) -> str:
     if again is not None and _is_by_chance(whole, again, tolerance):
         return ""
     if not _differ(whole, first + second, tolerance):
-        return 'it is a sum over the samples: write DistributedOptimizer(..., loss="sum")'
+        return 'it is a sum over the samples: write DistributedOptimizer(..., loss="sum"), or divide it by their number'
     if not _differ(2 * whole, first + second, tolerance):
         return "it is a mean over the samples: leave loss='sum', or fd.weight(), out"
     return (
@@ -294,8 +313,13 @@ def hook_gradients(modules: Iterable[torch.nn.Module], note: Callable[[str, torc
         values = gradient.detach()
         note(name, values.to_dense() if values.layout is not torch.strided else values)
 
+    def hook(name: str, parameter: Any) -> Any:
+        if is_shard(parameter):  # FSDP2 sets its gradient
+            return parameter.register_post_accumulate_grad_hook(lambda _: dense(name, parameter.grad.to_local()))
+        return parameter.register_hook(partial(dense, name))
+
     return [
-        parameter.register_hook(partial(dense, f"{name} (model {number})" if number else name))  # type: ignore[no-untyped-call]
+        hook(f"{name} (model {number})" if number else name, parameter)
         for number, module in enumerate(modules)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and parameter.is_leaf

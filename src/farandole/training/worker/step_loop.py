@@ -23,6 +23,7 @@ from farandole.training.data.elastic_loader import LoaderHooks
 from farandole.training.data.loader_arguments import refuse_sync_batch_norm
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
+from farandole.training.state.optimizer_state import is_shard
 from farandole.training.state.session import SESSION, RunLoop
 from farandole.training.state.step import StepStatus
 from farandole.training.state.step_state import StepState
@@ -91,6 +92,9 @@ class StepLoop(RunLoop, LoaderHooks):
             refuse_sync_batch_norm(state.modules())
         adopt = factory("adoption of DDP in strict mode" if state.is_strict else "adoption of DDP")
         if adopt(state.modules(), state.optimizers(), lambda: getattr(state.loader, "accumulates", False)):
+            state.track_optimizers()
+        if any(map(is_shard, (each for module in state.modules() for each in module.parameters()))):
+            state.shards = factory("adoption of shards")(state)
             state.track_optimizers()
         self._left_out.watch()
         SESSION.open(self, recorder=self._records, auditor=self._strict, timer=self._balance)
@@ -439,6 +443,8 @@ class StepLoop(RunLoop, LoaderHooks):
         note = (int(self._without_effect.is_untried), *(balance.note() if balance is not None else ()))
         gather = partial(self._calls.gather_at_boundaries, transport)
         report = synchronize(self._state, transport, bootstrap, compares_all, note, gather)
+        if self._state.shards is not None:
+            self._state.shards.follow(transport)
         self._watch.synchronized(report)
         self._without_effect.note_newcomers(tuple(rank for rank, each in enumerate(report.notes) if each[0]))
         if balance is not None:

@@ -1,19 +1,29 @@
-"""Optimizers of torch for parameters of a DistributedDataParallel: they decide steps, as a DistributedOptimizer does.
-module.py converts them."""
+"""Optimizers of torch for parameters of a DistributedDataParallel, or that FSDP2 has divided: they decide steps, as a
+DistributedOptimizer does. module.py and elastic_shards.py convert them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from farandole.errors import ConfigError
-from farandole.integrations.ddp.module_path import ModuleGradients, ModulePath
 from farandole.training.optim.distributed_optimizer import decide_along, step_along
 from farandole.training.optim.optimizer_mixin import OwnMethods, become, closure_of, zeroing
 from farandole.training.state import step
 from farandole.training.state.batch import Batch
+
+
+class Reducer(Protocol):
+    """What reduces the gradients of parameters, by id."""
+
+    keys: frozenset[int]
+
+    def own(self, keys: Any) -> Any:
+        """Return the path of the gradients of an optimizer's parameters."""
+        ...
+
 
 _OF_THEIR_OWN = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")  # by name: their import is slow
 
@@ -23,7 +33,7 @@ class SteppingOptimizer(OwnMethods):
 
     farandole_attributes = OwnMethods.farandole_attributes | {"_farandole_paths", "_farandole_reduced"}
 
-    _farandole_paths: Sequence[ModulePath]
+    _farandole_paths: Sequence[Any]
     _farandole_reduced: frozenset[int]  # parameters, by id
 
     def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +73,7 @@ class SteppingOptimizer(OwnMethods):
             parameter.grad = None
 
 
-def make_stepping(optimizer: torch.optim.Optimizer, modules: Sequence[ModuleGradients]) -> None:
+def make_stepping(optimizer: torch.optim.Optimizer, modules: Sequence[Reducer]) -> None:
     """Make `optimizer`, the same object, decide steps from now on. Raises ConfigError for one that cannot."""
     if any(kind.__name__ in _OF_THEIR_OWN for kind in type(optimizer).__mro__):
         raise ConfigError(

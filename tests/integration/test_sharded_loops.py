@@ -1,0 +1,50 @@
+"""Models that fully_shard() has divided, in an elastic loop: a worker is killed in backward() and replaced, and the
+model is that of one process; and what cannot be had is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.jobs import SCRIPTS, farandole_run
+
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="older FSDP2 has other internals"),
+]
+
+SCRIPT = str(SCRIPTS / "sharded_loop.py")
+
+
+@pytest.mark.parametrize("kind", ["tied", "frozen", "adagrad", "clipped", "accumulated"])
+def test_after_a_kill_and_a_join_the_model_is_that_of_one_process(tmp_path: Path, kind: str) -> None:
+    done = farandole_run("-np", "3", "--min-np", "2", sys.executable, SCRIPT, kind, "--kill", str(tmp_path / "killed"))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.count("EQUAL [2, 3]") == 2, done.stdout
+    assert done.stdout.count("EQUAL [3]") == 1, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("norm", "ByNorm takes another step for a part of the model alone"),
+        ("changed", "embedding.weight was changed outside of optimizer.step()"),
+        ("closure", "step(closure), or a method of AdamW besides step(), with a model that fully_shard() has divided"),
+        ("average", "state.average of type list cannot be pickled (a tensor that is divided among the workers"),
+        ("two optimizers", "needs one optimizer in its TorchState"),
+        ("whole", "1 of its parameters are whole. Call fully_shard() for the root of the model, too"),
+    ],
+)
+def test_what_cannot_be_divided_anew_is_refused(kind: str, words: str) -> None:
+    done = farandole_run("-np", "2", "--restarts", "0", sys.executable, SCRIPT, kind)
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    assert words in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_checkpoints_of_the_job_are_refused(tmp_path: Path) -> None:
+    done = farandole_run("-np", "2", "--checkpoint", str(tmp_path), sys.executable, SCRIPT, "tied")
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "--checkpoint with a model that fully_shard() has divided is not supported" in done.stderr.splitlines()[-1]
