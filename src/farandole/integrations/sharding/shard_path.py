@@ -1,5 +1,5 @@
-"""From gradient to step with divided modules: each worker has the gradients of its shard, and steps when the next
-worker has them, too."""
+"""From gradient to step with divided modules: each worker has the gradients of its shard, and steps when all workers
+have those of the shard that they mirror, too."""
 
 from __future__ import annotations
 

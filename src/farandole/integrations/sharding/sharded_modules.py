@@ -53,6 +53,10 @@ class ShardedModules:
                     f"a parameter of shape {tuple(each.sharded_param.shape)} is divided in another way than along its "
                     f"first dimension by fully_shard(): tensor parallelism and shard_placement_fn are not supported"
                 )
+            if each.device.type != "cpu":
+                raise ConfigError(
+                    f"a model that fully_shard() has divided is on {each.device}: only the CPU is supported so far"
+                )
             if each.offload_to_cpu:
                 raise ConfigError("fully_shard(offload_policy=CPUOffloadPolicy()) is not supported")
         size = world.current().placement.size

@@ -98,6 +98,7 @@ def _refuse_unreduced(optimizer: torch.optim.Optimizer, reduced: frozenset[int])
             if parameter.requires_grad and id(parameter) not in reduced:
                 raise ConfigError(
                     f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is "
-                    f"reduced by no DistributedDataParallel of the TorchState: its gradients would differ between "
-                    f"workers. Let it require gradients before its module is wrapped"
+                    f"reduced by no DistributedDataParallel of the TorchState, and by no module that fully_shard() has "
+                    f"divided: its gradients would differ between workers. Let it require gradients before its module "
+                    f"is wrapped"
                 )
