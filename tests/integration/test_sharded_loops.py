@@ -19,7 +19,14 @@ pytestmark = [
 SCRIPT = str(SCRIPTS / "sharded_loop.py")
 
 
-@pytest.mark.parametrize("kind", ["tied", "frozen", "adagrad", "clipped", "accumulated"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "tied",
+        "clipped",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("frozen", "adagrad", "accumulated")),
+    ],
+)
 def test_after_a_kill_and_a_join_the_model_is_that_of_one_process(tmp_path: Path, kind: str) -> None:
     done = farandole_run("-np", "3", "--min-np", "2", sys.executable, SCRIPT, kind, "--kill", str(tmp_path / "killed"))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -77,7 +77,7 @@ def test_other_threads_may_change_them_at_any_time(change: Callable[[SimpleNames
     thread = threading.Thread(target=change_on)
     thread.start()
     try:
-        for body in range(60):
+        for body in range(30):
             state.take(is_due=body % 2 == 0)
             values.own += 1
             state.roll_back()

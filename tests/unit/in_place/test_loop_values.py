@@ -29,7 +29,9 @@ of_module = 0
 
 @pytest.fixture
 def orders() -> Iterator[Orders]:
+    gc.freeze()  # a worker that was forked has frozen what was there before; other tests have left much
     yield Orders()
+    gc.unfreeze()
     step.close()
     world.enter(None)
 
