@@ -245,6 +245,18 @@ def test_of_micro_batches_each_comes_once_when_a_loader_process_is_killed(loader
     loader.close()
 
 
+def test_a_loader_is_closed_while_one_of_its_processes_is_being_killed_that_has_a_lock(
+    loader: DataLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, processes = take(iter(loader), loader, 2)
+    prefetch: Any = loader._prefetch
+    prefetch._iterator._workers_done_event.theirs._cond.acquire()
+    os.kill(min(processes), signal.SIGKILL)
+    monkeypatch.setattr(prefetch, "_has_lost_process", lambda: False)  # it has not ended yet
+    loader.close()
+    assert_gone(processes)
+
+
 class Slow(Numbers):
     def __getitem__(self, index: int) -> tuple[int, int]:
         time.sleep(0.0 if index < 10 else 0.05)

@@ -83,6 +83,21 @@ def test_a_full_disk_is_said_once_in_the_log_and_in_the_file(tmp_path: Path, cap
     assert findings.remarks
 
 
+@pytest.mark.parametrize("room", range(310, 355))
+def test_wherever_a_line_is_cut_each_record_is_there_or_missing(tmp_path: Path, room: int) -> None:
+    disk = Disk(room=room)
+    writer = LedgerWriter(tmp_path, "w0", "host", write=disk.write)
+    records = written(job_of_one(8))
+    for number, record in enumerate(records):
+        disk.room = 1 << 20 if number == 10 else disk.room
+        writer.write(record)
+    (path,) = ledger_files(tmp_path)
+    said = said_by(path)
+    missed = sum(record.lines for record in said if isinstance(record, Missed))
+    assert missed
+    assert len([record for record in said if record in records]) + missed == len(records)
+
+
 def test_when_there_is_room_again_the_file_goes_on_and_says_how_much_is_missing(tmp_path: Path) -> None:
     disk = Disk(room=330)
     writer = LedgerWriter(tmp_path, "w0", "host", write=disk.write)

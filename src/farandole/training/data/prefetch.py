@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -24,6 +24,7 @@ torch_signals: Any = signal_handling
 
 _LOSSES_TO_PREPARE_ONE = 2
 _MOST_LOSSES = 3
+_SETS_WITHIN_S = 0.1
 """Losses of loader processes before the same batch, after which it is given up: they die of its samples."""
 
 
@@ -144,7 +145,7 @@ class Prefetch(Generic[OnWayT]):
             torch_signals._remove_worker_pids(id(iterator))
             iterator._worker_pids_set = False
             self._pids = tuple(process.pid for process in iterator._workers)
-            iterator._workers_done_event = _DoneEvent(iterator._workers_done_event)
+            iterator._workers_done_event = _DoneEvent(iterator._workers_done_event, iterator._workers)
         return iterator  # type: ignore[no-any-return]
 
     def _end_processes(self) -> None:
@@ -154,9 +155,7 @@ class Prefetch(Generic[OnWayT]):
         if self._pids:
             if self._has_lost_process():
                 iterator._workers_done_event.theirs = None
-                for process in iterator._workers:
-                    if not _has_ended(process):
-                        process.kill()
+                _kill(iterator._workers)
             iterator._shutdown_workers()
         if isinstance(self._loader, TorchDataLoader):
             self._loader._iterator = None
@@ -207,17 +206,31 @@ class _DoneEvent:
     """torch's event for the end of its loader processes, as the main process sees it. A killed process may have had the
     lock of `theirs`, for which torch would wait for ever, also where it only looks at it."""
 
-    def __init__(self, theirs: Event) -> None:
+    def __init__(self, theirs: Event, processes: Sequence[BaseProcess]) -> None:
         self.theirs: Event | None = theirs
-        self._is_set = False
+        self._processes, self._is_set = processes, False
 
     def is_set(self) -> bool:
         return self._is_set
 
     def set(self) -> None:
         self._is_set = True
-        if self.theirs is not None:
-            self.theirs.set()
+        if self.theirs is None:
+            return
+        setting = threading.Thread(target=self.theirs.set, daemon=True)
+        setting.start()
+        setting.join(_SETS_WITHIN_S)
+        while setting.is_alive():
+            if any(map(_has_ended, self._processes)):  # one of them was being killed, and has the lock
+                _kill(self._processes)
+                return
+            setting.join(_SETS_WITHIN_S)
+
+
+def _kill(processes: Sequence[BaseProcess]) -> None:
+    for process in processes:
+        if not _has_ended(process):
+            process.kill()
 
 
 def _has_ended(process: BaseProcess) -> bool:

@@ -394,7 +394,7 @@ class LedgerWriter:
         written = self._system_write(self._file, line)
         self._bytes += written
         self._is_torn = written < len(line)
-        if self._is_torn:
+        if written < len(line) - 1:  # without the end of its line, a record is there
             raise OSError(f"only {written} of {len(line)} bytes were written")
 
     def _give_warning(self, error: OSError) -> None:
