@@ -114,7 +114,11 @@ def test_a_kill_9_of_the_agent_takes_the_watched_workers_and_their_children_alon
     assert not any(path.exists() for path in shared)
 
 
-def test_after_a_kill_9_of_the_agent_a_workers_shared_memory_is_removed_by_its_resource_tracker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_after_a_kill_9_of_the_agent_a_workers_shared_memory_is_removed_by_its_resource_tracker(
+    tmp_path: Path, is_busy: bool
+) -> None:
+    """Also where the machine is so busy that the tracker does not run for a while."""
     code = """
 import signal
 from multiprocessing import shared_memory
@@ -131,9 +135,15 @@ signal.pause()
         block = Path("/dev/shm", worker.stdout.readline().strip())
         assert block.exists()
         wait_until(lambda: any(map(guard_process.is_resource_tracker, guard_process.members_of([worker.pid]))))
+        [tracker] = filter(guard_process.is_resource_tracker, guard_process.members_of([worker.pid]))
+        if is_busy:
+            os.kill(tracker, signal.SIGSTOP)
         guard.watch(worker.pid)
         guard._process.stdin.close()  # as if this process had ended
         assert worker.wait(DEADLINE_S) == -signal.SIGKILL
+    if is_busy:
+        time.sleep(1.0)
+        os.kill(tracker, signal.SIGCONT)
     guard._process.wait(DEADLINE_S)
     assert not block.exists()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 # Until the kernel has ended them, killed processes might still finish the creation of a file.
 _KILLED_S = 0.2
+_LOOKS = 25  # at resource trackers, which end by themselves: within milliseconds, where the machine is not busy
 _FORKS = 10  # a process that is about to be killed may have forked: look again, but not for ever
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -139,11 +140,14 @@ def main() -> None:
     if watch.is_over:
         return
     pids = members_of(watch.groups)
-    kill_but_trackers(watch.groups)
+    trackers = kill_but_trackers(watch.groups)
     if connection:
         with contextlib.suppress(OSError):  # the coordinator is gone, too
             os.write(int(connection[0]), bytes.fromhex(connection[1]))
-    select.select([], [], [], _KILLED_S)
+    for _ in range(_LOOKS):
+        select.select([], [], [], _KILLED_S)
+        if not any(map(is_resource_tracker, trackers)):
+            break
     kill(watch.groups)  # a tracker that is kept alive by a process outside the group
     remove_shared_memory(pids)
     shutil.rmtree(scratch, ignore_errors=True)
