@@ -100,7 +100,7 @@ FACTORIES = {
     "Adasum's optimizer": "integrations.horovod.adasum_delta:DeltaOptimizer",
     "adoption of DDP": "integrations.ddp.module:adopt",
     "adoption of DDP in strict mode": "integrations.ddp.shard_module:adopt_for_shards",
-    "adoption of shards": "integrations.sharding.elastic_shards:adopt_shards",
+    "adoption of shards": "integrations.sharding.adoption:adopt_shards",
     "check for the real Horovod": "integrations.horovod:refuse_beside_real_horovod",
     "commit loop": "integrations.horovod.commit_loop:CommitLoop",
     "default group": "integrations.torchrun.process_group.registration:open_default_group",

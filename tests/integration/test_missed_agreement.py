@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,9 +29,9 @@ def run(workers: int, *arguments: str) -> tuple[str, set[str]]:
     ],
 )
 def test_whoever_is_behind_completes_the_step_that_others_have_taken(
-    behind: str, dies: str, completes: set[str]
+    tmp_path: Path, behind: str, dies: str, completes: set[str]
 ) -> None:
-    expected, _ = run(1, "9", "9", "whole")
-    weights, completed = run(4, behind, dies)
+    expected, _ = run(1, "whole")
+    weights, completed = run(4, behind, dies, str(3 - len(behind.split(","))), str(tmp_path))
     assert completed == completes
     assert weights == expected

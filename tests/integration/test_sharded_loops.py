@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
+from farandole.errors import ConfigError
+from farandole.integrations.sharding.adoption import adopt_shards
 from tests.support.jobs import SCRIPTS, farandole_run
 
 pytestmark = [
     pytest.mark.core,
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="older FSDP2 has other internals"),
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="an older FSDP2 is refused"),
 ]
 
 SCRIPT = str(SCRIPTS / "sharded_loop.py")
@@ -39,6 +43,7 @@ def test_after_a_kill_and_a_join_the_model_is_that_of_one_process(tmp_path: Path
     [
         ("norm", "ByNorm takes another step for a part of the model alone"),
         ("changed", "embedding.weight was changed outside of optimizer.step()"),
+        ("weighed", "fd.weight() and a loss that uses parameters directly, as by full_tensor()"),
         ("closure", "step(closure), or a method of AdamW besides step(), with a model that fully_shard() has divided"),
         ("average", "state.average of type list cannot be pickled (a tensor that is divided among the workers"),
         ("two optimizers", "needs one optimizer in its TorchState"),
@@ -55,3 +60,23 @@ def test_checkpoints_of_the_job_are_refused(tmp_path: Path) -> None:
     done = farandole_run("-np", "2", "--checkpoint", str(tmp_path), sys.executable, SCRIPT, "tied")
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
     assert "--checkpoint with a model that fully_shard() has divided is not supported" in done.stderr.splitlines()[-1]
+
+
+class Asked(SimpleNamespace):
+    """The part of a state that is asked before anything is made elastic."""
+
+    shards = None
+
+
+def test_a_torch_whose_fsdp2_cannot_be_divided_anew_is_refused_when_training_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    with pytest.raises(ConfigError, match=r"needs torch 2\.13 or newer, this is 2\.12\.1: update it, or use farandole"):
+        adopt_shards(Asked())  # type: ignore[arg-type]
+
+
+def test_another_fsdp2_is_found_out_at_the_start() -> None:
+    done = farandole_run("-np", "2", "--restarts", "0", sys.executable, SCRIPT, "other torch")
+    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "could not be divided anew after a loss ('FSDPParam' object has no attribute '_init" in done.stderr

@@ -1,9 +1,11 @@
-"""Workers that do not hear that all have the gradients of a step, while another one does, takes the step, and dies."""
+"""Workers that do not hear that all have the gradients of a step, while others do and take it; then one of these dies.
+Arguments: the slots of the first ones, that of the last one, how many others take the step, a folder; or "whole"."""
 
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +19,9 @@ from farandole.integrations.sharding import shard_path
 from farandole.integrations.sharding.elastic_shards import ElasticShards
 from farandole.integrations.sharding.shard_path import ShardPath
 
-STEP = 6
-BEHIND, DIES = (set(map(int, each.split(","))) for each in sys.argv[1:3])
+STEP, DEADLINE_S = 6, 30.0
+IS_WHOLE = sys.argv[1] == "whole"  # without any of this, for comparison
+BEHIND, DIES = (set(map(int, each.split(","))) for each in (("9", "9") if IS_WHOLE else sys.argv[1:3]))
 give, stepped, complete = ShardPath._give_to_mirror, ElasticShards.stepped, ElasticShards._complete
 world, slot = shard_path.world, int(os.environ["FARANDOLE_SLOT"])
 
@@ -46,9 +49,16 @@ def give_unheard(path: ShardPath) -> None:
 
 def step_and_die(shards: ElasticShards, ready: Any) -> None:
     stepped(shards, ready)
-    if slot in DIES and world.current().id.number == 1 and state.step == STEP:
-        time.sleep(0.3)  # the others have taken the step, too, if they do
+    if world.current().id.number > 1 or state.step != STEP:
+        return
+    others, folder = int(sys.argv[3]), Path(sys.argv[4])
+    if slot in DIES:
+        deadline = time.monotonic() + DEADLINE_S
+        while len(list(folder.iterdir())) < others:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+    (folder / str(slot)).touch()
 
 
 def say_that_it_completes(shards: ElasticShards, ready: Any) -> None:
@@ -63,11 +73,11 @@ ElasticShards._complete = say_that_it_completes
 fd.init(default_group=True)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.Tanh(), torch.nn.Linear(7, 5)).double()
-if sys.argv[3:] != ["whole"]:
+if not IS_WHOLE:
     fully_shard(model[0])
     fully_shard(model)
 optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
-if sys.argv[3:] == ["whole"]:
+if IS_WHOLE:
     optimizer = fd.DistributedOptimizer(optimizer)
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
 generator = torch.Generator().manual_seed(1)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import farandole as fd
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 120, 12, 5
+MOST_EPOCHS = 300  # until a newcomer has joined
 INDICES = torch.arange(SAMPLES)
 TOKENS = torch.randint(0, 11, (SAMPLES, 5), generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(2)).double()
@@ -103,9 +105,11 @@ KINDS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., torch.optim.
     "norm": (Language, by_norm),
     "changed": (Language, adam),
     "closure": (Language, adam),
+    "weighed": (Language, adam),
     "average": (Language, adam),
     "two optimizers": (Language, adam),
     "whole": (Language, adam),
+    "other torch": (Language, adam),
 }
 
 
@@ -126,7 +130,11 @@ def accumulate(model: Any, samples: torch.Tensor) -> None:
 
 def body(kind: str, model: Any, optimizer: torch.optim.Optimizer, samples: torch.Tensor, is_divided: bool) -> None:
     optimizer.zero_grad()
-    if kind == "closure":
+    if kind == "weighed" and is_divided:
+        fd.weight(2 * len(samples))
+        whole: Any = model.embedding.weight
+        (model(samples) + whole.full_tensor().square().sum()).backward()
+    elif kind == "closure":
         optimizer.step(lambda: backward(model, samples))
     elif kind == "accumulated":
         accumulate(model, samples) if is_divided else backward(model, samples)
@@ -148,9 +156,9 @@ def backward(model: torch.nn.Module, samples: torch.Tensor) -> float:
     return loss.item()
 
 
-def reference(kind: str) -> torch.nn.Module:
+def reference(kind: str, epochs: int) -> torch.nn.Module:
     model, optimizer, scheduler = made(kind)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for samples in INDICES.split(GLOBAL_BATCH):
             body(kind, model, optimizer, samples, is_divided=False)
             scheduler.step()
@@ -182,30 +190,35 @@ def main() -> None:
     fd.init(default_group=True)
     workers, kind = fd.size(), options.kind
     model, optimizer, scheduler = made(kind, divides=True)
+    if kind == "other torch":
+        del FSDPParam._init_sharded_param  # as where it has another name
     loader = fd.elastic.DataLoader(
         torch.utils.data.TensorDataset(INDICES), global_batch_size=GLOBAL_BATCH, shuffle=False
     )
     state: Any = fd.elastic.TorchState(
-        model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, **tracked(kind, model)
+        model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, epochs=0, **tracked(kind, model)
     )
     sizes = set()
 
     @fd.elastic.run
     def train(state: Any) -> None:
-        for _ in loader.epochs(EPOCHS):
+        for _ in loader.epochs(MOST_EPOCHS):
             for (samples,) in loader:
                 sizes.add(fd.size())
                 if options.kill and state.step == 7 and fd.rank() == 1 and not options.kill.exists():
                     options.kill.touch()
                     model.register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-                if options.kill and state.step > 9 and fd.size() < workers:
-                    time.sleep(0.2)
+                if fd.size() < workers:
+                    time.sleep(0.02)  # the newcomer is on its way, and gets a part of the epochs
                 body(kind, model, optimizer, samples, is_divided=True)
                 scheduler.step()
+            state.epochs += 1
+            if fd.any(state.epochs >= EPOCHS and fd.size() == workers):
+                break
 
     train(state)
     found = [each.full_tensor() for each in model.parameters()]  # type: ignore[operator]
-    expected = reference(kind)
+    expected = reference(kind, state.epochs)
     for one, other in zip(found, expected.parameters(), strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-9)
     torch.testing.assert_close([*model.buffers()], [*expected.buffers()], rtol=0, atol=0)

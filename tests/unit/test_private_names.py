@@ -72,7 +72,6 @@ USED: dict[str, set[str]] = {
         "_lazy_init",
         "_local_tensor",
         "_orig_param_uid",
-        "_reset_iter_state",
         "_setattr_on_modules",
         "_sharded_param_data",
         "_sharding_spec",

@@ -11,14 +11,12 @@ mirror. So a worker that could not hear that all have said so can take the step 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from farandole.base.env import read_checkpoint_env
 from farandole.errors import ConfigError, ShardLost, StepError
 from farandole.integrations.sharding.division import Held, Plan, choose, lost, mirrors, rows_of
 from farandole.integrations.sharding.mirror import Mirror, is_alike
@@ -29,12 +27,11 @@ from farandole.integrations.sharding.sharded_modules import ShardedModules, divi
 from farandole.training.collectives import world
 from farandole.training.collectives.transport import Transport
 from farandole.training.collectives.transport_choice import host_transport
-from farandole.training.optim.optimizer_mixin import OwnMethods, WrappedOptimizer
+from farandole.training.optim import step_agreement
+from farandole.training.optim.optimizer_mixin import OwnMethods
 from farandole.training.optim.stepping import make_stepping
-from farandole.training.state.step_state import StepState
 
 _COMPARED_FIRST, _COMPARED_EVERY = 3, 100  # steps after a regroup
-
 
 _Told = tuple[tuple[int, int], list[Held]]
 
@@ -56,8 +53,7 @@ class ElasticShards:
         self.mirrored_by: list[int] = []  # by rank, the rank that has its mirror
         self._steps = 0  # since the last regroup
         self._versions: list[tuple[int, int]] = []  # of the parameters, after the last step
-        text = ";".join(f"{tuple(each.shape)} {each.dtype} {each.requires_grad}" for each in self._parameters)
-        self.plan_digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        self.plan_digest = step_agreement.digest(self._modules.parameters)
         self.path = ShardPath(self)
         self._modules.communicate_by(Gathering(self.path), Reducing(self.path))
         for each in self._parameters:
@@ -67,6 +63,13 @@ class ElasticShards:
         hook = optimizer.register_step_post_hook(lambda *_: self._note_versions())
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(hook.id, last=False)  # before those that change parameters
+
+    def prove(self) -> None:
+        """Divide everything as it is divided, in the way in which it is after a change of the membership. Whatever
+        another torch raises is raised now, and not when a worker is lost."""
+        self._install(
+            [Part({key: each.clone() for key, each in part.rows.items()}, part.shared) for part in self._own()]
+        )
 
     def own(self, keys: Collection[int]) -> ShardPath:
         """Return the path of the gradients of the optimizer's parameters."""
@@ -140,7 +143,7 @@ class ElasticShards:
         like = [part.rows[""] for part in self._mirror.parts()]
         room = room_for(like)
         to_mirror(joined(given), room, self.mirrored_by, host_transport(world.current().transport))
-        # Where a parameter has no gradient on its owner, it has none here: an optimizer passes over it.
+        # All workers have gradients of the same parameters; the optimizer passes over the others.
         return [None if each is None else mirrored for each, mirrored in zip(own, cut(room, like), strict=True)]
 
     def digests(self) -> tuple[int, int]:
@@ -241,11 +244,11 @@ class ElasticShards:
                 self.refuse_optimizer(owner)
 
     def _divide(self, plan: Plan, held: Sequence[Sequence[Held]], transport: Transport) -> None:
-        heights, planned = [each.shape[0] for each in self._parameters], (plan.generation, plan.version)
+        row_counts, planned = [each.shape[0] for each in self._parameters], (plan.generation, plan.version)
         kept = next((each for each in self._divisions() if (each[0].generation, each[0].version) == planned), None)
         former = kept[1] if kept is not None else Former()
         self._compare(former, plan, held, transport)
-        parts = redivided(heights, former, plan, held, transport)
+        parts = redivided(row_counts, former, plan, held, transport)
         transport.barrier()  # before it a worker may be lost, and the next world needs the former parts
         self._install(parts)
         self._before = kept  # needed again where a worker is lost before all have the new parts, and mirrors
@@ -307,30 +310,7 @@ def _replace(state: dict[str, Any], found: dict[str, Any]) -> None:
 def _what_is_lost(missing: Sequence[int], count: int) -> str:
     which = f"shard {missing[0]}" if len(missing) == 1 else f"shards {', '.join(map(str, missing))}"
     return (
-        f"{which} of {count}: parameters and optimizer state were lost with the worker that had them and the one "
-        f"which had their mirror"
+        f"{which} of {count}: parameters and optimizer state were lost with the worker that had them and the one that "
+        f"had their mirror. Start the job again, from what the script has saved. Where several hosts have as many "
+        f"workers, a mirror is on another host; replicas survive more (docs/hybrid-sharding.md)"
     )
-
-
-def adopt_shards(state: StepState) -> ElasticShards:
-    """Make the divided model of a state elastic, once. Raises ConfigError for what cannot follow the membership."""
-    if state.shards is not None:
-        found: ElasticShards = state.shards
-        return found
-    optimizers = state.optimizers()
-    if len(optimizers) != 1 or isinstance(optimizers[0], WrappedOptimizer):
-        raise ConfigError(
-            "a model that fully_shard() has divided needs one optimizer in its TorchState, torch's own: do not wrap it"
-        )
-    if getattr(state.loader, "accumulates", False):
-        raise ConfigError("micro_batch_size with a model that fully_shard() has divided is not supported: leave it out")
-    if state.is_strict:
-        raise ConfigError("strict mode with a model that fully_shard() has divided is not supported: leave shards out")
-    if read_checkpoint_env() is not None:
-        raise ConfigError(
-            "--checkpoint with a model that fully_shard() has divided is not supported: leave it out, and save the "
-            "model from the script, as with torch.distributed.checkpoint"
-        )
-    if state.keeps_scaler():
-        raise ConfigError("a GradScaler with a model that fully_shard() has divided is not supported: use bfloat16")
-    return ElasticShards(state.modules(), optimizers[0])

@@ -25,16 +25,16 @@ class Former(NamedTuple):
 
 
 def redivided(
-    heights: Sequence[int], former: Former, plan: Plan, held: Sequence[Sequence[Held]], transport: Transport
+    row_counts: Sequence[int], former: Former, plan: Plan, held: Sequence[Sequence[Held]], transport: Transport
 ) -> list[Part]:
     """Return this worker's parts of parameters with so many rows, in new memory. All workers call it. `held`: by rank.
     Raises the errors of transports."""
     outline = _outline(former, plan, transport)
     size, rank = transport.size, transport.rank
-    new = [part.with_room(len(rows_of(rows, size, rank))) for part, rows in zip(outline, heights, strict=True)]
+    new = [part.with_room(len(rows_of(rows, size, rank))) for part, rows in zip(outline, row_counts, strict=True)]
     given: list[list[torch.Tensor]] = [[] for _ in range(size)]
     taken: list[list[torch.Tensor]] = [[] for _ in range(size)]
-    for number, rows in enumerate(heights):
+    for number, rows in enumerate(row_counts):
         for target in range(size):
             wanted = rows_of(rows, size, target)
             for shard, begin, end in pieces(rows, plan.size, wanted):

@@ -4,6 +4,7 @@ have those of the shard that they mirror, too."""
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +63,7 @@ class ShardPath:
         self._batch: Batch | None = None
         self._weights = Weights("mean")
         self._pass_is_open = False
+        self._arrivals = Counter[int]()  # of gradients in this batch, by id of the parameter
         self.is_broken = False  # a collective of this generation has failed in the current step
         self._ready: Ready | None = None
         step.add_losses(False)
@@ -70,6 +72,7 @@ class ShardPath:
     def forget(self) -> None:
         self._status = GradientStatus.LOCAL
         self._weights.forget()
+        self._arrivals.clear()
 
     # Passes ----------------------------------------------------------------------------------------------
 
@@ -90,6 +93,8 @@ class ShardPath:
         if batch is not self._batch:
             self._shards.refuse_left(arrived)
         self.notice(batch)
+        if arrived is not None:
+            self._arrivals[id(arrived)] += 1
         if not self._pass_is_open:
             if self._status is not GradientStatus.LOCAL and not step.is_aborted():
                 raise StepError(
@@ -125,11 +130,21 @@ class ShardPath:
             if not self.fail():
                 raise
             return
-        if factor != 1.0:
+        if factor != 1.0:  # of fd.weight()
+            self._refuse_direct()
             for gradient in self._shards.gradients():
                 if gradient is not None:
                     gradient.mul_(factor)
         step.mark_reduced()
+
+    def _refuse_direct(self) -> None:
+        """Raise StepError for gradients that came twice in a batch: once from FSDP2, and once without it."""
+        if max(self._arrivals.values(), default=0) > 1:
+            raise StepError(
+                "fd.weight() and a loss that uses parameters directly, as by full_tensor(), with a model that "
+                "fully_shard() has divided: the direct part would get the weight of the other one. Leave fd.weight() "
+                "out, or the direct part, such as for weight_decay= of the optimizer"
+            )
 
     def fail(self) -> bool:
         """Abort the step, since a collective has failed. Returns whether the loader can repeat the batch."""

@@ -81,8 +81,8 @@ class ShardedModules:
     def end_pass(self) -> None:
         """Forget passes that were interrupted: all parameters are divided again, and no gradient is left."""
         for root in self.roots:
-            root._get_fsdp_state()._lazy_init()
-            root._get_fsdp_state()._reset_iter_state()
+            root._get_fsdp_state()._lazy_init()  # what a first pass does; without it there is nothing to forget
+            root.reset_iter_state()
         for each in self._params:
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):

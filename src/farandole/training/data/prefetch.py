@@ -24,7 +24,7 @@ torch_signals: Any = signal_handling
 
 _LOSSES_TO_PREPARE_ONE = 2
 _MOST_LOSSES = 3
-_SETS_WITHIN_S = 0.1
+_LOOKS, _LOOK_S = 100, 0.05  # together as long as torch waits for its loader processes to end
 """Losses of loader processes before the same batch, after which it is given up: they die of its samples."""
 
 
@@ -219,12 +219,12 @@ class _DoneEvent:
             return
         setting = threading.Thread(target=self.theirs.set, daemon=True)
         setting.start()
-        setting.join(_SETS_WITHIN_S)
-        while setting.is_alive():
-            if any(map(_has_ended, self._processes)):  # one of them was being killed, and has the lock
-                _kill(self._processes)
-                return
-            setting.join(_SETS_WITHIN_S)
+        for _ in range(_LOOKS):
+            setting.join(_LOOK_S)
+            if not setting.is_alive() or any(map(_has_ended, self._processes)):  # the one with the lock
+                break
+        if setting.is_alive():
+            _kill(self._processes)
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:

@@ -127,9 +127,10 @@ class LossTrial:
         if not self._is_possible:
             return
         by_rank = {rank: msgspec.msgpack.decode(packed, type=Taken) for rank, packed in enumerate(gathered) if packed}
+        if self._is_sharded:
+            self._taken.setdefault(role, _joined([*by_rank.values()]))
         for rank, each in by_rank.items():
-            whole = _joined([*by_rank.values()]) if self._is_sharded else each
-            self._taken.setdefault(each.role, whole)
+            self._taken.setdefault(each.role, each)
             for row, digest in each.rows.items():
                 self._rows[row][rank].add(digest)
         self.runs += 1
